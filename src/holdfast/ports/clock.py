@@ -1,0 +1,39 @@
+"""Time and chance enter here, so that a test can replay a run exactly."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Time and random bytes."""
+
+    def monotonic_seconds(self) -> float:
+        """Return seconds on a clock that never steps back; the only clock decisions may use."""
+        ...
+
+    def unix_seconds(self) -> float:
+        """Return wall-clock seconds since 1970, for people to read."""
+        ...
+
+    def random_bytes(self, count: int) -> bytes:
+        """Return `count` unpredictable bytes."""
+        ...
+
+
+class SystemClock:
+    """The machine's own time and randomness."""
+
+    def monotonic_seconds(self) -> float:
+        """Return seconds on the machine's monotonic clock."""
+        return time.monotonic()
+
+    def unix_seconds(self) -> float:
+        """Return wall-clock seconds since 1970."""
+        return time.time()
+
+    def random_bytes(self, count: int) -> bytes:
+        """Return `count` bytes from the operating system."""
+        return os.urandom(count)

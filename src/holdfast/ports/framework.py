@@ -1,0 +1,175 @@
+"""What the machine asks of a tensor framework: shards to save, targets to load into, bytes of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.spec.box import Box
+from holdfast.spec.tensor import Shard, TensorSpec
+from holdfast.spec.values import Group
+
+
+class Ticket(Protocol):
+    """A copy on its way."""
+
+    def wait(self) -> None:
+        """Return once the copy is complete."""
+        ...
+
+
+class Source(Protocol):
+    """The bytes of what one rank holds of one tensor, read piece by piece."""
+
+    def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> Ticket:
+        """Copy a run of a piece's row-major bytes to the front of `slab`.
+
+        Args:
+            piece: A box inside one of the shard's pieces, global coordinates.
+            start, stop: Half-open byte range within the piece's own row-major bytes.
+            slab: Writable memory of at least `stop - start` bytes.
+        """
+        ...
+
+    def sample(self, blocks: int, block_bytes: int) -> bytes:
+        """Return at most `blocks` blocks of `block_bytes` spread evenly over the held bytes; all of them if fewer."""
+        ...
+
+
+class Target(Protocol):
+    """A writable view of what one rank wants of one tensor."""
+
+    def place(self, part: Box, source: memoryview, source_box: Box) -> None:
+        """Copy `part` out of the row-major bytes of `source_box` into this target.
+
+        Args:
+            part: Global coordinates; inside the wanted box and inside `source_box`.
+            source: The row-major bytes of `source_box`, in the dtype that was saved.
+            source_box: Global coordinates of what `source` holds.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A shard together with the means to read its bytes."""
+
+    shard: Shard
+    """What this rank holds."""
+
+    source: Source
+    """Its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A state taken apart."""
+
+    shards: Sequence[LocalShard]
+    """One per tensor this rank holds something of, FQNs distinct."""
+
+    tree: Group
+    """Everything that is not a tensor, with the shape of its containers."""
+
+    aliases: Mapping[str, str]
+    """Tied names: the alias, and the FQN the tensor is stored under."""
+
+    skipped: Sequence[str]
+    """FQNs and paths that `only` and `skip` left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor to be filled."""
+
+    stored_fqn: str
+    """Name in the checkpoint."""
+
+    dtype: str
+    """Element type of the target."""
+
+    global_shape: tuple[int, ...]
+    """Shape of the whole target tensor."""
+
+    boxes: tuple[Box, ...]
+    """What this rank wants of it, global coordinates."""
+
+    target: Target
+    """Where it goes."""
+
+    fqn: str
+    """Name in the state that is being loaded."""
+
+
+class Restoration(Protocol):
+    """A load under way: what it wants, and how it ends."""
+
+    @property
+    def wanted(self) -> Sequence[Wanted]:
+        """Tensors to read."""
+        ...
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """Names the state has and the checkpoint lacks."""
+        ...
+
+    @property
+    def unexpected(self) -> Sequence[str]:
+        """Names the checkpoint has under the keys passed, and the state lacks."""
+        ...
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Names that `only` and `skip` left alone."""
+        ...
+
+    def finish(self) -> None:
+        """Put values back once every tensor is placed: plain values, hyperparameters, `load_state_dict`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What a checkpoint offers."""
+
+    tensors: Mapping[str, TensorSpec]
+    """Stored tensors by FQN."""
+
+    aliases: Mapping[str, str]
+    """Tied names: alias to stored FQN."""
+
+    tree: Group
+    """The non-tensor state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which FQNs take part, by glob patterns as in `fnmatch`."""
+
+    only: tuple[str, ...] | None = None
+    """If given, a name takes part only when one of these matches it."""
+
+    skip: tuple[str, ...] = ()
+    """A name matching one of these is left out."""
+
+
+class Framework(Protocol):
+    """A tensor framework."""
+
+    def collect(self, state: Mapping[str, object], selection: Selection) -> Collected:
+        """Take a state apart, touching nothing.
+
+        Raises:
+            InvalidError: Something in it cannot be saved; the message names its path, type and what to do.
+        """
+        ...
+
+    def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> Restoration:
+        """Work out what a state wants of a checkpoint, touching no value of it.
+
+        Raises:
+            InvalidError: The state cannot be filled as it is (meta tensors, conflicting hyperparameters).
+        """
+        ...

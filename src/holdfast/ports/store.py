@@ -1,0 +1,139 @@
+"""The store: keys to bytes, on a file system or in an object store alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored object."""
+
+    key: str
+    """Its key, relative to the root of the store."""
+
+    bytes: int
+    """Its size."""
+
+
+class Upload(Protocol):
+    """One object on its way, written in parts in any order and from any thread."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write one part.
+
+        Args:
+            offset: Where the part starts, in bytes; a multiple of the upload's `part_bytes`.
+            data: The part: `part_bytes` long, or what is left for the last one. Page-aligned memory is
+                written without a copy. The caller may reuse it once the call returns.
+        """
+        ...
+
+    def complete(self) -> None:
+        """Make the object durable and visible.
+
+        Raises:
+            ConflictError: The key exists by now; nothing of it was touched.
+            UnavailableError: It could not be made durable; the object must not be trusted, abort it.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Remove every trace of an upload that was not completed. Does nothing after `complete` or a second time."""
+        ...
+
+
+class Store(Protocol):
+    """Keys to bytes. Keys are relative, `/`-separated, each part matching `[A-Za-z0-9._-]{1,128}` without a
+    leading dot; anything else is `InvalidError`.
+
+    No rename, no append, no locks: a file system and an object store must behave alike. Every call may be
+    made from any thread. Implementations translate what they meet into the five errors: a wrong call or a
+    place that may not be written is `InvalidError`, what may pass (full disk, quota, I/O error, too many
+    files) is `UnavailableError`, an absent key is `MissingError`, a lost race is `ConflictError`.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the store lies, for messages."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store a small object whole, replacing what was there; durable on return."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Store a small object whole unless the key exists; atomic, durable on return.
+
+        Raises:
+            ConflictError: The key exists; it was not touched.
+        """
+        ...
+
+    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+        """Begin an object that must not exist yet.
+
+        Args:
+            key: Its key.
+            total_bytes: Its exact size; room for it is reserved where the store can.
+            part_bytes: Size of every part but the last; a multiple of `PAGE_BYTES`.
+        Raises:
+            ConflictError: The key exists.
+            UnavailableError: There is no room for it.
+        """
+        ...
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object.
+
+        Raises:
+            MissingError: No such key.
+        """
+        ...
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole.
+
+        Raises:
+            MissingError: No such key.
+            CorruptError: It is larger than `bytes_max`; nothing was allocated for it.
+        """
+        ...
+
+    def get_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]
+    ) -> list[memoryview]:
+        """Read byte ranges of one object.
+
+        Args:
+            key: The object.
+            ranges: Half-open byte ranges.
+            slabs: One writable, page-aligned buffer per range, at least two pages longer than the range, so
+                that a store may read whole pages around it.
+        Returns:
+            For each range a view of exactly its bytes, somewhere inside its slab.
+        Raises:
+            MissingError: No such key.
+            CorruptError: The object ends before a range does.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in any order.
+
+        Objects not completed are not listed. A prefix under which nothing lies yields nothing.
+        """
+        ...
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names that follow `prefix` (empty, or ending in `/`) before the next `/`, sorted.
+
+        A folder may be listed after its last object has gone.
+        """
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; absent keys are no error. Follows no links."""
+        ...

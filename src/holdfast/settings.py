@@ -1,0 +1,70 @@
+"""Plain values, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.errors import InvalidError
+
+KIB = 1 << 10
+MIB = 1 << 20
+PAGE_BYTES = 4096
+"""Alignment of direct I/O: a multiple of every logical block size in use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How Holdfast saves and loads; the defaults suit a training run on local disks.
+
+    Raises:
+        InvalidError: A value is outside its range; the message names it.
+    """
+
+    chunk_bytes: int = 1 * MIB
+    """Bytes of one chunk. 1 to 4 MiB: small enough that a slice reads little else, large enough that
+    digests and index stay negligible. Values down to one page are accepted for tests."""
+
+    window_bytes: int = 4 * MIB
+    """Bytes of one write or read in flight. Larger windows leave the processor's cache before they are hashed."""
+
+    windows_in_flight: int = 4
+    """Writes or reads in flight per rank: enough to keep an NVMe queue busy."""
+
+    commit_timeout_seconds: float = 600.0
+    """How long a rank waits for the others, at the opening and again after its own vote."""
+
+    pack_header_bytes_max: int = 64 * MIB
+    """Header of one pack; stock safetensors refuses more than 100 MB."""
+
+    index_chunks_max: int = 1_000_000
+    """Chunks in one index file; beyond it the index is split by FQN."""
+
+    sample_blocks: int = 64
+    """Blocks sampled of each plain tensor when replicas are compared."""
+
+    sample_block_bytes: int = 1 * KIB
+    """Bytes of one sampled block."""
+
+    file_mode: int = 0o600
+    """Permission bits of new files; folders get the search bits that go with them."""
+
+    def __post_init__(self) -> None:
+        _require("chunk_bytes", self.chunk_bytes, PAGE_BYTES, 4 * MIB)
+        _require("window_bytes", self.window_bytes, PAGE_BYTES, 64 * MIB)
+        _require("windows_in_flight", self.windows_in_flight, 1, 64)
+        _require("pack_header_bytes_max", self.pack_header_bytes_max, PAGE_BYTES, 90 * MIB)
+        _require("index_chunks_max", self.index_chunks_max, 1, 1 << 30)
+        _require("sample_blocks", self.sample_blocks, 1, 1 << 20)
+        _require("sample_block_bytes", self.sample_block_bytes, 1, MIB)
+        for name in ("chunk_bytes", "window_bytes"):
+            if getattr(self, name) % PAGE_BYTES:
+                raise InvalidError(f"settings: {name}={getattr(self, name)}; expected a multiple of {PAGE_BYTES}")
+        if not 0 < self.commit_timeout_seconds < float("inf"):
+            raise InvalidError(
+                f"settings: commit_timeout_seconds={self.commit_timeout_seconds}; expected a positive, finite number"
+            )
+
+
+def _require(name: str, value: int, lowest: int, highest: int) -> None:
+    if not isinstance(value, int) or not lowest <= value <= highest:
+        raise InvalidError(f"settings: {name}={value!r}; expected a whole number from {lowest} to {highest}")

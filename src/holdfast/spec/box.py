@@ -1,0 +1,100 @@
+"""Half-open boxes in global element coordinates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.errors import InvalidError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open n-dimensional region `[start, stop)` of a tensor, in global element coordinates."""
+
+    start: tuple[int, ...]
+    """First coordinate of the region, one per dimension."""
+
+    stop: tuple[int, ...]
+    """Coordinate past the last one, one per dimension."""
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise InvalidError(f"box: start has {len(self.start)} dimensions, stop has {len(self.stop)}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Count of elements; 1 for a 0-d box."""
+        return math.prod(self.shape)
+
+    @classmethod
+    def whole(cls, global_shape: tuple[int, ...]) -> Box:
+        """Return the box that covers a tensor of `global_shape`."""
+        return cls((0,) * len(global_shape), global_shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the overlap of two boxes, or None if they share no element.
+
+        Raises:
+            InvalidError: ndim differs.
+        Source: interval overlap per dimension, as in DCP `resharding.py`.
+        """
+        if len(self.start) != len(other.start):
+            raise InvalidError(f"box: cannot intersect {len(self.start)} with {len(other.start)} dimensions")
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def relative_to(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the slices that select this box in an array whose first element lies at `origin`."""
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin, strict=True))
+
+    def contains(self, other: Box) -> bool:
+        """Return whether every element of `other` lies in this box."""
+        return all(a <= c for a, c in zip(self.start, other.start, strict=True)) and all(
+            d <= b for b, d in zip(self.stop, other.stop, strict=True)
+        )
+
+
+def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that a half-open run of row-major elements covers, in order.
+
+    A run decomposes into at most 2·ndim − 1 boxes: a ragged head, a full middle and a ragged tail,
+    each ragged end again one dimension lower.
+
+    Args:
+        shape: Shape of the array the run lies in, in elements.
+        start, stop: Row-major element numbers, `0 <= start <= stop <= prod(shape)`.
+    """
+    yield from _run_boxes((), shape, start, stop)
+
+
+def _run_boxes(prefix: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    if start >= stop:
+        return
+    if not shape:
+        yield Box(prefix, tuple(p + 1 for p in prefix))
+        return
+    fixed_stop = tuple(p + 1 for p in prefix)
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _run_boxes((*prefix, first), shape[1:], head, tail)
+        return
+    if head:
+        yield from _run_boxes((*prefix, first), shape[1:], head, row)
+        first += 1
+    if first < last:
+        rest = shape[1:]
+        yield Box((*prefix, first, *(0,) * len(rest)), (*fixed_stop, last, *rest))
+    if tail:
+        yield from _run_boxes((*prefix, last), shape[1:], 0, tail)

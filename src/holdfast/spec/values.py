@@ -1,0 +1,53 @@
+"""Nouns for the part of a training state that is not tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Value = object
+"""A Python value of the closed set that `repository.values` encodes, containers included."""
+
+GroupKind = Literal["dict", "module", "optimizer", "stateful"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A node of the state: a nested dict, or the non-tensor part of a module, optimizer or stateful object.
+
+    `dict`: one entry per key. `module`: extra state by FQN. `optimizer`: `param_groups` and `state`, each
+    a dict by parameter FQN. `stateful`: the one entry `state`, what `state_dict()` returned.
+    """
+
+    kind: GroupKind
+    """What the node was in the state that was saved."""
+
+    items: dict[str, Value] = field(default_factory=dict)
+    """Children by name; their order is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands inside a container for the tensor stored under `fqn`."""
+
+    fqn: str
+    """Name of the tensor in the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Stands inside a container for a leaf that the caller left out of the checkpoint."""
+
+    path: str
+    """Dotted name of the leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkValue:
+    """A value only a framework can build, kept as text or bytes so that it can be shown without it."""
+
+    kind: str
+    """`torch.dtype`, `torch.size`, `torch.device` or `torch.tensor` (a small tensor kept as a value)."""
+
+    value: Value
+    """Neutral content: a string, a tuple of ints, or for `torch.tensor` a dict of dtype, shape and bytes."""
