@@ -1,0 +1,61 @@
+# Every target sets itself up: Python 3.11+, its venv module and make are all that must be there.
+#
+#   make demo    train, kill in the middle of a save, resume three ways (minutes)
+#   make test    the whole test suite
+#   make check   ruff, mypy, import-linter
+#   make bench   the small benchmark
+#   make clean   remove the environment, caches and runs
+#
+# PYTHON=/path/to/python3 chooses another interpreter for the environment.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+TORCH := torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+# Candidates are run, not only found: a version manager's shim may lie on the path and lead nowhere.
+CANDIDATES := python3 python3.11 python3.12 python3.13 python3.14 python
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(CANDIDATES); do if "$$p" -c '$(USABLE)' >/dev/null 2>&1; then echo "$$p"; break; fi; done)
+
+# A torch of the supported range that the interpreter already has is used rather than fetched a second time.
+HAS_TORCH := import sys, importlib.metadata as m; sys.exit(not m.version("torch").startswith("2.13."))
+
+help:
+	@sed -n 's/^\#   \(make\)/  \1/p' Makefile
+
+$(READY): pyproject.toml
+	@if test -z "$(PYTHON)"; then \
+	    echo "holdfast: found no Python 3.11 or newer with venv; say which with PYTHON=/path/to/python3" >&2; exit 1; fi
+	@if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	    echo "holdfast: environment in $(VENV) with $$($(PYTHON) --version 2>&1)"; \
+	    if $(PYTHON) -c '$(HAS_TORCH)' >/dev/null 2>&1; then site=--system-site-packages; else site=; fi; \
+	    $(PYTHON) -m venv --clear $$site $(VENV); fi
+	@if ! $(PY) -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; then \
+	    echo "holdfast: installing $(TORCH) (once; this is the large one)"; \
+	    $(PY) -m pip install --quiet --disable-pip-version-check $(TORCH); fi
+	@echo "holdfast: installing holdfast with its tools"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev,cli]'
+	@touch $@
+
+demo: $(READY)
+	@$(PY) -m demo
+
+test: $(READY)
+	@$(PY) -m pytest -q
+
+check: $(READY)
+	@$(VENV)/bin/ruff check .
+	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-cache
+
+bench: $(READY)
+	@$(PY) -m bench
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	find src tests demo bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,72 @@
+"""Holdfast keeps the state of a training run: saves it, survives what breaks, gives it back on any layout.
+
+The public names live here and are imported on first use, so that `import holdfast` loads no framework.
+Everything below this package is the project's own affair and may change without notice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.api import CheckpointManager, SaveHandle, async_save, load, open_checkpoint, save
+    from holdfast.errors import (
+        CheckpointError,
+        ConflictError,
+        CorruptError,
+        InvalidError,
+        MissingError,
+        UnavailableError,
+    )
+    from holdfast.settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "save",
+    "async_save",
+    "load",
+    "open_checkpoint",
+    "CheckpointManager",
+    "SaveHandle",
+    "Settings",
+    "CheckpointError",
+    "InvalidError",
+    "UnavailableError",
+    "CorruptError",
+    "ConflictError",
+    "MissingError",
+    "__version__",
+]
+
+_HOME = {
+    "save": "holdfast.api",
+    "async_save": "holdfast.api",
+    "load": "holdfast.api",
+    "open_checkpoint": "holdfast.api",
+    "CheckpointManager": "holdfast.api",
+    "SaveHandle": "holdfast.api",
+    "Settings": "holdfast.settings",
+    "CheckpointError": "holdfast.errors",
+    "InvalidError": "holdfast.errors",
+    "UnavailableError": "holdfast.errors",
+    "CorruptError": "holdfast.errors",
+    "ConflictError": "holdfast.errors",
+    "MissingError": "holdfast.errors",
+}
+"""Where each public name is defined."""
+
+
+def __getattr__(name: str) -> object:
+    """Return a public name, importing its module the first time."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted({*globals(), *__all__})

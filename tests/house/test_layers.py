@@ -1,0 +1,138 @@
+"""The rules of the house: who may import whom, what stays light, what stays small."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "holdfast"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LINES_MAX = 500
+
+STANDARD_LIBRARY_ONLY = ("errors", "settings", "spec", "ports", "manager")
+"""Rooms that import nothing but Python and Holdfast itself."""
+
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+NEVER_AT_IMPORT = {"torch", "typer", "rich", "numpy", "safetensors", "xxhash", "msgspec"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported_tops(tree: ast.AST) -> set[str]:
+    """The top-level names of all absolute imports in a file, wherever in it they stand."""
+    tops = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            tops |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            tops.add(node.module.partition(".")[0])
+    return tops
+
+
+def modules_after(statement: str, *flags: str) -> set[str]:
+    """Top-level modules that are loaded in a fresh interpreter once it has run `statement`."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{n.partition('.')[0] for n in sys.modules}})))"
+    done = subprocess.run(
+        [sys.executable, "-I", *flags, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+def test_the_layers_hold() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "0 broken" in done.stdout
+
+
+def test_importing_holdfast_loads_nothing_heavy() -> None:
+    loaded = modules_after("import holdfast")
+    assert "holdfast" in loaded
+    assert not loaded & NEVER_AT_IMPORT
+
+
+def test_the_errors_and_settings_need_no_framework() -> None:
+    loaded = modules_after("import holdfast; holdfast.InvalidError; holdfast.Settings()")
+    assert not loaded & NEVER_AT_IMPORT
+
+
+def test_every_public_name_is_there() -> None:
+    import holdfast
+
+    for name in holdfast.__all__:
+        assert getattr(holdfast, name) is not None
+    assert set(holdfast.__all__) <= set(dir(holdfast))
+    with pytest.raises(AttributeError, match="no attribute 'restore'"):
+        _ = holdfast.restore
+
+
+def test_the_version_is_stated_once_and_the_same() -> None:
+    import tomllib
+
+    import holdfast
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["version"] == holdfast.__version__
+
+
+def test_every_package_says_what_lives_there() -> None:
+    folders = {path.parent for path in FILES}
+    assert PACKAGE in folders
+    for folder in sorted(folders):
+        init = folder / "__init__.py"
+        assert init.is_file(), f"{name_of(folder)} has no __init__.py"
+        assert ast.get_docstring(ast.parse(init.read_text())), f"{name_of(init)} has no docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_file_is_larger_than_a_reader_can_hold(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= LINES_MAX, f"{lines} lines; more than {LINES_MAX} usually hide two ideas"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_pickle(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not imported_tops(tree) & PICKLES
+    calls = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    assert not calls & {"torch.load", "torch.save"}, "torch.load and torch.save are pickles"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_ground_and_the_manager_need_only_the_standard_library(path: Path) -> None:
+    if room_of(path) not in STANDARD_LIBRARY_ONLY:
+        return
+    foreign = imported_tops(ast.parse(path.read_text())) - set(sys.stdlib_module_names) - {"holdfast"}
+    assert not foreign, f"{name_of(path)} imports {sorted(foreign)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_module_is_named_after_nothing(path: Path) -> None:
+    assert path.stem not in {"utils", "util", "helpers", "helper", "common", "misc"}, "name the idea"
