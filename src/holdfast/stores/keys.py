@@ -1,0 +1,44 @@
+"""The closed set of keys that every store takes."""
+
+from __future__ import annotations
+
+import re
+
+from holdfast.errors import InvalidError
+
+_PART = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
+_KEY_CHARACTERS_MAX = 1024
+"""What the large object stores take; also keeps a path well below PATH_MAX."""
+
+
+def is_part(name: str) -> bool:
+    """Return whether `name` may stand between two slashes of a key."""
+    return _PART.fullmatch(name) is not None
+
+
+def split_key(key: str) -> tuple[str, ...]:
+    """Return the parts of a key.
+
+    Raises:
+        InvalidError: It is none; keys are never cleaned up, as two spellings of one key are two bugs.
+    """
+    parts = tuple(key.split("/"))
+    if len(key) > _KEY_CHARACTERS_MAX or not all(map(is_part, parts)):
+        raise InvalidError(
+            f"key {key[:300]!r}: expected at most {_KEY_CHARACTERS_MAX} characters, parts separated by '/', each of "
+            "1 to 128 of [A-Za-z0-9._-] and not starting with '.'"
+        )
+    return parts
+
+
+def split_prefix(prefix: str) -> tuple[str, ...]:
+    """Return the parts of a prefix, which is empty or a key followed by one slash.
+
+    Raises:
+        InvalidError: It is neither.
+    """
+    if not prefix:
+        return ()
+    if not prefix.endswith("/"):
+        raise InvalidError(f"prefix {prefix[:300]!r}: expected it empty or ending in '/'")
+    return split_key(prefix[:-1])

@@ -1,0 +1,108 @@
+"""Reading byte ranges of a file: from the page cache what is there, directly what is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+from holdfast.errors import CorruptError
+from holdfast.settings import PAGE_BYTES
+from holdfast.stores.oserrors import translate
+from holdfast.stores.syscalls import Syscalls
+
+_NOT_CACHED = {errno.EAGAIN, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
+_DIRECT_REFUSED = {errno.EINVAL, errno.ENOTSUP}
+
+
+def read_ranges(
+    syscalls: Syscalls, fd: int, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview], where: str
+) -> list[memoryview]:
+    """Return for each range a view of its bytes inside its slab.
+
+    Args:
+        syscalls: The operating system.
+        fd: An open regular file, used by this call alone (its flags are changed).
+        ranges: Half-open byte ranges within the file.
+        slabs: One writable buffer per range, two pages longer; page-aligned, or direct reading is refused.
+        where: Store and key, for messages.
+    """
+    # All cached bytes first: reading directly needs a flag on the descriptor, which is then set once.
+    reads = [_RangeRead(syscalls, fd, bounds, slab, where) for bounds, slab in zip(ranges, slabs, strict=True)]
+    for read in reads:
+        read.take_cached()
+    rest = [read for read in reads if not read.whole]
+    direct = bool(rest) and _try_direct(syscalls, fd)
+    for read in rest:
+        direct = read.take_rest(direct=direct)
+    return [read.view for read in reads]
+
+
+def _try_direct(syscalls: Syscalls, fd: int) -> bool:
+    try:
+        syscalls.set_direct(fd, True)
+    except OSError as error:
+        if error.errno not in _DIRECT_REFUSED:
+            raise
+        return False
+    return True
+
+
+class _RangeRead:
+    """One range on its way into its slab.
+
+    The slab mirrors the file from the page in which the range starts, so whole pages read from the file land on
+    whole pages of the slab.
+    """
+
+    def __init__(self, syscalls: Syscalls, fd: int, bounds: tuple[int, int], slab: memoryview, where: str) -> None:
+        self._syscalls = syscalls
+        self._fd = fd
+        self._start, self._stop = bounds
+        self._position = self._start
+        self._base = self._start - self._start % PAGE_BYTES
+        self._slab = slab if slab.format == "B" and slab.ndim == 1 else slab.cast("B")
+        self._where = f"{where} bytes [{self._start}, {self._stop})"
+
+    @property
+    def view(self) -> memoryview:
+        """The range's bytes inside the slab."""
+        return self._slab[self._start - self._base : self._stop - self._base]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte has arrived."""
+        return self._position >= self._stop
+
+    def take_cached(self) -> None:
+        """Take from the front of the range what the page cache holds."""
+        while not self.whole:
+            view = self._slab[self._position - self._base : self._stop - self._base]
+            try:
+                count = self._syscalls.preadv(self._fd, [view], self._position, os.RWF_NOWAIT)
+            except OSError as error:
+                if error.errno in _NOT_CACHED:
+                    return
+                raise translate(error, "read", self._where, writing=False) from error
+            if not count:
+                return
+            self._position += count
+
+    def take_rest(self, *, direct: bool) -> bool:
+        """Read what is missing; return whether direct reading still works."""
+        while not self.whole:
+            start = self._position - self._position % PAGE_BYTES
+            stop = -(-self._stop // PAGE_BYTES) * PAGE_BYTES
+            view = self._slab[start - self._base : stop - self._base]
+            try:
+                count = self._syscalls.preadv(self._fd, [view], start)
+            except OSError as error:
+                if not direct or error.errno not in _DIRECT_REFUSED:
+                    raise translate(error, "read", self._where, writing=False) from error
+                self._syscalls.set_direct(self._fd, False)
+                direct = False
+                continue
+            if start + count <= self._position:
+                raise CorruptError(f"{self._where}: the file ended at {start + count} while it was read")
+            self._position = start + count
+        return direct

@@ -1,0 +1,164 @@
+"""A store in this process's memory that behaves like an object store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Entry
+from holdfast.stores.keys import split_key, split_prefix
+from holdfast.stores.parts import PartLedger, check_ranges
+
+
+@dataclass(slots=True)
+class _Content:
+    """What all stores of one name share."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held for every look and change."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    """Complete objects by key."""
+
+
+_contents: dict[str, _Content] = {}
+_contents_lock = threading.Lock()
+
+
+class MemoryStore:
+    """Keys to bytes in memory, for tests and as a tier.
+
+    Stores of one name in one process share their content, which lives as long as the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Open the content called `name`, empty when nobody has used it."""
+        self._name = name
+        with _contents_lock:
+            self._content = _contents.setdefault(name, _Content())
+
+    @property
+    def url(self) -> str:
+        """Return `memory://` and the name."""
+        return f"memory://{self._name}"
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object whole, replacing what was there."""
+        split_key(key)
+        with self._content.lock:
+            self._content.objects[key] = bytes(data)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Store an object whole unless the key exists."""
+        split_key(key)
+        self._create(key, bytes(data))
+
+    def upload(self, key: str, total_bytes: int, part_bytes: int) -> _MemoryUpload:
+        """Begin an object that must not exist yet; it is invisible until complete."""
+        split_key(key)
+        ledger = PartLedger(f"{self.url}/{key}", total_bytes=total_bytes, part_bytes=part_bytes)
+        with self._content.lock:
+            if key in self._content.objects:
+                raise self._conflict(key)
+        return _MemoryUpload(self, key, ledger)
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object."""
+        return len(self._object(key))
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole."""
+        data = self._object(key)
+        if len(data) > bytes_max:
+            raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}")
+        return data
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+        """Read byte ranges of one object to the front of each slab."""
+        data = memoryview(self._object(key))
+        check_ranges(f"{self.url}/{key}", len(data), ranges, slabs)
+        views = []
+        for (start, stop), slab in zip(ranges, slabs, strict=True):
+            view = slab.cast("B")[: stop - start]
+            view[:] = data[start:stop]
+            views.append(view)
+        return views
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names that follow a prefix before the next `/`, sorted."""
+        split_prefix(prefix)
+        with self._content.lock:
+            rests = [key[len(prefix) :] for key in self._content.objects if key.startswith(prefix)]
+        return sorted({rest.split("/", 1)[0] for rest in rests if "/" in rest})
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield every complete object under a prefix."""
+        split_prefix(prefix)
+        with self._content.lock:
+            entries = [Entry(key, len(data)) for key, data in self._content.objects.items() if key.startswith(prefix)]
+        return iter(entries)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; absent keys are no error."""
+        for key in keys:
+            split_key(key)
+            with self._content.lock:
+                self._content.objects.pop(key, None)
+
+    def _object(self, key: str) -> bytes:
+        split_key(key)
+        with self._content.lock:
+            data = self._content.objects.get(key)
+        if data is None:
+            raise MissingError(f"{self.url}/{key}: no such object")
+        return data
+
+    def _create(self, key: str, data: bytes) -> None:
+        with self._content.lock:
+            if key in self._content.objects:
+                raise self._conflict(key)
+            self._content.objects[key] = data
+
+    def _conflict(self, key: str) -> ConflictError:
+        return ConflictError(f"{self.url}/{key}: another writer stored it; it was not touched")
+
+
+class _MemoryUpload:
+    """Parts that become one object when complete."""
+
+    def __init__(self, store: MemoryStore, key: str, ledger: PartLedger) -> None:
+        self._store = store
+        self._key = key
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._parts: dict[int, bytes] = {}
+        self._closed = False
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self._ledger.check(offset, data.nbytes)
+        part = bytes(data)
+        with self._lock:
+            self._require_open()
+            self._parts[offset] = part
+        self._ledger.wrote(offset)
+
+    def complete(self) -> None:
+        with self._lock:
+            self._require_open()
+            self._ledger.require_whole()
+            self._store._create(self._key, b"".join(self._parts[offset] for offset in sorted(self._parts)))
+            self._close()
+
+    def abort(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidError(f"{self._store.url}/{self._key}: the upload was completed or aborted before")
+
+    def _close(self) -> None:
+        self._closed = True
+        self._parts.clear()

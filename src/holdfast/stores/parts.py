@@ -1,0 +1,91 @@
+"""What the port asks of parts and ranges, checked alike by every store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.settings import PAGE_BYTES
+
+
+class PartLedger:
+    """Which parts of an upload have been written."""
+
+    def __init__(self, where: str, *, total_bytes: int, part_bytes: int) -> None:
+        """Begin with no part written.
+
+        Raises:
+            InvalidError: The sizes do not fit the port.
+        """
+        if part_bytes <= 0 or part_bytes % PAGE_BYTES or total_bytes < 0:
+            raise InvalidError(
+                f"upload of {where}: part_bytes={part_bytes}, total_bytes={total_bytes}; expected parts of a positive "
+                f"multiple of {PAGE_BYTES} bytes and a total of 0 or more"
+            )
+        self._where = where
+        self._total_bytes = total_bytes
+        self._part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._written: set[int] = set()
+
+    def check(self, offset: int, length_bytes: int) -> None:
+        """Refuse what is not exactly one part.
+
+        Raises:
+            InvalidError: Not at the start of a part, or not as long as that part.
+        """
+        expected = min(self._part_bytes, self._total_bytes - offset)
+        if offset < 0 or offset % self._part_bytes or length_bytes != expected or not length_bytes:
+            raise InvalidError(
+                f"upload of {self._where}: a part of {length_bytes} bytes at {offset}; expected parts of "
+                f"{self._part_bytes} bytes at its multiples, the last one ending at {self._total_bytes}"
+            )
+
+    def wrote(self, offset: int) -> None:
+        """Note that the part at `offset` was written."""
+        with self._lock:
+            self._written.add(offset)
+
+    def require_whole(self) -> None:
+        """Refuse to complete an object with a hole.
+
+        Raises:
+            InvalidError: A part was not written.
+        """
+        with self._lock:
+            written = len(self._written)
+        expected = -(-self._total_bytes // self._part_bytes)
+        if written != expected:
+            raise InvalidError(
+                f"upload of {self._where}: {written} of {expected} parts written; write every part, then complete"
+            )
+
+
+def check_ranges(where: str, total_bytes: int, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> None:
+    """Refuse ranges that an object cannot hold, before a byte is read.
+
+    Args:
+        where: Store and key.
+        total_bytes: The object's real size.
+        ranges: Half-open byte ranges.
+        slabs: One buffer per range, at least two pages longer.
+    Raises:
+        CorruptError: The object ends before a range does.
+        InvalidError: A range runs backwards, or a slab is missing, too small or read-only.
+    """
+    if len(ranges) != len(slabs):
+        raise InvalidError(f"read of {where}: {len(ranges)} ranges, {len(slabs)} slabs; expected one slab per range")
+    for (start, stop), slab in zip(ranges, slabs, strict=True):
+        if not 0 <= start <= stop:
+            raise InvalidError(f"read of {where}: range [{start}, {stop}); expected 0 <= start <= stop")
+        if stop > total_bytes:
+            raise CorruptError(
+                f"{where}: bytes [{start}, {stop}) wanted, but the object has {total_bytes} bytes; it was cut short, "
+                "or what names it is wrong: verify the checkpoint, or read another copy"
+            )
+        if slab.readonly or slab.nbytes < stop - start + 2 * PAGE_BYTES:
+            raise InvalidError(
+                f"read of {where}: a slab of {slab.nbytes} bytes{' (read-only)' if slab.readonly else ''} for "
+                f"[{start}, {stop}); expected a writable one at least two pages longer than the range"
+            )

@@ -1,0 +1,120 @@
+"""The operating system as the local store sees it: one thin method per call.
+
+It exists so that a test can put a fault at the n-th operation of a real process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+_RENAME_NOREPLACE = 1
+
+
+class _Call(Protocol):
+    def __call__(self, *arguments: object) -> int: ...
+
+
+def _libc(*names: str) -> _Call | None:
+    """Return the first of these functions that the C library has, or None."""
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return None
+    for name in names:
+        call: _Call | None = getattr(library, name, None)
+        if call is not None:
+            return call
+    return None
+
+
+# The plain `posix_fallocate` of the C library writes every block where the file system cannot reserve, which on a
+# network file system takes as long as the data itself; the system call refuses instead.
+_FALLOCATE = _libc("fallocate64", "fallocate")
+_RENAMEAT2 = _libc("renameat2")
+
+
+def _checked(call: _Call | None, *arguments: object) -> None:
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while call(*arguments) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+class Syscalls:
+    """Every call that the local store makes; each raises the `OSError` that the system gives."""
+
+    def open(self, path: str, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+        """Open a path, beneath `dir_fd` if given, and return its descriptor; never inherited by children."""
+        return os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor; it is released even when this raises."""
+        os.close(fd)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write at an offset and return the bytes written, perhaps fewer."""
+        return os.pwrite(fd, data, offset)
+
+    def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        """Read at an offset and return the bytes read, perhaps fewer."""
+        return os.preadv(fd, slabs, offset, flags)
+
+    def fsync(self, fd: int) -> None:
+        """Make a file's content, or a folder's entries, durable."""
+        os.fsync(fd)
+
+    def fallocate(self, fd: int, total_bytes: int) -> None:
+        """Reserve room for the first `total_bytes` of a file."""
+        _checked(_FALLOCATE, fd, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes))
+
+    def ftruncate(self, fd: int, total_bytes: int) -> None:
+        """Set the size of a file."""
+        os.ftruncate(fd, total_bytes)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Describe an open file."""
+        return os.fstat(fd)
+
+    def stat(self, name: str, *, dir_fd: int) -> os.stat_result:
+        """Describe a name, not what a link there points to."""
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def set_direct(self, fd: int, direct: bool) -> None:
+        """Turn direct I/O on or off for an open file."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+
+    def link(self, name: str, new_name: str, *, dir_fd: int) -> None:
+        """Give a file a second name unless that name is taken."""
+        os.link(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+
+    def rename(self, name: str, new_name: str, *, dir_fd: int) -> None:
+        """Rename a file, replacing what has that name."""
+        os.rename(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def rename_noreplace(self, name: str, new_name: str, *, dir_fd: int) -> None:
+        """Rename a file unless that name is taken."""
+        _checked(_RENAMEAT2, dir_fd, os.fsencode(name), dir_fd, os.fsencode(new_name), _RENAME_NOREPLACE)
+
+    def unlink(self, name: str, *, dir_fd: int) -> None:
+        """Remove a name; a link itself, never what it points to."""
+        os.unlink(name, dir_fd=dir_fd)
+
+    def mkdir(self, path: str, mode: int, *, dir_fd: int | None = None) -> None:
+        """Make one folder."""
+        os.mkdir(path, mode, dir_fd=dir_fd)
+
+    def rmdir(self, name: str, *, dir_fd: int) -> None:
+        """Remove an empty folder."""
+        os.rmdir(name, dir_fd=dir_fd)
+
+    def listdir(self, fd: int) -> list[str]:
+        """Return the names in an open folder."""
+        return os.listdir(fd)
