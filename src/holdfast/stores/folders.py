@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast.stores.keys import is_part
-from holdfast.stores.syscalls import Syscalls
+from holdfast.stores.syscalls import Syscalls, close_quietly
 
 TEMPORARY_PREFIX = ".tmp-"
 """Starts with a dot, so that no key can name it."""
@@ -48,7 +48,7 @@ class Folders:
         try:
             yield fd
         finally:
-            self._syscalls.close(fd)
+            close_quietly(self._syscalls, fd)
 
     def sync(self, parts: Parts) -> None:
         """Make durable the entries of a folder and of every one above it, up to the root.
@@ -91,7 +91,7 @@ class Folders:
                 continue
 
     def _sweep_folder(self, parent: int, name: str) -> bool:
-        fd = self._syscalls.open(name, _BELOW, dir_fd=parent)
+        fd = self._enter(parent, name, create=False)
         try:
             if not self._holds_nothing(fd):
                 return False
@@ -101,7 +101,7 @@ class Folders:
                 elif not self._sweep_folder(fd, entry):
                     return False
         finally:
-            self._syscalls.close(fd)
+            close_quietly(self._syscalls, fd)
         try:
             self._syscalls.rmdir(name, dir_fd=parent)
         except OSError as error:
@@ -123,7 +123,7 @@ class Folders:
                 if not self._holds_nothing(child):
                     return False
             finally:
-                self._syscalls.close(child)
+                close_quietly(self._syscalls, child)
         return True
 
     def _walk(self, parts: Parts, *, create: bool) -> int:
@@ -141,7 +141,7 @@ class Folders:
             try:
                 child = self._enter(fd, name, create=create)
             finally:
-                self._syscalls.close(fd)
+                close_quietly(self._syscalls, fd)
             fd = child
         return fd
 
@@ -151,6 +151,11 @@ class Folders:
         except FileNotFoundError:
             if not create:
                 raise
+        except NotADirectoryError as error:
+            # As in an object store, nothing lies below an object; a link in its place is refused instead.
+            if create or not stat.S_ISREG(self._syscalls.stat(name, dir_fd=parent).st_mode):
+                raise
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
         self._make(name, parent)
         return self._syscalls.open(name, _BELOW, dir_fd=parent)
 
@@ -170,7 +175,7 @@ class Folders:
 
     def _exists(self, path: str) -> bool:
         try:
-            self._syscalls.close(self._syscalls.open(path, os.O_PATH))
+            close_quietly(self._syscalls, self._syscalls.open(path, os.O_PATH))
         except FileNotFoundError:
             return False
         return True
@@ -204,5 +209,5 @@ class Folders:
                     return
                 self.sync_folder(fd)
             finally:
-                self._syscalls.close(fd)
+                close_quietly(self._syscalls, fd)
             path = parent

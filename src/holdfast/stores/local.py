@@ -20,7 +20,7 @@ from holdfast.stores.local_ranges import read_ranges
 from holdfast.stores.local_upload import LocalUpload
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import PartLedger, check_ranges
-from holdfast.stores.syscalls import Syscalls
+from holdfast.stores.syscalls import Syscalls, close_quietly
 
 _log = logging.getLogger(__name__)
 
@@ -250,10 +250,7 @@ class LocalStore:
             pass
         except OSError as error:
             _log.warning("left %s behind: %s; deleting its folder's last object removes it", temporary, error)
-        try:
-            self._syscalls.close(fd)
-        except OSError as error:
-            _log.warning("closing %s: %s; it was synced before", temporary, error)
+        close_quietly(self._syscalls, fd)
 
     @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
@@ -266,7 +263,7 @@ class LocalStore:
             _require_regular(found, self._where(key))
             yield fd, found.st_size
         finally:
-            self._syscalls.close(fd)
+            close_quietly(self._syscalls, fd)
 
     def _walk(self, top: tuple[str, ...]) -> Iterator[Entry]:
         waiting = [top]

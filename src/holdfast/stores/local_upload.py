@@ -17,7 +17,7 @@ from holdfast.settings import PAGE_BYTES
 from holdfast.stores.folders import Folders
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import PartLedger
-from holdfast.stores.syscalls import Syscalls
+from holdfast.stores.syscalls import Syscalls, close_quietly
 
 _log = logging.getLogger(__name__)
 
@@ -146,6 +146,7 @@ class LocalUpload:
             self._remove()
         except OSError as error:
             _log.warning("left %s behind: %s; no manifest names it", self._where, error)
+        self._close_when_unused()
 
     def _remove(self) -> None:
         # The identity is checked, as another process may have deleted ours and stored its own under the name.
@@ -185,10 +186,7 @@ class LocalUpload:
             if not self._closing or self._users or self._closed:
                 return
             self._closed = True
-        try:
-            self._syscalls.close(self._fd)
-        except OSError as error:
-            _log.warning("closing %s: %s; it was synced or removed before", self._where, error)
+        close_quietly(self._syscalls, self._fd)
 
     def _write_pages(self, offset: int, view: memoryview) -> None:
         """Write whole pages from aligned memory, however many calls it takes."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Sequence
 from typing import Protocol
+
+_log = logging.getLogger(__name__)
 
 _RENAME_NOREPLACE = 1
 
@@ -118,3 +121,11 @@ class Syscalls:
     def listdir(self, fd: int) -> list[str]:
         """Return the names in an open folder."""
         return os.listdir(fd)
+
+
+def close_quietly(syscalls: Syscalls, fd: int) -> None:
+    """Close a descriptor by whose closing nothing can be lost: only read, synced before, or to be removed."""
+    try:
+        syscalls.close(fd)
+    except OSError as error:
+        _log.warning("closing a descriptor: %s; nothing was lost by it", error)

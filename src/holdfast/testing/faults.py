@@ -1,0 +1,293 @@
+"""Faults on purpose: the n-th operation of a store, a board or the operating system fails, stalls or kills.
+
+A wrapper counts every operation that passes through it and meets the fault at the chosen one. Nothing inside is
+touched, so what is tested is the real implementation in a real process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast.errors import CheckpointError
+from holdfast.ports.comm import Board
+from holdfast.ports.store import Entry, Store, Upload
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation that passed through a wrapper."""
+
+    name: str
+    """Method called, e.g. "fsync", "put_if_absent", "upload.write", "compare_set"."""
+
+    subject: str
+    """Path or key it was about; keys joined by ',' where there are several; empty where unknown."""
+
+
+Action = Callable[[Operation], None]
+"""What a fault does: raise, stall or kill. Returning lets the operation go on."""
+
+
+def fail_with(code: int) -> Action:
+    """Return an action that raises `OSError` with this errno."""
+
+    def act(operation: Operation) -> None:
+        raise OSError(code, os.strerror(code), operation.subject)
+
+    return act
+
+
+def raise_error(make: Callable[[str], CheckpointError]) -> Action:
+    """Return an action that raises what `make` (an error class, say) builds from a message."""
+
+    def act(operation: Operation) -> None:
+        raise make(f"a fault was put at {operation.name} of {operation.subject!r}")
+
+    return act
+
+
+def kill_process() -> Action:
+    """Return an action that ends this process as a lost machine would: SIGKILL, nothing cleaned up."""
+
+    def act(operation: Operation) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def stall_until(released: threading.Event, *, timeout_seconds: float = 60.0) -> Action:
+    """Return an action that holds the operation until `released` is set, or the time is over."""
+
+    def act(operation: Operation) -> None:
+        released.wait(timeout_seconds)
+
+    return act
+
+
+class Faults:
+    """Counts operations from any thread and acts at the chosen one."""
+
+    def __init__(
+        self,
+        action: Action | None = None,
+        *,
+        at: int = 1,
+        names: Collection[str] | None = None,
+        lasting: bool = False,
+        after: bool = False,
+    ) -> None:
+        """Arm a fault.
+
+        Args:
+            action: What happens; None only records.
+            at: Which operation meets it, counted from 1.
+            names: Only operations of these names count.
+            lasting: Every counted operation from there on meets it, until `heal`.
+            after: The operation is done first and its reply lost.
+        """
+        self._action = action
+        self._at = at
+        self._names = None if names is None else frozenset(names)
+        self._lasting = lasting
+        self._after = after
+        self._lock = threading.Lock()
+        self._counted = 0
+        self._met = 0
+        self._seen: list[Operation] = []
+
+    @property
+    def seen(self) -> list[Operation]:
+        """Every operation so far, counted or not, in order."""
+        with self._lock:
+            return list(self._seen)
+
+    @property
+    def counted(self) -> int:
+        """Operations so far that count."""
+        with self._lock:
+            return self._counted
+
+    @property
+    def met(self) -> int:
+        """How often the fault was met: 0 tells that a test did not test."""
+        with self._lock:
+            return self._met
+
+    def heal(self) -> None:
+        """Let every later operation pass."""
+        with self._lock:
+            self._action = None
+
+    def around(self, name: str, subject: str, call: Callable[[], _Result], *, always_done: bool = False) -> _Result:
+        """Do one operation, or meet the fault in its place; with `always_done`, after it."""
+        operation = Operation(name, subject)
+        action = self._due(operation)
+        after = self._after or always_done
+        if action is not None and not after:
+            action(operation)
+        result = call()
+        if action is not None and after:
+            action(operation)
+        return result
+
+    def _due(self, operation: Operation) -> Action | None:
+        with self._lock:
+            self._seen.append(operation)
+            if self._names is not None and operation.name not in self._names:
+                return None
+            self._counted += 1
+            due = self._counted >= self._at if self._lasting else self._counted == self._at
+            if not due or self._action is None:
+                return None
+            self._met += 1
+            return self._action
+
+
+class FaultySyscalls:
+    """Any object of plain methods over descriptors and paths, with a fault; pass it in that object's place.
+
+    It wraps by delegation and learns paths from `open`, so that operations on descriptors are recorded by path.
+    """
+
+    def __init__(self, inner: object, faults: Faults) -> None:
+        """Wrap `inner`."""
+        self._inner = inner
+        self._faults = faults
+        self._paths: dict[int, str] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        method: Callable[..., object] = getattr(self._inner, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            subject = self._subject(arguments[0] if arguments else None, options.get("dir_fd"))
+            if name == "close" and isinstance(arguments[0], int):
+                self._paths.pop(arguments[0], None)
+            # A descriptor is released even by a close that fails.
+            result = self._faults.around(
+                name, subject, lambda: method(*arguments, **options), always_done=name == "close"
+            )
+            if name == "open" and isinstance(result, int):
+                self._paths[result] = subject
+            return result
+
+        return call
+
+    def _subject(self, first: object, folder: object) -> str:
+        if isinstance(first, int):
+            return self._paths.get(first, "")
+        above = self._paths.get(folder, "") if isinstance(folder, int) else ""
+        return f"{above}/{first}" if above else str(first)
+
+
+class FaultyStore:
+    """A store with a fault. Operations: the port's methods, and `upload.write`, `.complete` and `.abort`."""
+
+    def __init__(self, inner: Store, faults: Faults) -> None:
+        """Wrap `inner`."""
+        self._inner = inner
+        self._faults = faults
+
+    @property
+    def url(self) -> str:
+        """Return the inner store's."""
+        return self._inner.url
+
+    def put(self, key: str, data: bytes) -> None:
+        """As the port says."""
+        self._faults.around("put", key, lambda: self._inner.put(key, data))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """As the port says."""
+        self._faults.around("put_if_absent", key, lambda: self._inner.put_if_absent(key, data))
+
+    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+        """As the port says; the upload meets the same fault."""
+        inner = self._faults.around("upload", key, lambda: self._inner.upload(key, total_bytes, part_bytes))
+        return _FaultyUpload(inner, key, self._faults)
+
+    def size(self, key: str) -> int:
+        """As the port says."""
+        return self._faults.around("size", key, lambda: self._inner.size(key))
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """As the port says."""
+        return self._faults.around("get", key, lambda: self._inner.get(key, bytes_max))
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+        """As the port says."""
+        return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, slabs))
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """As the port says."""
+        return self._faults.around("folders", prefix, lambda: self._inner.folders(prefix))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """As the port says; the fault is met at the call, not at the first entry."""
+        return self._faults.around("list", prefix, lambda: self._inner.list(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """As the port says."""
+        wanted = tuple(keys)
+        self._faults.around("delete", ",".join(wanted), lambda: self._inner.delete(wanted))
+
+
+class _FaultyUpload:
+    def __init__(self, inner: Upload, key: str, faults: Faults) -> None:
+        self._inner = inner
+        self._key = key
+        self._faults = faults
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self._faults.around("upload.write", self._key, lambda: self._inner.write(offset, data))
+
+    def complete(self) -> None:
+        self._faults.around("upload.complete", self._key, self._inner.complete)
+
+    def abort(self) -> None:
+        self._faults.around("upload.abort", self._key, self._inner.abort)
+
+
+class FaultyBoard:
+    """A board with a fault. Operations: the port's methods."""
+
+    def __init__(self, inner: Board, faults: Faults) -> None:
+        """Wrap `inner`."""
+        self._inner = inner
+        self._faults = faults
+
+    def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
+        """As the port says."""
+        self._faults.around("set", key, lambda: self._inner.set(key, value, timeout_seconds))
+
+    def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+        """As the port says."""
+        return self._faults.around("get_many", ",".join(keys), lambda: self._inner.get_many(keys, timeout_seconds))
+
+    def present(self, key: str) -> bool:
+        """As the port says."""
+        return self._faults.around("present", key, lambda: self._inner.present(key))
+
+    def add(self, key: str, amount: int, timeout_seconds: float) -> int:
+        """As the port says."""
+        return self._faults.around("add", key, lambda: self._inner.add(key, amount, timeout_seconds))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
+        """As the port says."""
+        return self._faults.around(
+            "compare_set", key, lambda: self._inner.compare_set(key, expected, desired, timeout_seconds)
+        )
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """As the port says."""
+        self._faults.around("wait", ",".join(keys), lambda: self._inner.wait(keys, timeout_seconds))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """As the port says."""
+        self._faults.around("delete", ",".join(keys), lambda: self._inner.delete(keys))

@@ -1,0 +1,390 @@
+"""The suite that every store must pass."""
+
+# ruff: noqa: D102 -- the name of a test is its sentence.
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import pytest
+
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Store
+from holdfast.settings import PAGE_BYTES
+
+PART_BYTES = 2 * PAGE_BYTES
+TOTALS = (0, 1, 4095, 4096, 4097, PART_BYTES, PART_BYTES + 1, 5 * PART_BYTES, 5 * PART_BYTES + 4095)
+BAD_KEYS = (
+    "", "/", "/a", "a/", "a//b", ".", "..", "../x", "a/../b", ".hidden", "a/.tmp-1", "a\0", "a\n", "a b", "ä", "a\\b",
+    "x" * 129, "/".join(["x" * 100] * 20),
+)  # fmt: skip
+BAD_PREFIXES = ("a", "/", "../", "a//", ".hidden/", "a\0/")
+
+
+def aligned_slab(range_bytes: int) -> memoryview:
+    """Return zeroed, page-aligned memory as `get_ranges` wants it for a range of this length."""
+    return memoryview(mmap.mmap(-1, range_bytes + 2 * PAGE_BYTES))
+
+
+def fill(store: Store, key: str, data: bytes, *, part_bytes: int = PART_BYTES, threads: int = 1) -> None:
+    """Upload `data` whole, last part first, from several threads if wanted."""
+    upload = store.upload(key, len(data), part_bytes)
+    offsets = range(0, len(data), part_bytes)[::-1]
+    with ThreadPoolExecutor(threads) as pool:
+        parts = [memoryview(data)[offset : offset + part_bytes] for offset in offsets]
+        list(pool.map(upload.write, offsets, parts))
+    upload.complete()
+
+
+def read(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Read ranges into slabs of their own."""
+    views = store.get_ranges(key, ranges, [aligned_slab(stop - start) for start, stop in ranges])
+    return [bytes(view) for view in views]
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    """Return the keys under a prefix, sorted."""
+    return sorted(entry.key for entry in store.list(prefix))
+
+
+class _StoreFixture:
+    uploads_hidden: ClassVar[bool] = True
+    """False for a store that lists an upload before it is complete."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """Return an empty store; override."""
+        raise NotImplementedError("override the fixture `store` with one that returns an empty store")
+
+
+class SmallObjects(_StoreFixture):
+    """Objects stored and read whole."""
+
+    @pytest.mark.parametrize("total", TOTALS)
+    def test_put_gives_back_the_same_bytes(self, store: Store, total: int) -> None:
+        data = random.Random(total).randbytes(total)
+        store.put("folder/key", data)
+        assert store.get("folder/key", total) == data
+        assert store.size("folder/key") == total
+
+    def test_put_replaces(self, store: Store) -> None:
+        store.put("key", b"longer before")
+        store.put("key", b"after")
+        assert store.get("key", 100) == b"after"
+        assert keys(store) == ["key"]
+
+    def test_put_if_absent_never_replaces(self, store: Store) -> None:
+        store.put_if_absent("folder/key", b"first")
+        with pytest.raises(ConflictError, match="folder/key"):
+            store.put_if_absent("folder/key", b"second")
+        assert store.get("folder/key", 100) == b"first"
+        assert keys(store) == ["folder/key"]
+
+    def test_put_if_absent_tells_who_won(self, store: Store) -> None:
+        def race(number: int) -> bool:
+            try:
+                store.put_if_absent("deep/er/key", b"%d" % number * 1000)
+            except ConflictError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(16) as pool:
+            won = list(pool.map(race, range(16)))
+        assert won.count(True) == 1
+        assert store.get("deep/er/key", 1 << 20) == b"%d" % won.index(True) * 1000
+        assert keys(store) == ["deep/er/key"]
+
+    def test_absent_key_is_missing(self, store: Store) -> None:
+        store.put("there/key", b"")
+        for key in ("key", "there", "there/other", "there/key/below", "no/where/key"):
+            with pytest.raises(MissingError, match=key):
+                store.get(key, 100)
+            with pytest.raises(MissingError, match=key):
+                store.size(key)
+            with pytest.raises(MissingError, match=key):
+                read(store, key, [(0, 0)])
+
+    def test_object_larger_than_allowed_is_corrupt(self, store: Store) -> None:
+        store.put("key", b"12345")
+        assert store.get("key", 5) == b"12345"
+        with pytest.raises(CorruptError, match="key"):
+            store.get("key", 4)
+
+    @pytest.mark.parametrize("key", BAD_KEYS, ids=ascii)
+    def test_bad_key_is_invalid(self, store: Store, key: str) -> None:
+        calls = (
+            lambda: store.put(key, b""),
+            lambda: store.put_if_absent(key, b""),
+            lambda: store.upload(key, 0, PAGE_BYTES),
+            lambda: store.size(key),
+            lambda: store.get(key, 100),
+            lambda: store.get_ranges(key, [], []),
+            lambda: store.delete([key]),
+        )
+        for call in calls:
+            with pytest.raises(InvalidError, match="key"):
+                call()
+        assert keys(store) == []
+
+    def test_longest_key_part(self, store: Store) -> None:
+        key = "x" * 128 + "/A-z_0.9"
+        store.put(key, b"1")
+        assert keys(store) == [key]
+
+
+class Uploads(_StoreFixture):
+    """Objects stored in parts."""
+
+    @pytest.mark.parametrize("threads", (1, 4))
+    @pytest.mark.parametrize("total", TOTALS)
+    def test_parts_in_any_order(self, store: Store, total: int, threads: int) -> None:
+        data = random.Random(total).randbytes(total)
+        fill(store, "folder/key", data, threads=threads)
+        assert store.size("folder/key") == total
+        assert store.get("folder/key", total) == data
+
+    @pytest.mark.parametrize("shift", (0, 1, 512))
+    def test_parts_in_aligned_and_other_memory(self, store: Store, shift: int) -> None:
+        total = PART_BYTES + 5
+        slab = aligned_slab(total + shift)[shift : shift + total]
+        slab[:] = random.Random(shift).randbytes(total)
+        upload = store.upload("key", total, PART_BYTES)
+        upload.write(PART_BYTES, slab[PART_BYTES:])
+        upload.write(0, slab[:PART_BYTES])
+        upload.complete()
+        assert store.get("key", total) == bytes(slab)
+
+    def test_memory_may_be_reused_once_written(self, store: Store) -> None:
+        slab = aligned_slab(0)
+        upload = store.upload("key", 2 * PART_BYTES, PART_BYTES)
+        for number in (1, 2):
+            slab[:] = bytes([number]) * PART_BYTES
+            upload.write((number - 1) * PART_BYTES, slab)
+        slab[:] = bytes(PART_BYTES)
+        upload.complete()
+        assert store.get("key", 1 << 20) == b"\1" * PART_BYTES + b"\2" * PART_BYTES
+
+    def test_existing_key_is_conflict(self, store: Store) -> None:
+        store.put("folder/key", b"first")
+        with pytest.raises(ConflictError, match="folder/key"):
+            upload = store.upload("folder/key", 5, PAGE_BYTES)
+            upload.write(0, memoryview(b"later"))
+            upload.complete()
+        assert store.get("folder/key", 100) == b"first"
+
+    def test_one_of_two_uploads_wins_and_the_other_leaves_no_mark(self, store: Store) -> None:
+        first = store.upload("key", 5, PAGE_BYTES)
+        first.write(0, memoryview(b"first"))
+        with pytest.raises(ConflictError):
+            second = store.upload("key", 6, PAGE_BYTES)
+            second.write(0, memoryview(b"second"))
+            first.complete()
+            try:
+                second.complete()
+            finally:
+                second.abort()
+        # A store that refuses at the beginning has not completed the first one yet.
+        if not self.uploads_hidden:
+            first.complete()
+        assert store.get("key", 100) == b"first"
+        assert keys(store) == ["key"]
+
+    def test_before_complete_it_is_hidden_or_can_be_deleted(self, store: Store) -> None:
+        upload = store.upload("folder/key", 5, PAGE_BYTES)
+        upload.write(0, memoryview(b"12345"))
+        if not self.uploads_hidden:
+            assert keys(store) == ["folder/key"]
+            store.delete(["folder/key"])
+            assert keys(store) == []
+            upload.abort()
+            return
+        assert keys(store) == []
+        with pytest.raises(MissingError):
+            store.get("folder/key", 100)
+        upload.complete()
+        assert keys(store) == ["folder/key"]
+
+    @pytest.mark.parametrize("written", (0, 1, 3))
+    def test_abort_leaves_nothing(self, store: Store, written: int) -> None:
+        store.put("other", b"1")
+        upload = store.upload("folder/key", 3 * PART_BYTES, PART_BYTES)
+        for number in range(written):
+            upload.write(number * PART_BYTES, memoryview(bytes(PART_BYTES)))
+        upload.abort()
+        upload.abort()
+        assert keys(store) == ["other"]
+        assert store.folders() == []
+        with pytest.raises(MissingError):
+            store.size("folder/key")
+        for late in (upload.complete, lambda: upload.write(0, memoryview(bytes(PART_BYTES)))):
+            with pytest.raises(InvalidError):
+                late()
+        fill(store, "folder/key", b"anew")
+        assert store.get("folder/key", 4) == b"anew"
+
+    def test_abort_after_complete_does_nothing(self, store: Store) -> None:
+        upload = store.upload("key", 1, PAGE_BYTES)
+        upload.write(0, memoryview(b"1"))
+        upload.complete()
+        upload.abort()
+        assert store.get("key", 1) == b"1"
+
+    def test_missing_part_is_not_completed(self, store: Store) -> None:
+        upload = store.upload("key", 2 * PART_BYTES, PART_BYTES)
+        upload.write(PART_BYTES, memoryview(bytes(PART_BYTES)))
+        with pytest.raises(InvalidError, match="1 of 2"):
+            upload.complete()
+        upload.abort()
+        assert keys(store) == []
+
+    @pytest.mark.parametrize(
+        ("offset", "length"),
+        (
+            (1, PART_BYTES),
+            (PAGE_BYTES, PART_BYTES),
+            (0, PART_BYTES - 1),
+            (0, 0),
+            (PART_BYTES, 11),
+            (-PART_BYTES, PART_BYTES),
+            (2 * PART_BYTES, 10),
+            (0, 2 * PART_BYTES),
+        ),
+    )
+    def test_what_is_no_part_is_invalid(self, store: Store, offset: int, length: int) -> None:
+        upload = store.upload("key", PART_BYTES + 10, PART_BYTES)
+        with pytest.raises(InvalidError, match="part"):
+            upload.write(offset, memoryview(bytes(length)))
+        upload.abort()
+
+    @pytest.mark.parametrize(("total", "part"), ((-1, PAGE_BYTES), (1, 0), (1, PAGE_BYTES + 1), (1, -PAGE_BYTES)))
+    def test_bad_sizes_are_invalid(self, store: Store, total: int, part: int) -> None:
+        with pytest.raises(InvalidError, match="part_bytes"):
+            store.upload("key", total, part)
+        assert keys(store) == []
+
+
+class Ranges(_StoreFixture):
+    """Reading parts of an object."""
+
+    @pytest.mark.parametrize("total", TOTALS)
+    def test_every_edge(self, store: Store, total: int) -> None:
+        data = random.Random(total).randbytes(total)
+        fill(store, "key", data)
+        edges = [edge for edge in (0, 1, 4095, 4096, 4097, PART_BYTES, total - 1, total) if 0 <= edge <= total]
+        ranges = [(start, stop) for start, stop in itertools.product(edges, edges) if start <= stop]
+        assert read(store, "key", ranges) == [data[start:stop] for start, stop in ranges]
+
+    def test_anywhere(self, store: Store) -> None:
+        seed = random.randrange(1 << 32)
+        chance = random.Random(seed)
+        data = chance.randbytes(9 * PART_BYTES + 1234)
+        fill(store, "folder/key", data)
+        for _ in range(50):
+            bounds = [sorted(chance.choices(range(len(data) + 1), k=2)) for _ in range(chance.randrange(5))]
+            ranges = [(start, stop) for start, stop in bounds]
+            expected = [data[start:stop] for start, stop in ranges]
+            assert read(store, "folder/key", ranges) == expected, f"seed {seed}, ranges {ranges}"
+
+    def test_views_lie_inside_their_slabs(self, store: Store) -> None:
+        store.put("key", b"0123456789")
+        slab = aligned_slab(5)
+        (view,) = store.get_ranges("key", [(3, 8)], [slab])
+        view[:] = b"abcde"
+        assert b"abcde" in bytes(slab)
+
+    @pytest.mark.parametrize("bounds", ((0, 4098), (4097, 4098), (1 << 40, (1 << 40) + 1)))
+    def test_beyond_the_end_is_corrupt_and_nothing_is_read(self, store: Store, bounds: tuple[int, int]) -> None:
+        store.put("folder/key", b"1" * 4097)
+        slabs = [aligned_slab(5000), aligned_slab(5000)]
+        with pytest.raises(CorruptError, match=rf"folder/key.*\[{bounds[0]}, {bounds[1]}\).*4097"):
+            store.get_ranges("folder/key", [(0, 4097), bounds], slabs)
+        assert not any(slabs[0])
+
+    def test_wrong_calls_are_invalid(self, store: Store) -> None:
+        store.put("key", b"1" * 100)
+        with pytest.raises(InvalidError, match="start <= stop"):
+            store.get_ranges("key", [(5, 4)], [aligned_slab(10)])
+        with pytest.raises(InvalidError, match="start <= stop"):
+            store.get_ranges("key", [(-1, 4)], [aligned_slab(10)])
+        with pytest.raises(InvalidError, match="one slab per range"):
+            store.get_ranges("key", [(0, 4)], [])
+        with pytest.raises(InvalidError, match="two pages"):
+            store.get_ranges("key", [(0, 100)], [aligned_slab(99)])
+        with pytest.raises(InvalidError, match="writable"):
+            store.get_ranges("key", [(0, 1)], [memoryview(bytes(3 * PAGE_BYTES))])
+
+    def test_many_threads_read_at_once(self, store: Store) -> None:
+        data = random.Random(1).randbytes(4 * PART_BYTES)
+        fill(store, "key", data)
+        bounds = [(start, start + 5000) for start in range(0, 3 * PART_BYTES, 1111)]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda bound: read(store, "key", [bound])[0], bounds))
+        assert found == [data[start:stop] for start, stop in bounds]
+
+
+class Listings(_StoreFixture):
+    """Finding and removing objects."""
+
+    def test_list(self, store: Store) -> None:
+        sizes = {"a": 1, "b/c": 2, "b/d/e": 3, "b2/c": 0}
+        for key, total in sizes.items():
+            store.put(key, bytes(total))
+        assert {entry.key: entry.bytes for entry in store.list()} == sizes
+        assert keys(store, "b/") == ["b/c", "b/d/e"]
+        assert keys(store, "b/d/") == ["b/d/e"]
+        assert keys(store, "a/") == []
+        assert keys(store, "none/at/all/") == []
+
+    def test_folders(self, store: Store) -> None:
+        assert store.folders() == []
+        for key in ("a", "z/c", "b/d/e", "b/f/g/h", "b/i"):
+            store.put(key, b"")
+        assert store.folders() == ["b", "z"]
+        assert store.folders("b/") == ["d", "f"]
+        assert store.folders("b/d/") == []
+        assert store.folders("none/") == []
+
+    @pytest.mark.parametrize("prefix", BAD_PREFIXES, ids=ascii)
+    def test_bad_prefix_is_invalid(self, store: Store, prefix: str) -> None:
+        for call in (store.list, store.folders):
+            with pytest.raises(InvalidError):
+                call(prefix)
+
+    def test_delete(self, store: Store) -> None:
+        for key in ("a", "b/c", "b/d", "b/e/f"):
+            store.put(key, b"1")
+        store.delete(["b/c", "b/e/f", "b/none", "none/none", "b", "a/below"])
+        assert keys(store) == ["a", "b/d"]
+        with pytest.raises(MissingError):
+            store.get("b/c", 1)
+        store.delete(iter(["a", "b/d"]))
+        store.delete([])
+        assert keys(store) == []
+        store.put_if_absent("b/c", b"anew")
+        assert store.get("b/c", 4) == b"anew"
+
+    def test_writers_beside_deleters(self, store: Store) -> None:
+        def write(number: int) -> None:
+            for turn in range(20):
+                key = f"shared/folder/{number}-{turn}"
+                store.put_if_absent(key, b"1")
+                fill(store, f"{key}-up", b"22")
+                assert store.get(key, 1) == b"1"
+                store.delete([key, f"{key}-up"])
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(4)))
+        assert keys(store) == []
+
+
+class StoreSuite(SmallObjects, Uploads, Ranges, Listings):
+    """Everything the port promises.
+
+    Subclass it in a test module and override the fixture `store`; where uploads are listed before they are
+    complete, set `uploads_hidden = False`.
+    """
