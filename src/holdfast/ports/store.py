@@ -120,17 +120,17 @@ class Store(Protocol):
         """
         ...
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in any order.
-
-        Objects not completed are not listed. A prefix under which nothing lies yields nothing.
-        """
-        ...
-
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names that follow `prefix` (empty, or ending in `/`) before the next `/`, sorted.
 
         A folder may be listed after its last object has gone.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in any order.
+
+        Objects not completed are not listed. A prefix under which nothing lies yields nothing.
         """
         ...
 
