@@ -50,11 +50,11 @@ def encode_scalar(scalar: np.generic) -> object:
     Raises:
         ValueError: Its type is not one that keeps its meaning on another machine.
     """
-    # numpy drops trailing NULs of strings on the way through an array, so these two do not take it.
+    # numpy drops trailing NULs of strings on every way of its own, so these two go the way of their bases.
     if type(scalar) is np.str_:
-        return {"dtype": "U", "value": text_document(str(scalar))}
+        return {"dtype": "U", "value": text_document(str.__str__(scalar))}
     if type(scalar) is np.bytes_:
-        return {"dtype": "S", "data": base64_document(bytes(scalar))}
+        return {"dtype": "S", "data": base64_document(bytes.__getitem__(scalar, slice(None)))}
     if type(scalar) is not scalar.dtype.type:
         raise ValueError("a subclass of a numpy scalar is not kept")
     dtype = _kept(scalar.dtype)

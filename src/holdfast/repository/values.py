@@ -290,7 +290,7 @@ def _decode_set(content: object, path: str, depth: int) -> set[object]:
     return members
 
 
-def _decode_pairs(content: object, path: str, depth: int, into: dict[object, object]) -> dict[object, object]:
+def _decode_pairs(content: object, path: str, depth: int, into: dict[object, Any]) -> dict[object, Any]:
     items = _items(content, path)
     for index, pair in enumerate(items):
         if type(pair) is not list or len(pair) != 2:
@@ -309,10 +309,7 @@ def _decode_dict(content: object, path: str, depth: int) -> object:
 
 
 def _decode_counter(content: object, path: str, depth: int) -> object:
-    counter: Counter[object] = Counter()
-    for key, count in _decode_pairs(content, path, depth + 3, {}).items():
-        dict.__setitem__(counter, key, count)
-    return counter
+    return _decode_pairs(content, path, depth + 3, Counter())
 
 
 def _decode_ordered_dict(content: object, path: str, depth: int) -> object:
