@@ -202,6 +202,17 @@ class SlowDirectShort(ShortAndInterrupted):
         raise refuse(errno.ENOTSUP)
 
 
+def require_direct(folder: Path) -> None:
+    probe = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT)
+    try:
+        Syscalls().set_direct(probe, True)
+    except OSError:
+        pytest.skip("the file system of the temporary folder has no direct I/O")
+    finally:
+        os.close(probe)
+        os.unlink(folder / "probe")
+
+
 class TestDirect:
     @pytest.mark.parametrize(
         "syscalls", (Uncached, NoDirectAtAll, NoDirectWhenUsed, NoReserving, ShortAndInterrupted, SlowDirectShort)
@@ -226,18 +237,27 @@ class TestDirect:
                     modes.append(("read", is_direct(fd)))
                 return super().preadv(fd, slabs, offset, flags)
 
-        probe = os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT)
-        try:
-            Syscalls().set_direct(probe, True)
-        except OSError:
-            pytest.skip("the file system of the temporary folder has no direct I/O")
-        finally:
-            os.close(probe)
+        require_direct(tmp_path)
         store = local(tmp_path, Watched())
         fill(store, "key", DATA, part_bytes=PART_BYTES)
         assert read(store, "key", [(5, 9000)]) == [DATA[5:9000]]
         assert {name for name, _ in modes} == {"write", "read"}
         assert all(direct for _, direct in modes)
+
+    def test_direct_write_that_stopped_within_a_page_begins_that_page_again(self, tmp_path: Path) -> None:
+        offsets: list[int] = []
+
+        class StopsWithinPage(Syscalls):
+            def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+                assert is_direct(fd)
+                offsets.append(offset)
+                count = super().pwrite(fd, data, offset)
+                return count - 1 if len(offsets) == 1 else count
+
+        require_direct(tmp_path)
+        fill(local(tmp_path, StopsWithinPage()), "key", DATA[:PART_BYTES], part_bytes=PART_BYTES)
+        assert offsets == [0, PAGE_BYTES]
+        assert (tmp_path / "key").read_bytes() == DATA[:PART_BYTES]
 
     def test_cached_bytes_are_not_read_from_the_disk(self, tmp_path: Path) -> None:
         class CachedOnly(Syscalls):
