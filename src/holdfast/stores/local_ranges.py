@@ -75,18 +75,27 @@ class _RangeRead:
         return self._position >= self._stop
 
     def take_cached(self) -> None:
-        """Take from the front of the range what the page cache holds."""
+        """Take from the front of the range what the page cache holds.
+
+        Asking for what is not there makes the kernel read it ahead, and the direct read that follows then competes
+        with that (measured: less than half the speed). So the first question is one page long, and each next one
+        twice the last.
+        """
+        question_bytes = PAGE_BYTES
         while not self.whole:
-            view = self._slab[self._position - self._base : self._stop - self._base]
+            page = self._position - self._position % PAGE_BYTES
+            stop = min(page + question_bytes, self._stop)
+            view = self._slab[self._position - self._base : stop - self._base]
             try:
                 count = self._syscalls.preadv(self._fd, [view], self._position, os.RWF_NOWAIT)
             except OSError as error:
                 if error.errno in _NOT_CACHED:
                     return
                 raise translate(error, "read", self._where, writing=False) from error
-            if not count:
-                return
             self._position += count
+            if self._position < stop:
+                return
+            question_bytes *= 2
 
     def take_rest(self, *, direct: bool) -> bool:
         """Read what is missing; return whether direct reading still works."""

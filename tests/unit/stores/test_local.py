@@ -271,6 +271,19 @@ class TestDirect:
         local(tmp_path).put("key", DATA)
         assert read(local(tmp_path, CachedOnly()), "key", [(5, 9000)]) == [DATA[5:9000]]
 
+    def test_the_kernel_is_not_asked_for_more_than_a_page_that_is_not_cached(self, tmp_path: Path) -> None:
+        questions: list[int] = []
+
+        class Asked(Uncached):
+            def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+                if flags:
+                    questions.append(slabs[0].nbytes)
+                return super().preadv(fd, slabs, offset, flags)
+
+        local(tmp_path).put("key", DATA)
+        assert read(local(tmp_path, Asked()), "key", [(5, 20000), (0, 20000)]) == [DATA[5:20000], DATA[:20000]]
+        assert questions == [PAGE_BYTES - 5, PAGE_BYTES], "more would be read ahead beside the direct read"
+
     def test_partly_cached_range(self, tmp_path: Path) -> None:
         class FirstBytesCached(Syscalls):
             def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
