@@ -36,6 +36,7 @@ def decode_array(content: object) -> npt.NDArray[np.generic]:
     fields = _fields(content, {"dtype", "shape", "data"})
     dtype = _dtype(fields["dtype"])
     shape = fields["shape"]
+    # Bounding the count of extents bounds their product too, which is taken without overflow.
     if type(shape) is not list or len(shape) > 64 or not all(type(extent) is int and extent >= 0 for extent in shape):
         raise ValueError("expected a shape of at most 64 extents, none negative")
     data = base64_value(fields["data"], math.prod(shape) * dtype.itemsize)
@@ -50,11 +51,11 @@ def encode_scalar(scalar: np.generic) -> object:
     Raises:
         ValueError: Its type is not one that keeps its meaning on another machine.
     """
-    # numpy drops trailing NULs of strings on every way of its own, so these two go the way of their bases.
+    # numpy drops trailing NULs of strings on most ways (str() included), so these two go the way of their bases.
     if type(scalar) is np.str_:
         return {"dtype": "U", "value": text_document(str.__str__(scalar))}
     if type(scalar) is np.bytes_:
-        return {"dtype": "S", "data": base64_document(bytes.__getitem__(scalar, slice(None)))}
+        return {"dtype": "S", "data": base64_document(bytes(scalar))}
     if type(scalar) is not scalar.dtype.type:
         raise ValueError("a subclass of a numpy scalar is not kept")
     dtype = _kept(scalar.dtype)

@@ -66,6 +66,14 @@ def _fingerprint(member):
     return f"{type(member)} {member!r} {getattr(member, 'fold', None)}"
 
 
+def ordered(content, metadata):
+    """Return an OrderedDict that carries `_metadata` as the state of a module does, unless it is None."""
+    result = OrderedDict(content)
+    if metadata is not None:
+        result._metadata = metadata
+    return result
+
+
 NAMED = {
     "none": None,
     "true": True,

@@ -107,6 +107,8 @@ HOSTILE = {
     "$ndarray of a repeated dtype": array(dtype="2<f4", shape=(1,)),
     "$ndarray of an odd size": array(dtype="<f3"),
     "$ndarray of a padded size": array(dtype="<f04"),
+    "$ndarray of no order": array(dtype="|f4"),
+    "$ndarray of an order it has not": array(dtype="<b1", shape=(8,)),
     "$ndarray of a huge item": array(dtype="<U9999999999", shape=(1,)),
     "$ndarray of empty items": array(dtype="<U0", shape=(1 << 40,), data=b""),
     "$ndarray of an unknown unit": array(dtype="<M8[fortnight]", shape=(1,)),
@@ -206,6 +208,19 @@ def test_messages_say_where_inside():
             decode(document, "x")
 
 
+@pytest.mark.parametrize("shape", [(1,), (1 << 40,), (1 << 20, 1 << 20, 0), (5_999_999,)])
+def test_lengths_are_compared_before_memory_is_taken(shape):
+    document = array(dtype="|u1", shape=shape, data=bytes(6_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match=r"^x: \$ndarray: expected"):
+            decode(document, "x")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < (1 << 20 if shape != (5_999_999,) else 7_000_000)
+
+
 def test_arrays_of_64_dimensions_are_typed_errors_or_arrays():
     # numpy 1 has 32 dimensions at most, numpy 2 has 64.
     document = array(shape=(1,) * 64, data=b"\0" * 4)
@@ -262,6 +277,7 @@ def test_texts_at_the_limits_are_read():
     text = b"[" * TEXT_DEPTH_MAX + b"]" * TEXT_DEPTH_MAX
     assert dumps(loads(text)) == text
     assert loads(b"[9223372036854775807,-9223372036854775808]") == [(1 << 63) - 1, -(1 << 63)]
+    assert loads(dumps(["\\", "[" * 1000, "\\"])) == ["\\", "[" * 1000, "\\"]
     brackets = '[{"[' * 1000 + '\\"'
     assert loads(dumps([brackets] * 5)) == [brackets] * 5
     assert loads(b"[" + b"[],{}," * 5000 + b"1]")[-1] == 1
