@@ -26,7 +26,7 @@ SAVE_EVERY = 4
 KILL_FROM_STEP = 12
 """The first save that may be killed, so that older checkpoints are there to fall back to."""
 
-KILL_DELAYS_SECONDS = (0.03, 0.015, 0.005, 0.0)
+KILL_DELAYS_SECONDS = (0.03, 0.01, 0.0)
 """How long after a save's first file the kill comes; shorter each time a save was too quick for it."""
 
 FIRST_SEED, OTHER_SEED = 1, 2
@@ -130,7 +130,7 @@ def play_until_killed() -> tuple[Leftover, dict[int, Memory]]:
         if leftover is not None:
             print(f"    SIGKILL to all ranks while step {leftover.step} was being saved", flush=True)
             return leftover, saved
-        if committed_steps(ROOT)[-1] + SAVE_EVERY >= STEPS:
+        if committed_steps(ROOT)[-1] + SAVE_EVERY > STEPS:
             break
         print("    the save had committed before the kill came: once more, sooner", flush=True)
     raise RunFailed("every save had committed before the kill came; nothing was proven about a save cut short")
