@@ -26,7 +26,6 @@ class MissingError(CheckpointError):
 
 
 BY_NAME: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind
-    for kind in (InvalidError, UnavailableError, CorruptError, ConflictError, MissingError)
+    kind.__name__: kind for kind in (InvalidError, UnavailableError, CorruptError, ConflictError, MissingError)
 }
 """The kinds by name, so that a rank can tell another rank which one it met."""

@@ -37,6 +37,10 @@ class Board(Protocol):
         """Return once every key is set."""
         ...
 
+    def delete(self, keys: Sequence[str]) -> None:
+        """Forget keys; absent ones are no error."""
+        ...
+
 
 class Comm(Protocol):
     """The ranks that save and load together."""

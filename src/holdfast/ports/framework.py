@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -142,6 +142,9 @@ class Catalog:
 
     tree: Group
     """The non-tensor state."""
+
+    same_content: Callable[[str, str], bool]
+    """Whether two stored FQNs are known, by their digests, to hold the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)

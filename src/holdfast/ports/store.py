@@ -68,7 +68,7 @@ class Store(Protocol):
         """Store a small object whole unless the key exists; atomic, durable on return.
 
         Raises:
-            ConflictError: The key exists; it was not touched.
+            ConflictError: The key exists and what it holds is durable; it was not touched.
         """
         ...
 
@@ -102,9 +102,7 @@ class Store(Protocol):
         """
         ...
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]
-    ) -> list[memoryview]:
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
         """Read byte ranges of one object.
 
         Args:

@@ -125,7 +125,7 @@ class _Encoder:
         self._bytes_left -= _VALUE_BYTES + _content_bytes(value)
         if self._bytes_left < 0:
             raise InvalidError(
-                f"{path}: with this value of {_content_bytes(value)} bytes, {self._root} exceeds "
+                f"{path}: with this value of {_content_bytes(value)} bytes, {self._root or 'the state'} exceeds "
                 f"{ENCODED_BYTES_MAX} bytes of values; expected a tensor for data of this size. "
                 f"Make it a tensor, or leave it out with skip=[{path!r}]"
             )

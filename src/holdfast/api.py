@@ -1,0 +1,252 @@
+"""The public verbs: save, async_save, load, CheckpointManager, open_checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from holdfast import wiring
+from holdfast.engine.write import PackWriter
+from holdfast.errors import InvalidError
+from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.manager.load import load as load_state
+from holdfast.manager.place import Place
+from holdfast.manager.run import Run
+from holdfast.manager.save import Identity, Save
+from holdfast.ports.framework import Selection
+from holdfast.settings import Settings
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "LoadReport",
+    "SaveHandle",
+    "SaveReport",
+    "async_save",
+    "load",
+    "open_checkpoint",
+    "save",
+]
+
+Globs = Sequence[str] | str | None
+"""FQN patterns as in `fnmatch`, one or several."""
+
+
+def save(
+    path: wiring.Path,
+    state: Mapping[str, object],
+    *,
+    only: Globs = None,
+    skip: Globs = None,
+    process_group: wiring.ProcessGroup = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> SaveReport:
+    """Save one checkpoint and return once it is committed. Every rank of the group calls.
+
+    Args:
+        path: The folder that becomes the checkpoint; it must not hold one.
+        state: Nested dict of modules, optimizers, anything with `state_dict`/`load_state_dict`, tensors, values.
+        only: Save only FQNs that match one of these patterns.
+        skip: Leave out FQNs that match one of these patterns.
+        process_group: None for the default group, False for this process alone, or a group.
+        settings: How to save.
+    Raises:
+        InvalidError: The state or the call is wrong, or ranks disagree; nothing was written.
+        ConflictError: A checkpoint is there; it was not touched.
+        UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown; the message says which.
+    """
+    handle = async_save(path, state, only=only, skip=skip, process_group=process_group, settings=settings)
+    report = handle.wait()
+    assert report is not None, "committed comes with a report"
+    return report
+
+
+def async_save(
+    path: wiring.Path,
+    state: Mapping[str, object],
+    *,
+    only: Globs = None,
+    skip: Globs = None,
+    process_group: wiring.ProcessGroup = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> SaveHandle:
+    """Begin to save one checkpoint; return once it is staged. The commit goes on in the background.
+
+    Arguments as `save`.
+
+    Raises:
+        InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
+            lives in the handle.
+    """
+    _require_state(state, "save(path, state)")
+    job = wiring.shared_job(process_group, settings)
+    place = Place(wiring.store_at(path, settings), "", None)
+    writer = PackWriter(place.store, settings)
+
+    def identify() -> Identity:
+        return Identity(job.clock.random_bytes(8).hex(), None)
+
+    work = Save(job, wiring.framework_of(job.comm), place, writer, identify, lambda *_: None)
+    return work.begin(state, _selection(only, skip))
+
+
+def load(
+    path: wiring.Path,
+    state: Mapping[str, object],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    only: Globs = None,
+    skip: Globs = None,
+    process_group: wiring.ProcessGroup = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> LoadReport:
+    """Fill a state from one checkpoint, on any mesh. Every rank of the group calls.
+
+    Modules, optimizers and tensors are filled in place; plain values in the dict are replaced. Only the
+    top-level keys passed are judged: `load(path, {"model": model})` from a whole training checkpoint succeeds.
+
+    Args:
+        path: The checkpoint.
+        state: What to fill.
+        strict: Raise if names are missing or unexpected; otherwise fill what matches and report the rest.
+        cast: Allow a tensor to be filled from another dtype.
+        only: Fill only FQNs that match one of these patterns.
+        skip: Leave FQNs that match one of these patterns as they are.
+        process_group: None for the default group, False for this process alone, or a group.
+        settings: How to load.
+    Raises:
+        InvalidError: The state does not fit; nothing was changed on any rank.
+        MissingError: There is no checkpoint.
+        CorruptError: Stored bytes are not what was saved; the state may be partly filled.
+    """
+    _require_state(state, "load(path, state)")
+    comm = wiring.comm_of(process_group)
+    store = wiring.store_at(path, settings)
+    request = LoadRequest(state, _selection(only, skip), strict, cast)
+    framework = wiring.framework_of(comm)
+    done = load_state(comm, wiring.clock(), settings, framework, store, lambda: Place(store, "", None), request)
+    assert done is not None, "a place was chosen"
+    return done[1]
+
+
+def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:
+    """Open a checkpoint read-only: lazy, never communicates, needs no torch.
+
+    Raises:
+        MissingError: There is no checkpoint.
+        InvalidError: The path is the root of a run, or of a newer format.
+        CorruptError: The manifest is damaged.
+    """
+    return wiring.checkpoint_at(path, settings)
+
+
+class CheckpointManager:
+    """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
+
+    Making it is a collective: rank 0's nonce goes to every rank. Saving runs none.
+    """
+
+    def __init__(
+        self,
+        root: wiring.Path,
+        *,
+        process_group: wiring.ProcessGroup = None,
+        settings: Settings = wiring.DEFAULT_SETTINGS,
+    ) -> None:
+        """Open a root.
+
+        Args:
+            root: The folder that holds `step-*`; it is made at the first save.
+            process_group: None for the default group, False for this process alone, or a group.
+            settings: How to save and load.
+        Raises:
+            InvalidError: The root is one checkpoint, or no path.
+        """
+        store = wiring.store_at(root, settings)
+        job = wiring.new_job(process_group, settings)
+        self._run = Run(store, job, wiring.framework_of(job.comm))
+
+    def save(self, step: int, state: Mapping[str, object], *, only: Globs = None, skip: Globs = None) -> SaveHandle:
+        """Begin to save a step; return once it is staged. Arguments and errors as `async_save`."""
+        if isinstance(step, Mapping):
+            raise InvalidError("save(step, state): step is a dict; the arguments are swapped, the step comes first")
+        _require_state(state, "save(step, state)")
+        return self._run.save(step, state, _selection(only, skip))
+
+    def load(
+        self,
+        state: Mapping[str, object],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        only: Globs = None,
+        skip: Globs = None,
+    ) -> int | None:
+        """Fill a state from a step, or from the newest step; return the step, or None if there is none yet.
+
+        Arguments and errors as the function `load`; a step that is asked for and absent is `MissingError`.
+        """
+        _require_state(state, "load(state, step)")
+        return self._run.load(LoadRequest(state, _selection(only, skip), strict, cast), step)
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the last load did."""
+        return self._run.load_report
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        return self._run.steps()
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step, or None."""
+        return next(reversed(self.steps()), None)
+
+    def wait(self) -> None:
+        """Wait for every save under way; raise what failed and nobody was told."""
+        self._run.wait()
+
+    def close(self) -> None:
+        """Wait for every save under way, then end; raise what failed and nobody was told."""
+        self._run.close()
+
+    def __enter__(self) -> Self:
+        """Return the manager."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; what close raises never hides an error of the block."""
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"closing the checkpoint manager also failed: {failure}")
+
+
+def _require_state(state: object, call: str) -> None:
+    if not isinstance(state, Mapping):
+        hint = "; the arguments are swapped" if isinstance(state, str | int) else ""
+        raise InvalidError(f"{call}: state is {type(state).__name__}; expected a dict of what to keep{hint}")
+
+
+def _selection(only: Globs, skip: Globs) -> Selection:
+    return Selection(
+        only=None if only is None else _patterns("only", only), skip=() if skip is None else _patterns("skip", skip)
+    )
+
+
+def _patterns(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
+    patterns = (globs,) if isinstance(globs, str) else tuple(globs)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InvalidError(f"{name}: pattern {pattern!r}; expected FQN patterns such as 'optimizer.*'")
+    return patterns

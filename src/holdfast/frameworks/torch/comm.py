@@ -1,0 +1,194 @@
+"""Ranks of a process group: c10d's store as the board, tensor collectives for the caller's thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import InvalidError, UnavailableError
+
+
+class TorchBoard:
+    """A c10d store, seen by every thread through a connection of its own.
+
+    A blocking wait holds a c10d connection for its whole length, so threads must not share one.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._local = threading.local()
+        self._cloning = threading.Lock()
+
+    def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
+        """Set a key; idempotent."""
+        with self._call("set", key, timeout_seconds) as store:
+            store.set(key, value)
+
+    def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+        """Return the values of all keys in one call once every one of them is set."""
+        if not keys:
+            return []
+        self.wait(keys, timeout_seconds)
+        with self._call("get", keys[0], timeout_seconds) as store:
+            if store.has_extended_api():
+                return [bytes(value) for value in store.multi_get(list(keys))]
+            return [bytes(store.get(key)) for key in keys]
+
+    def present(self, key: str) -> bool:
+        """Return whether a key is set, without waiting for it."""
+        with self._call("check", key, 60.0) as store:
+            return bool(store.check([key]))
+
+    def add(self, key: str, amount: int, timeout_seconds: float) -> int:
+        """Add to a counter that starts at 0 and return its new value. Never retried."""
+        with self._call("add", key, timeout_seconds) as store:
+            return int(store.add(key, amount))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
+        """Set `key` to `desired` if it holds `expected` (empty: if it is not set); return what it holds then."""
+        with self._call("compare_set", key, timeout_seconds) as store:
+            # c10d takes text here, so callers keep to ASCII.
+            return bytes(store.compare_set(key, expected.decode("ascii"), desired.decode("ascii")))
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """Return once every key is set."""
+        if keys:
+            with self._call("wait", keys[0], timeout_seconds) as store:
+                store.wait(list(keys), timedelta(seconds=max(timeout_seconds, 0.001)))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Forget keys; absent ones are no error."""
+        for key in keys:
+            with self._call("delete", key, 60.0) as store:
+                store.delete_key(key)
+
+    @contextmanager
+    def _call(self, verb: str, key: str, timeout_seconds: float) -> Iterator[dist.Store]:
+        """Lend this thread's connection and translate what c10d raises."""
+        start = time.monotonic()
+        try:
+            store = getattr(self._local, "store", None)
+            if store is None:
+                with self._cloning:
+                    store = self._store.clone()
+                self._local.store = store
+            store.set_timeout(timedelta(seconds=max(timeout_seconds, 0.001)))
+            yield store
+        except RuntimeError as error:
+            if time.monotonic() - start >= 0.9 * timeout_seconds:
+                raise TimeoutError(f"{verb} {key}: nothing within {timeout_seconds:.1f} s") from error
+            # A connection that failed once may hold half a reply: the next call opens another.
+            self._local.store = None
+            raise UnavailableError(
+                f"the job's key-value store failed at {verb} {key} ({error}). "
+                "The rank or agent that hosts it may be gone: restart the job"
+            ) from error
+
+
+class ProcessGroupComm:
+    """The ranks of a torch process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None and dist.get_rank(group) < 0:
+            raise InvalidError("process_group: this rank is not a member; only members may call")
+        self._group = group
+        self._board = TorchBoard(dist.PrefixStore("holdfast", dist.distributed_c10d._get_default_store()))
+        members = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
+        self._rank_of_global = {each: number for number, each in enumerate(members)}
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return dist.get_world_size(self._group)
+
+    @property
+    def board(self) -> TorchBoard:
+        """The key-value store of the job."""
+        return self._board
+
+    def rank_of_global(self, rank: int) -> int | None:
+        """Return the group's rank of a global rank, or None if it is not a member."""
+        return self._rank_of_global.get(rank)
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Return rank 0's payload on every rank."""
+        device = self._device()
+        length = torch.tensor([len(payload or b"")], dtype=torch.int64, device=device)
+        dist.broadcast(length, src=self._first, group=self._group)
+        data = _tensor_of(payload or b"", int(length.item()), device)
+        if data.numel():
+            dist.broadcast(data, src=self._first, group=self._group)
+        return data.cpu().numpy().tobytes()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by rank."""
+        device = self._device()
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=self._group)
+        longest = max(int(length.item()) for length in lengths)
+        if longest == 0:
+            return [b""] * self.world_size
+        gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.world_size)]
+        dist.all_gather(gathered, _tensor_of(payload, longest, device), group=self._group)
+        return [
+            each.cpu().numpy()[: int(length.item())].tobytes() for each, length in zip(gathered, lengths, strict=True)
+        ]
+
+    def _device(self) -> torch.device:
+        group = self._group or dist.group.WORLD
+        assert group is not None, "torch.distributed is initialised"
+        if torch.device("cpu") in group._device_types:
+            return torch.device("cpu")
+        return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+class SoloComm:
+    """One process alone."""
+
+    def __init__(self) -> None:
+        self._board = TorchBoard(dist.HashStore())
+
+    @property
+    def rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def board(self) -> TorchBoard:
+        """A key-value store inside this process."""
+        return self._board
+
+    def rank_of_global(self, rank: int) -> int | None:
+        """Return 0 for this process's own global rank, None for any other."""
+        own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return 0 if rank == own else None
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Return the payload."""
+        return payload or b""
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the payload alone."""
+        return [payload]
+
+
+def _tensor_of(payload: bytes, length: int, device: torch.device) -> torch.Tensor:
+    """Return `length` bytes as a tensor that begins with `payload`."""
+    return torch.frombuffer(bytearray(payload.ljust(length, b"\0") or b"\0"), dtype=torch.uint8)[:length].to(device)

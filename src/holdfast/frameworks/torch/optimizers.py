@@ -1,0 +1,138 @@
+"""Optimizer state by FQN, over `optimizer.state` and `param_groups` alone.
+
+PyTorch's own state-dict helpers run `optimizer.step()` on an unstepped optimizer, fail on partly filled state
+and let one group's learning rate win when groups differ; so none of them is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.containers import OnTensor, small_tensor, take_apart
+from holdfast.spec.values import Group, Value
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerView:
+    """An optimizer and the FQNs of its parameters."""
+
+    optimizer: torch.optim.Optimizer
+    """The optimizer."""
+
+    path: str
+    """Where it stands in the state."""
+
+    names: Mapping[torch.Tensor, str]
+    """FQN by parameter, in the order of the groups."""
+
+    def state_fqn(self, name: str, key: str) -> str:
+        """Return the FQN of one entry of a parameter's state."""
+        return f"{self.path}.state.{name}.{key}"
+
+
+def named_parameters_of(
+    optimizer: torch.optim.Optimizer,
+    path: str,
+    modules: Mapping[str, Mapping[str, torch.Tensor]],
+    loose: Mapping[str, torch.Tensor],
+) -> dict[torch.Tensor, str]:
+    """Return the FQN of every parameter of an optimizer.
+
+    Names are those inside the module; with parameters of several modules each is led by its module's path.
+
+    Args:
+        optimizer: The optimizer.
+        path: Where it stands in the state.
+        modules: By path, the tensors of each module of the state by FQN.
+        loose: Tensors that stand in the state by themselves, by path.
+    Raises:
+        InvalidError: A parameter belongs to nothing in the state.
+    """
+    known: dict[int, tuple[str, str]] = {}
+    for loose_path, tensor in loose.items():
+        known[id(tensor)] = ("", loose_path)
+    for module_path, tensors in modules.items():
+        for fqn, tensor in tensors.items():
+            known.setdefault(id(tensor), (module_path, fqn))
+    found: dict[torch.Tensor, tuple[str, str]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for at, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise InvalidError(
+                    f"{path}: parameter {at} of group {number}, shape {tuple(parameter.shape)}, belongs to no module "
+                    "of the state, so it has no name. Pass the module in the same call (only= can leave it out)"
+                )
+            found[parameter] = known[id(parameter)]
+    owners = {module_path for module_path, _ in found.values()}
+    if len(owners) == 1:
+        return {parameter: fqn for parameter, (_, fqn) in found.items()}
+    return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in found.items()}
+
+
+def collect_optimizer(view: OptimizerView, on_state: OnTensor) -> Group:
+    """Return the non-tensor part of an optimizer, calling `on_state` for every tensor of its state.
+
+    Hyperparameters go by FQN; equal ones are kept once under a key made of their content, so that what
+    several ranks hold joins without renumbering. A state nobody made yet stays absent.
+
+    Raises:
+        InvalidError: Something in it has no place in a checkpoint.
+    """
+    hyperparameters: dict[str, Value] = {}
+    members: dict[str, Value] = {}
+    state: dict[str, Value] = {}
+    known = set(view.names)
+    for key in view.optimizer.state:
+        if not isinstance(key, torch.Tensor) or key not in known:
+            raise InvalidError(
+                f"{view.path}: state under {str(key)[:80]!r} belongs to no parameter of its groups; "
+                "expected state by parameter only"
+            )
+    for group in view.optimizer.param_groups:
+        values = {
+            name: take_apart(value, f"{view.path}.param_groups.{name}", small_tensor)
+            for name, value in group.items()
+            if name != "params"
+        }
+        key = hashlib.blake2b(repr(values).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+        hyperparameters[key] = values
+        for parameter in group["params"]:
+            name = view.names[parameter]
+            members[name] = key
+            kept = _collect_state(view, name, parameter, on_state)
+            if kept:
+                state[name] = kept
+    return Group("optimizer", {"hyperparameters": hyperparameters, "param_groups": members, "state": state})
+
+
+def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnTensor) -> dict[str, Value]:
+    """Return what a parameter's state holds besides tensors that stand in it directly."""
+    kept: dict[str, Value] = {}
+    for key, value in view.optimizer.state.get(parameter, {}).items():
+        if not isinstance(key, str) or "." in key:
+            raise InvalidError(f"{view.path}.state.{name}: key {key!r}; expected a name without dots")
+        neutral = take_apart(value, view.state_fqn(name, key), on_state)
+        if not isinstance(value, torch.Tensor):
+            kept[key] = neutral
+    return kept
+
+
+def new_state_tensor(
+    parameter: torch.Tensor, group: Mapping[str, object], dtype: torch.dtype, global_shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return room for a state tensor that the optimizer has not made yet.
+
+    A tensor shaped like the parameter lies as the parameter does. A 0-d one (a step count) lies in host memory,
+    as PyTorch's optimizers put it, unless the group is capturable or fused.
+    """
+    if tuple(parameter.shape) == global_shape and global_shape:
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    on_device = bool(group.get("capturable")) or bool(group.get("fused")) or bool(global_shape)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.zeros(global_shape, dtype=dtype, device=local.device if on_device else "cpu")

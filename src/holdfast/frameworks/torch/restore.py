@@ -1,0 +1,262 @@
+"""A state filled: what it wants of a checkpoint, and how values go back once its tensors are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.collect import selected
+from holdfast.frameworks.torch.containers import put_together, take_apart
+from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
+from holdfast.frameworks.torch.tensors import (
+    RankOfGlobal,
+    TorchTarget,
+    held_box,
+    layout_of,
+    require_storable,
+    storage_key,
+    torch_dtype,
+)
+from holdfast.frameworks.torch.tensors import dtype_name as name_of
+from holdfast.frameworks.torch.walk import (
+    DictNode,
+    ModuleNode,
+    Node,
+    OptimizerNode,
+    StatefulNode,
+    TensorNode,
+    ValueNode,
+    walk,
+)
+from holdfast.ports.framework import Catalog, Selection, Wanted
+from holdfast.spec.values import Group, Skipped, TensorRef, Value
+
+
+class TorchRestoration:
+    """A load under way."""
+
+    def __init__(
+        self, state: Mapping[str, object], catalog: Catalog, selection: Selection, rank_of_global: RankOfGlobal
+    ) -> None:
+        self._catalog, self._selection, self._rank_of_global = catalog, selection, rank_of_global
+        self.wanted: list[Wanted] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.skipped: list[str] = []
+        self._used: set[str] = set()
+        self._ties: dict[tuple[object, ...], tuple[str, str]] = {}
+        self._finishes: list[Callable[[], None]] = []
+        root = walk(state)
+        self._dict(root, catalog.tree)
+        self._find_unexpected_tensors(state)
+
+    def finish(self) -> None:
+        """Put values back once every tensor is placed."""
+        for each in self._finishes:
+            each()
+
+    def want(self, fqn: str, tensor: torch.Tensor) -> bool:
+        """Ask for a tensor to be filled; return whether the checkpoint has it.
+
+        Raises:
+            InvalidError: The tensor cannot be filled as it is.
+        """
+        if not self.takes_part(fqn):
+            return True
+        stored = self._catalog.aliases.get(fqn, fqn)
+        spec = self._catalog.tensors.get(stored)
+        if spec is None:
+            return False
+        require_storable(tensor, fqn)
+        if tensor.is_meta:
+            raise InvalidError(
+                f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
+            )
+        self._used.add(stored)
+        layout = layout_of(tensor, fqn, self._rank_of_global) if isinstance(tensor, DTensor) else None
+        box = held_box(tensor, layout, fqn)
+        if tuple(tensor.shape) != spec.global_shape:
+            raise InvalidError(
+                f"{fqn}: the target has shape {tuple(tensor.shape)}, the checkpoint {spec.global_shape}; "
+                "expected the same. Build the model it was saved from, or leave it out with skip="
+            )
+        if not self._is_first_of_tie(fqn, stored, tensor):
+            return True
+        target = TorchTarget(tensor, box, spec.dtype) if box is not None else _Nothing()
+        boxes = (box,) if box is not None else ()
+        self.wanted.append(Wanted(stored, name_of(tensor.dtype), tuple(tensor.shape), boxes, target, fqn))
+        return True
+
+    def take(self, reference: TensorRef, template: object) -> torch.Tensor:
+        """Return the tensor a container refers to, to be filled: the template if it fits, else new."""
+        stored = self._catalog.aliases.get(reference.fqn, reference.fqn)
+        spec = self._catalog.tensors.get(stored)
+        if spec is None:
+            raise InvalidError(f"{reference.fqn}: its container is in the checkpoint, the tensor is not")
+        fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
+        if fits and isinstance(template, torch.Tensor) and not template.is_meta:
+            tensor = template
+        else:
+            tensor = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
+        self.want(reference.fqn, tensor)
+        return tensor
+
+    def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor) -> bool:
+        """Return whether this memory is not yet being filled.
+
+        Raises:
+            InvalidError: It would be filled twice, with different content.
+        """
+        if not tensor.numel():
+            return True
+        first_fqn, first_stored = self._ties.setdefault(storage_key(tensor), (fqn, stored))
+        if first_fqn == fqn:
+            return True
+        if stored != first_stored and not self._catalog.same_content(stored, first_stored):
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first_fqn}, but the checkpoint holds different values for the two; "
+                "untie them, or leave one out with skip="
+            )
+        return False
+
+    def takes_part(self, name: str) -> bool:
+        if selected(self._selection, name):
+            return True
+        self.skipped.append(name)
+        self._used.add(self._catalog.aliases.get(name, name))
+        return False
+
+    def _dict(self, node: DictNode, saved: Value) -> None:
+        items = _children(saved)
+        for key, child in node.children.items():
+            self._node(node, key, child, items.get(key, _ABSENT))
+        if node.path:
+            for key in items:
+                if key not in node.children and selected(self._selection, f"{node.path}.{key}"):
+                    self.unexpected.append(f"{node.path}.{key}")
+
+    def _node(self, parent: DictNode, key: str, node: Node, saved: Value) -> None:
+        match node:
+            case DictNode():
+                self._dict(node, saved)
+            case TensorNode():
+                if not self.want(node.path, node.tensor):
+                    self.missing.append(node.path)
+            case ModuleNode():
+                self._module(node, saved)
+            case OptimizerNode():
+                if not isinstance(saved, Group) or saved.kind != "optimizer":
+                    if self.takes_part(node.path):
+                        self.missing.append(node.path)
+                else:
+                    self._finishes.append(OptimizerRestoration(node.view, saved, self, self._catalog).finish)
+            case StatefulNode():
+                self._stateful(node, saved)
+            case ValueNode():
+                self._value(parent, key, node, saved)
+
+    def _module(self, node: ModuleNode, saved: Value) -> None:
+        own = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
+        made_by_hooks: dict[str, object] = {}
+        for fqn, tensor in node.tensors.items():
+            if not self.want(f"{node.path}.{fqn}", tensor):
+                self.missing.append(f"{node.path}.{fqn}")
+            elif id(tensor) not in own:
+                made_by_hooks[fqn] = tensor
+        items = _children(saved)
+        for fqn in node.values:
+            path = f"{node.path}.{fqn}"
+            if not self.takes_part(path):
+                continue
+            if fqn not in items:
+                self.missing.append(path)
+                continue
+            made_by_hooks[fqn] = put_together(items[fqn], self._leaf({}))
+        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values]
+        if made_by_hooks:
+            self._finishes.append(lambda: _load_module_entries(node, made_by_hooks))
+
+    def _stateful(self, node: StatefulNode, saved: Value) -> None:
+        if not isinstance(saved, Group) or saved.kind != "stateful":
+            if self.takes_part(node.path):
+                self.missing.append(node.path)
+            return
+        current: dict[str, object] = {}
+        take_apart(node.stateful.state_dict(), node.path, lambda path, tensor: current.setdefault(path, tensor))
+        loaded = put_together(saved.items.get("state"), self._leaf(current))
+        if not isinstance(loaded, dict):
+            raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict")
+        self._finishes.append(lambda: _load_stateful(node, loaded))
+
+    def _value(self, parent: DictNode, key: str, node: ValueNode, saved: Value) -> None:
+        if isinstance(node.value, dict) and isinstance(saved, Group) and saved.kind == "dict":
+            # Saved with tensors or modules in it, plain now: judged entry by entry.
+            branch = DictNode(node.path, node.value)
+            for name, value in node.value.items():
+                branch.children[name] = ValueNode(f"{node.path}.{name}", value)
+            self._dict(branch, saved)
+            return
+        if not self.takes_part(node.path):
+            return
+        if saved is _ABSENT or isinstance(saved, Group):
+            self.missing.append(node.path)
+            return
+        current: dict[str, object] = {}
+        take_apart(node.value, node.path, lambda path, tensor: current.setdefault(path, tensor))
+        loaded = put_together(saved, self._leaf(current))
+        mapping = parent.mapping
+        if not isinstance(mapping, MutableMapping):
+            raise InvalidError(f"{node.path}: stands in a read-only {type(mapping).__name__}; expected a dict")
+        self._finishes.append(lambda: mapping.__setitem__(key, loaded))
+
+    def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
+        def on_leaf(value: Value) -> object:
+            if isinstance(value, TensorRef):
+                return self.take(value, current.get(value.fqn))
+            if isinstance(value, Skipped):
+                if value.path not in current:
+                    raise InvalidError(f"{value.path}: was left out of the checkpoint and the state has no such entry")
+                return current[value.path]
+            return value
+
+        return on_leaf
+
+    def _find_unexpected_tensors(self, state: Mapping[str, object]) -> None:
+        for fqn in self._catalog.tensors:
+            if fqn in self._used or not selected(self._selection, fqn):
+                continue
+            if any(fqn == key or fqn.startswith(f"{key}.") for key in state):
+                self.unexpected.append(fqn)
+
+
+class _Nothing:
+    def place(self, part: object, source: memoryview, source_box: object) -> None:
+        """Never called: a rank that wants nothing of a tensor has no box to fill."""
+        raise AssertionError("nothing was wanted here")
+
+
+_ABSENT = object()
+
+
+def _children(saved: Value) -> Mapping[str, Value]:
+    if isinstance(saved, Group):
+        return saved.items
+    if isinstance(saved, dict):
+        return {key: value for key, value in saved.items() if isinstance(key, str)}
+    return {}
+
+
+def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
+    node.module.load_state_dict(entries, strict=False)
+
+
+def _load_stateful(node: StatefulNode, state: dict[str, object]) -> None:
+    try:
+        node.stateful.load_state_dict(state)
+    except Exception as error:
+        raise InvalidError(
+            f"{node.path}: {type(node.stateful).__name__}.load_state_dict refused it: {error}"
+        ) from error

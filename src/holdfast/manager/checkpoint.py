@@ -1,0 +1,177 @@
+"""One checkpoint, read-only and lazy: what is in it, and any part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast.engine.host import HostTarget
+from holdfast.engine.read import carry_out
+from holdfast.engine.slabs import new_slab
+from holdfast.errors import InvalidError, MissingError
+from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.ports.observer import Observer
+from holdfast.repository.catalog import read_index
+from holdfast.repository.index import Index
+from holdfast.repository.manifest import decode_manifest
+from holdfast.repository.verify import Damage, Verification
+from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.spec.box import Box
+from holdfast.spec.manifest import Manifest
+from holdfast.spec.plan import Piece
+from holdfast.spec.values import Group, Value
+
+Selector = int | slice
+ToFramework = Callable[[object, str], object]
+"""Turns a numpy array and the name of its true dtype into a framework's tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a checkpoint says of one tensor."""
+
+    dtype: str
+    """Element type by name, e.g. `bfloat16`."""
+
+    shape: tuple[int, ...]
+    """Global shape, elements."""
+
+    bytes: int
+    """Size of the whole tensor."""
+
+
+class Checkpoint:
+    """A committed checkpoint. Opening it reads the manifest; the index is read when it is first needed."""
+
+    def __init__(self, place: Place, settings: Settings, to_torch: ToFramework) -> None:
+        self._place, self._settings, self._to_torch = place, settings, to_torch
+        self.manifest: Manifest = decode_manifest(manifest_bytes_at(place), f"{place.url}/manifest.json")
+        """The commit record."""
+
+    @property
+    def url(self) -> str:
+        """Where it lies."""
+        return self._place.url
+
+    @property
+    def step(self) -> int | None:
+        """Its step; None if it was saved by path."""
+        return self.manifest.step
+
+    @cached_property
+    def index(self) -> Index:
+        """Tensors and pieces."""
+        return read_index(self._place.store, self._place.folder, self.manifest)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Dtype, shape and bytes of every stored tensor, by FQN."""
+        return {
+            fqn: TensorInfo(spec.dtype, spec.global_shape, spec.global_bytes)
+            for fqn, spec in sorted(self.index.tensors.items())
+        }
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names: alias to stored FQN. `read` takes either."""
+        return self.manifest.aliases
+
+    @cached_property
+    def objects(self) -> dict[str, object]:
+        """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
+        return {key: _shown(value) for key, value in self.manifest.tree.items.items()}
+
+    def read(self, fqn: str, index: Selector | tuple[Selector, ...] | None = None, framework: str = "numpy") -> object:
+        """Return a tensor or a part of it, checked against its digests.
+
+        Args:
+            fqn: Its name, or one it is tied under.
+            index: Integers and slices as for a numpy array (no masks, no negative steps); only the chunks
+                they meet are read. None: everything.
+            framework: `numpy` or `torch`. In numpy, bfloat16 and float8 come as unsigned integers of their width;
+                `tensors[fqn].dtype` tells the true dtype.
+        Returns:
+            An array or tensor of the indexed shape, in host memory.
+        Raises:
+            MissingError: No such tensor.
+            InvalidError: The index does not fit the tensor, or the framework is unknown.
+            CorruptError: Stored bytes are not what was saved.
+        """
+        if framework not in ("numpy", "torch"):
+            raise InvalidError(f"framework={framework!r}; expected 'numpy' or 'torch'")
+        stored = self.aliases.get(fqn, fqn)
+        spec = self.index.tensors.get(stored)
+        if spec is None:
+            near = [name for name in self.index.tensors if name.endswith(fqn.rpartition(".")[2])][:5]
+            raise MissingError(f"{self.url}: no tensor {fqn!r}; names that end alike: {near}. See .tensors")
+        box, rest = _box_of(index, spec.global_shape, fqn)
+        target = HostTarget(spec.dtype, box)
+        plan = load_plan([WantedBoxes(stored, (box,))], self.index.pieces_of, self._settings.window_bytes)
+        prefix = f"{self._place.folder}{self.manifest.attempt}/"
+        carry_out(plan, self._place.store, prefix, [target], self._settings)
+        array = target.array[rest]
+        return array if framework == "numpy" else self._to_torch(array, spec.dtype)
+
+    def pieces(self, fqn: str) -> list[Piece]:
+        """Return the stored pieces of a tensor: which box lies in which pack, and so which rank wrote it."""
+        return list(self.index.pieces_of(self.aliases.get(fqn, fqn)))
+
+    def verification(self, observer: Observer | None = None) -> Verification:
+        """Return the work of reading everything back."""
+        slab = new_slab(self._settings.window_bytes * 2 + 2 * PAGE_BYTES)
+        return Verification(self._place.store, self._place.folder, self.manifest, slab, observer)
+
+    def verify(self, observer: Observer | None = None) -> Iterator[Damage]:
+        """Yield everything that is not as it was saved; nothing for a whole checkpoint."""
+        yield from self.verification(observer).damages()
+
+
+def _box_of(
+    index: Selector | tuple[Selector, ...] | None, shape: tuple[int, ...], fqn: str
+) -> tuple[Box, tuple[Selector, ...]]:
+    """Return the smallest box an index needs, and what is left to do to the box."""
+    selectors = () if index is None else index if isinstance(index, tuple) else (index,)
+    if Ellipsis in selectors:
+        at = selectors.index(Ellipsis)  # type: ignore[arg-type]
+        middle = (slice(None),) * (len(shape) - len(selectors) + 1)
+        selectors = (*selectors[:at], *middle, *selectors[at + 1 :])
+    if len(selectors) > len(shape):
+        raise InvalidError(f"{fqn}: index of {len(selectors)} dimensions; the tensor has {len(shape)}")
+    start, stop = [], []
+    rest: list[Selector] = []
+    for length, each in zip(shape, (*selectors, *(slice(None),) * (len(shape) - len(selectors))), strict=True):
+        if isinstance(each, int) and not isinstance(each, bool):
+            at = each + length if each < 0 else each
+            if not 0 <= at < length:
+                raise InvalidError(f"{fqn}: index {each} of a dimension of length {length}")
+            start.append(at)
+            stop.append(at + 1)
+            rest.append(0)
+        elif isinstance(each, slice):
+            first, last, stride = each.indices(length)
+            if stride < 1:
+                raise InvalidError(f"{fqn}: slice step {stride}; expected a positive step")
+            start.append(min(first, max(last, first)))
+            stop.append(max(last, first))
+            rest.append(slice(None, None, stride))
+        else:
+            raise InvalidError(f"{fqn}: index {each!r}; expected integers and slices")
+    return Box(tuple(start), tuple(stop)), tuple(rest)
+
+
+def _shown(value: Value) -> object:
+    """Return a node as plain nested dicts."""
+    if not isinstance(value, Group):
+        return value
+    if value.kind == "stateful":
+        return _shown(value.items.get("state"))
+    if value.kind == "optimizer":
+        tables = value.items.get("hyperparameters")
+        members = value.items.get("param_groups")
+        assert isinstance(tables, dict), "checked when it was saved"
+        assert isinstance(members, dict), "checked when it was saved"
+        groups = {name: tables.get(key) for name, key in members.items()}
+        return {"param_groups": groups, "state": value.items.get("state", {})}
+    return {key: _shown(each) for key, each in value.items.items()}

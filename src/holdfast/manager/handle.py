@@ -1,0 +1,121 @@
+"""A save under way: three moments to wait for, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.errors import InvalidError
+
+logger = logging.getLogger(__name__)
+
+Moment = Literal["staged", "replicated", "committed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one rank's save did."""
+
+    step: int | None
+    """Training iteration; None for a checkpoint saved by path."""
+
+    url: str
+    """Where the checkpoint lies."""
+
+    attempt: str
+    """Folder of its files."""
+
+    bytes: int
+    """Bytes of tensors this rank wrote."""
+
+    tensors: int
+    """Tensors this rank wrote something of."""
+
+    staged_seconds: float
+    """From the call until training might change the state."""
+
+    committed_seconds: float
+    """From the call until the checkpoint was durable and visible."""
+
+    divergent: tuple[str, ...]
+    """Buffers and values that differed between ranks; the lowest rank's were saved."""
+
+    skipped: tuple[str, ...]
+    """What `only` and `skip` left out."""
+
+
+class SaveHandle:
+    """A save under way.
+
+    `staged`: training may change the state. `replicated`: it survives a lost node (with no peer tier, the same
+    as committed). `committed`: it is durable and visible; its result is the `SaveReport`.
+    A failure sets all moments not yet reached.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._awaited = False
+        self.staged: Future[None] = Future()
+        self.replicated: Future[None] = Future()
+        self.committed: Future[SaveReport] = Future()
+
+    def wait(self, moment: Moment = "committed", timeout: float | None = None) -> SaveReport | None:
+        """Wait for a moment; return the report once committed, None for an earlier moment.
+
+        Args:
+            moment: `staged`, `replicated` or `committed`.
+            timeout: Seconds to wait at most; None for no limit.
+        Raises:
+            TimeoutError: The moment did not come in time; the save goes on.
+            CheckpointError: The save failed.
+            InvalidError: No such moment.
+        """
+        if moment not in ("staged", "replicated", "committed"):
+            raise InvalidError(f"moment={moment!r}; expected staged, replicated or committed")
+        with self._lock:
+            self._waiting += 1
+        future: Future[None] | Future[SaveReport] = getattr(self, moment)
+        try:
+            result = future.result(timeout)
+        except TimeoutError:
+            if not future.done():
+                raise TimeoutError(f"{self._name}: not {moment} within {timeout} s; the save goes on") from None
+            raise
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._awaited |= future.done() and future.exception() is not None
+        return result
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the save failed with, or None while it runs or once it is committed."""
+        return self.committed.exception() if self.committed.done() else None
+
+    @property
+    def was_awaited(self) -> bool:
+        """Whether somebody has seen the failure."""
+        return self._awaited
+
+    def reach_staged(self) -> None:
+        """Mark the save as staged."""
+        self.staged.set_result(None)
+
+    def reach_committed(self, report: SaveReport) -> None:
+        """Mark the save as committed."""
+        self.replicated.set_result(None)
+        self.committed.set_result(report)
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the save as failed; say so once if nobody is waiting to hear it."""
+        with self._lock:
+            if not self._waiting:
+                logger.error("%s failed: %s: %s", self._name, type(error).__name__, error)
+        for future in (self.staged, self.replicated, self.committed):
+            if not future.done():
+                future.set_exception(error)

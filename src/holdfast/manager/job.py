@@ -1,0 +1,109 @@
+"""The ranks that save and load together, for the life of the process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NoReturn
+
+from holdfast.errors import BY_NAME, CheckpointError, UnavailableError
+from holdfast.ports.clock import Clock
+from holdfast.ports.comm import Board, Comm
+from holdfast.repository.digest import short_digest_of
+from holdfast.settings import Settings
+
+
+class Job:
+    """A group of ranks with a nonce of its own, so that no key of an earlier life is ever mistaken for ours.
+
+    Construction is a collective: rank 0's nonce goes to every rank.
+    """
+
+    def __init__(self, comm: Comm, clock: Clock, settings: Settings) -> None:
+        self.comm, self.clock, self.settings = comm, clock, settings
+        nonce = clock.random_bytes(8) if comm.rank == 0 else None
+        self.nonce = comm.broadcast(nonce).hex()
+        self.sequence = 0
+        """Number of the next opening; ranks that fell behind catch up there."""
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
+        self._forget_lock = threading.Lock()
+        self._forgettable: list[list[str]] = []
+
+    @property
+    def board(self) -> Board:
+        """The job's key-value store."""
+        return self.comm.board
+
+    def key(self, *parts: object) -> str:
+        """Return a key of this job."""
+        return "/".join((self.nonce, *map(str, parts)))
+
+    def attempt_id(self, sequence: int, step: int) -> str:
+        """Return the id of one try at one step, 16 hex digits: hash(nonce, sequence, step)."""
+        return short_digest_of(self.nonce.encode(), str(sequence).encode(), str(step).encode()).hex()
+
+    def deadline(self) -> float:
+        """Return when a wait for other ranks that begins now ends, on the monotonic clock."""
+        return self.clock.monotonic_seconds() + self.settings.commit_timeout_seconds
+
+    def left(self, deadline: float) -> float:
+        """Return the seconds left until a deadline, at least a few milliseconds."""
+        return max(deadline - self.clock.monotonic_seconds(), 0.005)
+
+    def in_background(self, work: object, *arguments: object) -> Future[None]:
+        """Run commits one after the other, away from the training thread; interpreter exit waits for them."""
+        assert callable(work)
+        return self._commits.submit(work, *arguments)
+
+    def forget_later(self, keys: Sequence[str]) -> None:
+        """Remove keys this rank set once two more saves have come and gone, so that the board stays small."""
+        with self._forget_lock:
+            self._forgettable.append(list(keys))
+            old = self._forgettable.pop(0) if len(self._forgettable) > 4 else []
+        self.board.delete(old)
+
+    def close(self) -> None:
+        """Wait for commits under way and end the thread that carries them."""
+        self._commits.shutdown(wait=True)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error as ASCII text that another rank can raise again."""
+    kind = type(error).__name__ if isinstance(error, CheckpointError) else UnavailableError.__name__
+    message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return json.dumps({"kind": kind, "message": message[:20_000]})
+
+
+def error_from(text: str, prefix: str = "") -> CheckpointError:
+    """Return the error that `error_text` wrote down, as the same kind."""
+    document = json.loads(text)
+    return BY_NAME.get(document["kind"], UnavailableError)(prefix + document["message"])
+
+
+def raise_together(statuses: Sequence[str | None], own_rank: int, own: BaseException | None) -> None:
+    """Raise on every rank if any rank failed.
+
+    A rank raises its own error; the others raise the lowest failing rank's, its rank in the message. Where
+    several ranks failed, all of them are the cause, as a group.
+
+    Args:
+        statuses: By rank, an `error_text` or None.
+        own_rank: This rank.
+        own: What this rank met.
+    """
+    failed = [(rank, text) for rank, text in enumerate(statuses) if text is not None]
+    if not failed:
+        return
+    errors = [error_from(text, f"rank {rank}: ") for rank, text in failed]
+    cause = ExceptionGroup(f"{len(errors)} ranks failed", errors) if len(errors) > 1 else None
+    if own is not None:
+        _raise_from(own, cause)
+    _raise_from(errors[0], cause)
+
+
+def _raise_from(error: BaseException, cause: BaseException | None) -> NoReturn:
+    if cause is None:
+        raise error
+    raise error from cause

@@ -1,0 +1,235 @@
+"""One load: resolved by one rank, planned by each, agreed by all before a value changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.read import carry_out
+from holdfast.errors import CheckpointError, InvalidError
+from holdfast.manager.job import error_from, error_text, raise_together
+from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.ports.clock import Clock
+from holdfast.ports.comm import Comm
+from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import index_from, read_file
+from holdfast.repository.frames import decode_frames, encode_frames
+from holdfast.repository.index import Index
+from holdfast.repository.manifest import decode_manifest
+from holdfast.settings import Settings
+from holdfast.spec.manifest import Manifest
+from holdfast.spec.plan import LoadPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one load did."""
+
+    step: int | None
+    """Step of the checkpoint; None for one saved by path."""
+
+    loaded: tuple[str, ...]
+    """FQNs filled on this rank."""
+
+    missing: tuple[str, ...]
+    """Names the state has on some rank and the checkpoint lacks."""
+
+    unexpected: tuple[str, ...]
+    """Names the checkpoint has under the keys passed, and the state lacks on every rank."""
+
+    skipped: tuple[str, ...]
+    """Names that `only` and `skip` left alone."""
+
+    bytes: int
+    """Bytes this rank read from storage."""
+
+    seconds: float
+    """From the call until the state was filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What to load and how."""
+
+    state: Mapping[str, object]
+    """The state to fill."""
+
+    selection: Selection
+    """Names that take part."""
+
+    strict: bool
+    """Whether missing or unexpected names are an error."""
+
+    cast: bool
+    """Whether a tensor may be filled from another dtype."""
+
+
+def load(
+    comm: Comm,
+    clock: Clock,
+    settings: Settings,
+    framework: Framework,
+    store: Store,
+    choose: Callable[[], Place | None],
+    request: LoadRequest,
+) -> tuple[Place, LoadReport, Manifest] | None:
+    """Fill a state from a checkpoint; a collective of every rank.
+
+    Args:
+        comm: The ranks that load together.
+        clock: For the report.
+        settings: Windows in flight.
+        framework: Fills the state.
+        store: Where checkpoints lie.
+        choose: Called on rank 0: the place in `store` to load from, or None if there is nothing.
+        request: What and how.
+    Returns:
+        Place, report and manifest, or None if there was nothing to load.
+    Raises:
+        InvalidError: The state does not fit the checkpoint; nothing was changed on any rank.
+        MissingError: There is no checkpoint.
+        CorruptError: Stored bytes are not what was saved; the state may be partly filled.
+    """
+    start = clock.monotonic_seconds()
+    resolved = _resolve(comm, store, choose)
+    if resolved is None:
+        return None
+    place, manifest, index = resolved
+    restoration, plan, own = None, LoadPlan(()), None
+    try:
+        restoration = framework.restoration(request.state, _catalog(manifest, index), request.selection)
+        plan = _plan(restoration, index, request, settings)
+    except Exception as error:
+        own = error
+    missing, unexpected = _agree_on_names(comm, restoration, own)
+    if request.strict:
+        _require_complete(missing, unexpected, place)
+    assert restoration is not None, "a failure on any rank has been raised by now"
+    targets = [wanted.target for wanted in restoration.wanted]
+    own = None
+    try:
+        carry_out(plan, place.store, f"{place.folder}{manifest.attempt}/", targets, settings)
+        restoration.finish()
+    except Exception as error:
+        own = error
+    statuses = comm.all_gather(error_text(own).encode() if own else b"")
+    raise_together([text.decode() or None for text in statuses], comm.rank, own)
+    report = LoadReport(
+        step=manifest.step,
+        loaded=tuple(wanted.fqn for wanted in restoration.wanted),
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        skipped=tuple(restoration.skipped),
+        bytes=plan.bytes,
+        seconds=clock.monotonic_seconds() - start,
+    )
+    if comm.rank == 0:
+        message = "loaded %s: %d tensors, %d bytes in %.2f s"
+        logger.info(message, place.url, len(report.loaded), plan.bytes, report.seconds)
+    return place, report, manifest
+
+
+def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tuple[Place, Manifest, Index] | None:
+    """Let rank 0 choose and read manifest and index, once per job, and give them to every rank."""
+    frames: list[bytes] = []
+    own = None
+    place = None
+    if comm.rank == 0:
+        try:
+            place = choose()
+            if place is not None:
+                frames = _manifest_and_index(place)
+        except CheckpointError as error:
+            own = error
+        head = {
+            "error": error_text(own) if own else None,
+            "folder": place.folder if place else None,
+            "step": place.step if place else None,
+        }
+        frames = [json.dumps(head).encode(), *frames]
+    frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
+    head = json.loads(frames[0])
+    if head["error"] is not None:
+        raise own if own is not None else error_from(head["error"], "rank 0: ")
+    if head["folder"] is None:
+        return None
+    place = Place(store, head["folder"], head["step"])
+    manifest = decode_manifest(frames[1], f"{place.url}/manifest.json")
+    return place, manifest, index_from(manifest, frames[2:], f"{place.store.url}/{place.folder}")
+
+
+def _manifest_and_index(place: Place) -> list[bytes]:
+    data = manifest_bytes_at(place)
+    manifest = decode_manifest(data, f"{place.url}/manifest.json")
+    files = [read_file(place.store, place.folder, manifest.attempt, record) for record in manifest.indexes]
+    # Checked here too, so that a damaged index is one rank's error and not every rank's.
+    index_from(manifest, files, f"{place.store.url}/{place.folder}")
+    return [data, *files]
+
+
+def _catalog(manifest: Manifest, index: Index) -> Catalog:
+    def same_content(first: str, second: str) -> bool:
+        def content(fqn: str) -> list[tuple[object, bytes]]:
+            return [(piece.box, piece.digests) for piece in index.pieces_of(fqn)]
+
+        return content(first) == content(second)
+
+    return Catalog(index.tensors, manifest.aliases, manifest.tree, same_content)
+
+
+def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings: Settings) -> LoadPlan:
+    """Return the reads.
+
+    Raises:
+        InvalidError: A target has another dtype than was saved.
+    """
+    if not request.cast:
+        differing = [
+            f"{each.fqn} ({index.tensors[each.stored_fqn].dtype} saved, {each.dtype} wanted)"
+            for each in restoration.wanted
+            if index.tensors[each.stored_fqn].dtype != each.dtype
+        ]
+        if differing:
+            raise InvalidError(
+                f"{len(differing)} tensors have another dtype than was saved: {', '.join(differing[:20])}. "
+                "Expected the same; pass cast=True to convert"
+            )
+    wanted = [WantedBoxes(each.stored_fqn, each.boxes) for each in restoration.wanted]
+    return load_plan(wanted, index.pieces_of, settings.window_bytes)
+
+
+def _agree_on_names(comm: Comm, restoration: Restoration | None, own: Exception | None) -> tuple[list[str], list[str]]:
+    """Return what is missing on any rank and unexpected on every rank; raise if any rank cannot load.
+
+    A rank of a pipeline holds few of the names: only what no rank expects is unexpected.
+    """
+    status = {
+        "error": error_text(own) if own else None,
+        "missing": list(restoration.missing) if restoration else [],
+        "unexpected": list(restoration.unexpected) if restoration else [],
+    }
+    statuses = [json.loads(text) for text in comm.all_gather(json.dumps(status).encode())]
+    raise_together([each["error"] for each in statuses], comm.rank, own)
+    missing = sorted({name for each in statuses for name in each["missing"]})
+    unexpected = set(statuses[0]["unexpected"]).intersection(*(each["unexpected"] for each in statuses))
+    return missing, sorted(unexpected)
+
+
+def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: Place) -> None:
+    if not missing and not unexpected:
+        return
+    said = []
+    for kind, names in (("missing from the checkpoint", missing), ("unexpected in the checkpoint", unexpected)):
+        if names:
+            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            said.append(f"{len(names)} {kind}: {', '.join(names[:20])}{more}")
+    raise InvalidError(
+        f"{place.url}: the state and the checkpoint differ: {'; '.join(said)}. Nothing was changed. "
+        "Expected the same names; pass strict=False to load what matches, or only=/skip= to choose"
+    )

@@ -1,0 +1,138 @@
+"""What every rank wrote, merged into one index and one manifest, and proven whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.manager.ballot import Vote
+from holdfast.manager.place import Place
+from holdfast.plan.cover import uncovered
+from holdfast.ports.store import Store
+from holdfast.repository import values
+from holdfast.repository.catalog import check_size, read_file
+from holdfast.repository.index import Index, piece_arrays
+from holdfast.repository.names import part_name
+from holdfast.repository.part import RankPart, decode_part
+from holdfast.spec.manifest import FileRecord
+from holdfast.spec.values import Group, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All parts as one."""
+
+    index: Index
+    """Every tensor and piece."""
+
+    packs: tuple[FileRecord, ...]
+    """Every pack."""
+
+    parts: tuple[FileRecord, ...]
+    """Every part."""
+
+    tree: Group
+    """The non-tensor state."""
+
+    aliases: dict[str, str]
+    """Tied names."""
+
+    layouts: tuple[dict[str, object], ...]
+    """Meshes and placements, as provenance."""
+
+
+def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> Merged:
+    """Read every rank's part, prove the whole, and return it.
+
+    Raises:
+        InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
+        CorruptError: A part or pack is not what its rank voted for.
+    """
+    index = Index(chunk_bytes)
+    packs: list[FileRecord] = []
+    records: list[FileRecord] = []
+    trees: list[Group] = []
+    aliases: dict[str, str] = {}
+    layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    for rank, vote in enumerate(votes):
+        record = FileRecord(part_name(rank), vote.part_bytes, vote.part_digest)
+        part = decode_part(read_file(place.store, place.folder, attempt, record), record.name)
+        _require_own(part, rank, attempt, place)
+        index.merge(part.index, f"{place.url}: rank {rank}")
+        packs += part.packs
+        records.append(record)
+        for alias, fqn in part.aliases.items():
+            aliases.setdefault(alias, fqn)
+        for mesh, placements, count in part.layouts:
+            layouts[mesh, placements] = max(count, layouts.get((mesh, placements), 0))
+        if part.tree is not None:
+            tree = values.decode(values.loads(part.tree), "")
+            assert isinstance(tree, Group), "collected by the framework as a group"
+            trees.append(tree)
+    require_exact_cover(index, int(attempt, 16) >> 8, place.url)
+    require_sizes(place.store, f"{place.folder}{attempt}/", packs)
+    provenance = tuple(
+        {"mesh": list(mesh), "placements": list(placements), "tensors": count}
+        for (mesh, placements), count in sorted(layouts.items())
+    )
+    stored = {alias: fqn for alias, fqn in aliases.items() if fqn in index.tensors and alias not in index.tensors}
+    return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance)
+
+
+def _require_own(part: RankPart, rank: int, attempt: str, place: Place) -> None:
+    if (part.rank, part.attempt) != (rank, attempt):
+        raise CorruptError(
+            f"{place.url}: the part of rank {rank} says rank {part.rank}, attempt {part.attempt}; "
+            f"expected rank {rank}, attempt {attempt}"
+        )
+
+
+def require_exact_cover(index: Index, seed: int, where: str) -> None:
+    """Refuse an index whose pieces do not cover every tensor exactly once.
+
+    Raises:
+        InvalidError: Names the tensors and their pieces.
+    """
+    arrays = piece_arrays(index)
+    wrong = uncovered(arrays.shapes, arrays.tensor, arrays.start, arrays.stop, seed)
+    if wrong:
+        said = []
+        for number in wrong[:10]:
+            fqn = arrays.fqns[number]
+            boxes = ", ".join(f"{p.box.start}–{p.box.stop} in {p.pack}" for p in index.pieces_of(fqn)[:8])
+            said.append(f"{fqn} {list(arrays.shapes[number])}: {boxes or 'nothing'}")
+        raise InvalidError(
+            f"{where}: what the ranks hold does not cover {len(wrong)} tensors exactly once: {'; '.join(said)}. "
+            "Expected every element from one rank. Ranks hold one name on different meshes, or a rank is missing "
+            "from process_group"
+        )
+
+
+def require_sizes(store: Store, prefix: str, packs: Sequence[FileRecord]) -> None:
+    """Refuse to publish packs that are not there in full."""
+    for pack in packs:
+        check_size(store, prefix + pack.name, pack)
+
+
+def merged_trees(trees: Sequence[Group]) -> Group:
+    """Return several ranks' values as one tree: what only one has is kept, otherwise the lowest rank's."""
+    result = Group("dict", {})
+    for tree in trees:
+        _merge_into(result.items, tree.items)
+    return result
+
+
+def _merge_into(items: dict[str, Value], others: dict[str, Value]) -> None:
+    for key, other in others.items():
+        own = items.get(key)
+        if key not in items:
+            items[key] = other
+        elif isinstance(own, Group) and isinstance(other, Group) and own.kind == other.kind:
+            if own.kind == "optimizer":
+                for name, table in other.items.items():
+                    mine = own.items.setdefault(name, {})
+                    if isinstance(mine, dict) and isinstance(table, dict):
+                        own.items[name] = {**table, **mine}
+            elif own.kind != "stateful":
+                _merge_into(own.items, other.items)

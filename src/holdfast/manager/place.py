@@ -1,0 +1,92 @@
+"""Where checkpoints lie: a store, a folder in it, and whether it is one checkpoint or a run of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists, read_manifest_bytes, step_folders
+from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One checkpoint's place."""
+
+    store: Store
+    """Where it lies."""
+
+    folder: str
+    """Prefix of its keys: empty, or ending in a slash."""
+
+    step: int | None
+    """Its step; None for a checkpoint saved by path."""
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+        return f"{self.store.url}/{self.folder}".rstrip("/")
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of the manifest."""
+        return self.folder + MANIFEST_FILE
+
+    def require_empty(self) -> None:
+        """Refuse to save onto something.
+
+        Raises:
+            ConflictError: A checkpoint is there; nothing of it is touched.
+            InvalidError: The path is the root of a run.
+        """
+        if exists(self.store, self.manifest_key):
+            raise ConflictError(
+                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
+                "Save elsewhere, or remove it first if it is not wanted"
+            )
+        if self.step is None:
+            require_no_run(self.store, "save one checkpoint here")
+
+
+def require_no_run(store: Store, purpose: str) -> None:
+    """Refuse a root of a run where one checkpoint is meant.
+
+    Raises:
+        InvalidError: The path holds steps; the message names the last.
+    """
+    steps = step_folders(store)
+    if steps or exists(store, RUN_FILE):
+        example = step_folder(steps[-1]).rstrip("/") if steps else "step-…"
+        raise InvalidError(
+            f"{store.url}: is the root of a run (it holds step-* folders), not one checkpoint; cannot {purpose}. "
+            f"Use CheckpointManager({store.url!r}), or the path of one step, e.g. {store.url}/{example}"
+        )
+
+
+def require_no_checkpoint(store: Store) -> None:
+    """Refuse one checkpoint where the root of a run is meant.
+
+    Raises:
+        InvalidError: The path holds a manifest.
+    """
+    if exists(store, MANIFEST_FILE):
+        raise InvalidError(
+            f"{store.url}: is one checkpoint (it holds {MANIFEST_FILE}), not the root of a run. Use "
+            f"holdfast.load({store.url!r}, state) for it, and another folder as the root"
+        )
+
+
+def manifest_bytes_at(place: Place) -> bytes:
+    """Return the manifest at a place, as stored.
+
+    Raises:
+        MissingError: There is no checkpoint.
+        InvalidError: The path is the root of a run.
+    """
+    try:
+        return read_manifest_bytes(place.store, place.folder)
+    except MissingError:
+        if place.step is None:
+            require_no_run(place.store, "read one checkpoint here")
+        raise

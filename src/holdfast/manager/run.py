@@ -1,0 +1,142 @@
+"""One run: a root with many steps, saved, listed and loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from holdfast.engine.write import PackWriter
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.manager.handle import SaveHandle
+from holdfast.manager.job import Job
+from holdfast.manager.load import LoadReport, LoadRequest, load
+from holdfast.manager.place import Place, require_no_checkpoint
+from holdfast.manager.save import Identity, Save
+from holdfast.ports.framework import Framework, Selection
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import committed_steps, exists, found_run, read_manifest
+from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
+from holdfast.spec.manifest import Parent
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A root and the job that saves into it."""
+
+    def __init__(self, store: Store, job: Job, framework: Framework) -> None:
+        require_no_checkpoint(store)
+        self._store, self._job, self._framework = store, job, framework
+        self._writer = PackWriter(store, job.settings)
+        self._parent: Parent | None = None
+        self._pending: list[SaveHandle] = []
+        self._closed = False
+        self.load_report: LoadReport | None = None
+        """What the last load did."""
+
+    def save(self, step: int, state: Mapping[str, object], selection: Selection) -> SaveHandle:
+        """Begin a save of a step."""
+        self._require_open()
+        _require_step(step)
+        place = Place(self._store, step_folder(step), step)
+        save = Save(self._job, self._framework, place, self._writer, self._identify, self._continue_from)
+        handle = save.begin(state, selection)
+        self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
+        self._pending.append(handle)
+        return handle
+
+    def load(self, request: LoadRequest, step: int | None) -> int | None:
+        """Fill a state from a step, or from the newest whose manifest is whole; return the step."""
+        self._require_open()
+        if step is not None:
+            _require_step(step)
+        job = self._job
+        done = load(
+            job.comm, job.clock, job.settings, self._framework, self._store, lambda: self._choose(step), request
+        )
+        if done is None:
+            return None
+        place, self.load_report, manifest = done
+        if place.step is not None:
+            self._parent = Parent(manifest.run_id, place.step, manifest.digest)
+        return place.step
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        return committed_steps(self._store)
+
+    def wait(self) -> None:
+        """Wait for every save under way.
+
+        Raises:
+            CheckpointError: A save failed and nobody was told yet; several are its cause, as a group.
+        """
+        failures: list[Exception] = []
+        for handle in self._pending:
+            try:
+                seen = handle.was_awaited
+                handle.wait()
+            except CheckpointError as error:
+                if not seen:
+                    failures.append(error)
+        self._pending.clear()
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
+
+    def close(self) -> None:
+        """Wait for every save under way, then end.
+
+        Raises:
+            CheckpointError: As `wait`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._job.close()
+
+    def _identify(self) -> Identity:
+        """Return run and parent, founding the run with the first save; on rank 0."""
+        clock = self._job.clock
+        run_id = found_run(self._store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+        return Identity(run_id, self._parent)
+
+    def _continue_from(self, place: Place, run_id: str, digest: str) -> None:
+        assert place.step is not None, "a run saves steps"
+        if not digest:
+            # Another rank committed; rank 0, whose word counts, reads what it published.
+            digest = read_manifest(self._store, place.folder).digest if self._job.comm.rank == 0 else ""
+        self._parent = Parent(run_id, place.step, digest)
+
+    def _choose(self, step: int | None) -> Place | None:
+        require_no_checkpoint(self._store)
+        if step is not None:
+            place = Place(self._store, step_folder(step), step)
+            if not exists(self._store, place.folder + MANIFEST_FILE):
+                raise MissingError(f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}")
+            return place
+        steps = self.steps()
+        for newest in reversed(steps):
+            try:
+                read_manifest(self._store, step_folder(newest))
+            except CorruptError as error:
+                logger.warning("step %d is damaged and passed over, older steps are tried: %s", newest, error)
+            else:
+                return Place(self._store, step_folder(newest), newest)
+        if steps:
+            raise CorruptError(f"{self._store.url}: the manifests of all {len(steps)} steps are damaged")
+        return None
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
+
+
+def _require_step(step: object) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        kind = type(step).__name__
+        raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}")

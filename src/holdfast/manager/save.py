@@ -1,0 +1,335 @@
+"""One save, from the state to the published manifest."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+
+from holdfast.engine.write import PackWriter
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
+from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
+from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.job import Job
+from holdfast.manager.merge import merged
+from holdfast.manager.opening import Agreement, Opening
+from holdfast.manager.place import Place
+from holdfast.manager.survey import Digests
+from holdfast.plan.ownership import owned_by
+from holdfast.plan.packing import packs_of
+from holdfast.ports.framework import Collected, Framework, Selection
+from holdfast.repository.catalog import confirmed_manifest
+from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.index import Index, encode_index
+from holdfast.repository.manifest import encode_manifest
+from holdfast.repository.names import index_name, is_attempt_folder, part_name
+from holdfast.repository.pack import header_of
+from holdfast.repository.part import RankPart, encode_part
+from holdfast.repository.publish import publish
+from holdfast.spec.manifest import FileRecord, Manifest, Parent
+from holdfast.spec.plan import PackPlan, Piece
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a checkpoint says about where it belongs; rank 0's word, told to all."""
+
+    run_id: str
+    """The run."""
+
+    parent: Parent | None
+    """What it continues."""
+
+
+class Save:
+    """One save on one rank."""
+
+    def __init__(
+        self,
+        job: Job,
+        framework: Framework,
+        place: Place,
+        writer: PackWriter,
+        identify: Callable[[], Identity],
+        on_commit: Callable[[Place, str, str], None],
+    ) -> None:
+        self._job, self._framework, self._place, self._writer = job, framework, place, writer
+        self._identify, self._on_commit = identify, on_commit
+        self._step = -1 if place.step is None else place.step
+        self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
+        self._start = job.clock.monotonic_seconds()
+        self._own_keys: list[str] = []
+        self.handle = SaveHandle(self._name)
+
+    def begin(self, state: Mapping[str, object], selection: Selection) -> SaveHandle:
+        """Agree, write this rank's share, and leave the commit to the background.
+
+        Raises:
+            InvalidError: The state, or what the ranks are about to do, is wrong; nothing was written.
+        """
+        try:
+            opening = Opening(self._job, self._step)
+            try:
+                collected = self._framework.collect(state, selection)
+                digests = Digests(collected, self._job, self._place)
+            except Exception as error:
+                opening.refuse(error)
+                raise
+            agreement = opening.agree(digests.statement(self._step), digests.details, self._survey)
+        except InvalidError:
+            raise
+        except (CheckpointError, TimeoutError) as error:
+            self.handle.fail(_typed(error, self._name))
+            return self.handle
+        ballot = Ballot(self._job, agreement.attempt, self._name)
+        try:
+            report, vote_of = self._write(collected, digests, agreement)
+        except Exception as error:
+            self._lose(ballot, agreement, error)
+            return self.handle
+        self.handle.reach_staged()
+        self._job.in_background(self._finish, ballot, agreement, vote_of, report)
+        return self.handle
+
+    def _survey(self) -> Mapping[str, object]:
+        """Look at the place before anybody writes, on rank 0."""
+        self._place.require_empty()
+        identity = self._identify()
+        parent = identity.parent
+        return {
+            "run_id": identity.run_id,
+            "parent": None if parent is None else [parent.run_id, parent.step, parent.digest],
+            "created": datetime.fromtimestamp(self._job.clock.unix_seconds(), UTC).isoformat(timespec="seconds"),
+        }
+
+    def _write(
+        self, collected: Collected, digests: Digests, agreement: Agreement
+    ) -> tuple[SaveReport, Callable[[], Vote]]:
+        """Write this rank's packs; return its report and what makes its part durable and gives the vote."""
+        job, settings = self._job, self._job.settings
+        shards = [each.shard for each in collected.shards]
+        sources = [each.source for each in collected.shards]
+        holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.layout is None}
+        owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
+        index = Index(settings.chunk_bytes)
+        records = []
+        for pack in packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max):
+            key = self._key(agreement, pack.name)
+            header = header_of(pack, self._provenance(agreement))
+            self._own_keys.append(key)
+            written = self._writer.write(key, header, pack, sources)
+            records.append(written.record)
+            _list_pieces(index, pack, len(header), written.digests)
+        part = RankPart(
+            rank=job.comm.rank,
+            attempt=agreement.attempt,
+            index=index,
+            packs=tuple(records),
+            tree=digests.tree_bytes if agreement.speaks else None,
+            aliases=dict(collected.aliases) if agreement.speaks else {},
+            layouts=_layouts(collected) if agreement.speaks else (),
+        )
+        staged_seconds = job.clock.monotonic_seconds() - self._start
+        report = SaveReport(
+            step=self._place.step,
+            url=self._place.url,
+            attempt=agreement.attempt,
+            bytes=sum(piece.bytes for piece in index.all_pieces()),
+            tensors=len(index.tensors),
+            staged_seconds=staged_seconds,
+            committed_seconds=0.0,
+            divergent=agreement.divergent,
+            skipped=tuple(collected.skipped),
+        )
+        return report, lambda: self._write_part(agreement, part)
+
+    def _write_part(self, agreement: Agreement, part: RankPart) -> Vote:
+        data = encode_part(part)
+        key = self._key(agreement, part_name(part.rank))
+        self._own_keys.append(key)
+        self._place.store.put_if_absent(key, data)
+        return Vote(len(data), hex_digest_of(data))
+
+    def _finish(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report: SaveReport) -> None:
+        """Vote, commit or wait for who does; runs in the background and never raises."""
+        try:
+            digest = self._decide(ballot, agreement, vote_of)
+        except Aborted as aborted:
+            self._remove_own()
+            self.handle.fail(aborted.error)
+        except Undecided as undecided:
+            self._ask_storage(agreement, report, undecided)
+        except Exception as error:
+            self._lose(ballot, agreement, error)
+        else:
+            self._succeed(agreement, report, digest)
+
+    def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
+        """Return the digest of the manifest once it is published."""
+        if not ballot.vote(vote_of()):
+            ballot.await_result()
+            return ""
+        try:
+            digest = self._publish(ballot.votes(), agreement)
+        except _PublishFailed as failure:
+            ballot.announce(failure, certain=False)
+            raise Undecided(str(failure), storage_knows=False) from failure
+        except Exception as error:
+            ballot.announce(error)
+            raise Aborted(_typed(error, self._name)) from error
+        ballot.announce()
+        self._sweep(agreement)
+        return digest
+
+    def _publish(self, votes: list[Vote], agreement: Agreement) -> str:
+        place, attempt, settings = self._place, agreement.attempt, self._job.settings
+        whole = merged(place, attempt, votes, settings.chunk_bytes)
+        indexes = []
+        for number, index in enumerate(whole.index.split(settings.index_chunks_max)):
+            data = encode_index(index)
+            name = index_name(number)
+            self._own_keys.append(self._key(agreement, name))
+            place.store.put_if_absent(self._own_keys[-1], data)
+            indexes.append(FileRecord(name, len(data), hex_digest_of(data)))
+        note = agreement.note
+        parent = note.get("parent")
+        manifest = Manifest(
+            run_id=str(note["run_id"]),
+            step=place.step,
+            attempt=attempt,
+            created=str(note["created"]),
+            parent=Parent(*parent) if isinstance(parent, list) else None,
+            world_size=self._job.comm.world_size,
+            layouts=whole.layouts,
+            software=_software(),
+            tensors=len(whole.index.tensors),
+            tensor_bytes=sum(tensor.global_bytes for tensor in whole.index.tensors.values()),
+            aliases=whole.aliases,
+            tree=whole.tree,
+            packs=whole.packs,
+            parts=whole.parts,
+            indexes=tuple(indexes),
+        )
+        data = encode_manifest(manifest)
+        try:
+            publish(place.store, place.manifest_key, data)
+        except UnavailableError as error:
+            raise _PublishFailed(str(error)) from error
+        return hex_digest_of(data)
+
+    def _sweep(self, agreement: Agreement) -> None:
+        """Remove what failed attempts left at this place: with a manifest here, none of them can publish any more."""
+        place = self._place
+        try:
+            for name in place.store.folders(place.folder):
+                if is_attempt_folder(name) and name != agreement.attempt:
+                    keys = [entry.key for entry in place.store.list(f"{place.folder}{name}/")]
+                    place.store.delete(keys)
+        except CheckpointError as error:
+            logger.warning("%s: leftovers of failed attempts stay for now: %s", self._name, error)
+
+    def _ask_storage(self, agreement: Agreement, report: SaveReport, undecided: Undecided) -> None:
+        """The board cannot say what became of the attempt: the manifest can, if it is there."""
+        manifest = None
+        if undecided.storage_knows:
+            try:
+                manifest = confirmed_manifest(self._place.store, self._place.folder)
+            except CheckpointError:
+                manifest = None
+        if manifest is not None and manifest.attempt == agreement.attempt:
+            self._succeed(agreement, report, manifest.digest)
+        elif manifest is not None:
+            self._remove_own()
+            error = ConflictError(f"{self._name}: attempt {manifest.attempt} published first; {undecided.reason}")
+            self.handle.fail(error)
+        else:
+            self.handle.fail(_unknown(self._name, self._place, undecided.reason))
+
+    def _succeed(self, agreement: Agreement, report: SaveReport, digest: str) -> None:
+        seconds = self._job.clock.monotonic_seconds() - self._start
+        self._on_commit(self._place, str(agreement.note["run_id"]), digest)
+        if self._job.comm.rank == 0:
+            logger.info("%s: committed in %.2f s, %d bytes on this rank", self._name, seconds, report.bytes)
+        self.handle.reach_committed(_with_seconds(report, seconds))
+
+    def _lose(self, ballot: Ballot, agreement: Agreement, error: Exception) -> None:
+        """A failure on this rank before anything was published: abort everywhere, leave nothing behind."""
+        try:
+            ballot.abort(error)
+        except Undecided as undecided:
+            failure = _unknown(self._name, self._place, f"{error}; {undecided.reason}")
+            failure.__cause__ = error
+            self.handle.fail(failure)
+            return
+        self._remove_own()
+        self.handle.fail(_typed(error, self._name))
+
+    def _remove_own(self) -> None:
+        """Remove this attempt's files of this rank; only once it is certain that it cannot be committed."""
+        try:
+            self._place.store.delete(self._own_keys)
+        except CheckpointError as error:
+            logger.warning("%s: files of the failed attempt stay for now: %s", self._name, error)
+
+    def _key(self, agreement: Agreement, name: str) -> str:
+        return f"{self._place.folder}{agreement.attempt}/{name}"
+
+    def _provenance(self, agreement: Agreement) -> dict[str, str]:
+        step = "" if self._place.step is None else str(self._place.step)
+        return {"step": step, "attempt": agreement.attempt, "rank": str(self._job.comm.rank)}
+
+
+class _PublishFailed(UnavailableError):
+    """The store failed in the very act of publishing: whether the manifest is visible is unknown."""
+
+
+def _unknown(name: str, place: Place, reason: str) -> UnavailableError:
+    return UnavailableError(
+        f"{name}: outcome unknown: {reason}. The checkpoint may or may not be at {place.url}; nothing was removed. "
+        "Look there (holdfast ls) before saving this step again"
+    )
+
+
+def _typed(error: BaseException, name: str) -> CheckpointError:
+    """Return an error as one of ours, so that a handle never raises anything else."""
+    if isinstance(error, CheckpointError):
+        return error
+    typed = UnavailableError(f"{name}: {type(error).__name__}: {error}")
+    typed.__cause__ = error
+    return typed
+
+
+def _list_pieces(index: Index, pack: PackPlan, header_bytes: int, digests: tuple[bytes, ...]) -> None:
+    for item, each in zip(pack.items, digests, strict=True):
+        piece = Piece(item.tensor, item.box, pack.name, header_bytes + item.data_offset, each, index.chunk_bytes)
+        index.add(piece, pack.name)
+
+
+def _layouts(collected: Collected) -> tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]:
+    counted = Counter(
+        (shard.layout.mesh_shape, tuple(map(str, shard.layout.placements)))
+        for shard in (each.shard for each in collected.shards)
+        if shard.layout is not None
+    )
+    return tuple((mesh, placements, count) for (mesh, placements), count in sorted(counted.items()))
+
+
+def _with_seconds(report: SaveReport, seconds: float) -> SaveReport:
+    return replace(report, committed_seconds=seconds)
+
+
+def _software() -> dict[str, str]:
+    """Return the versions that write this checkpoint."""
+    found = {"python": platform.python_version()}
+    for name in ("holdfast", "torch", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

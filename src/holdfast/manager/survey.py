@@ -1,0 +1,81 @@
+"""What a rank is about to save, as digests: small enough to state at every save, exact enough to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.manager.job import Job
+from holdfast.manager.opening import Details, Statement
+from holdfast.manager.place import Place
+from holdfast.ports.framework import Collected, LocalShard
+from holdfast.repository import values
+from holdfast.repository.digest import short_digest_of
+from holdfast.spec.tensor import Role
+from holdfast.spec.values import Group, Value
+
+
+class Digests:
+    """Fingerprint of a layout and digests of what replicas should share."""
+
+    def __init__(self, collected: Collected, job: Job, place: Place) -> None:
+        """Take samples and encode the values.
+
+        Raises:
+            InvalidError: A value is outside the closed set.
+        """
+        self._collected, self._place, self._settings = collected, place, job.settings
+        self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
+        """The non-tensor state, encoded."""
+        # Alone there is nobody to compare with.
+        self._samples = dict(self._sampled()) if job.comm.world_size > 1 else {}
+
+    def statement(self, step: int) -> Statement:
+        """Return what this rank states at the opening."""
+        agreeing = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER]
+        other = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER]
+        return Statement(
+            step=step,
+            place=short_digest_of(self._place.url.encode()),
+            layout=short_digest_of(*self._layout()),
+            agreeing=short_digest_of(*agreeing),
+            other=short_digest_of(self.tree_bytes, *other),
+        )
+
+    def details(self) -> Details:
+        """Return the same by name, for when ranks differ."""
+        plain = {
+            shard.tensor.fqn: (shard.tensor.dtype, shard.tensor.global_shape, shard.role)
+            for shard in (each.shard for each in self._collected.shards)
+            if shard.layout is None
+        }
+        agreeing = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER}
+        other = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER}
+        other |= {path: short_digest_of(data).hex() for path, data in _leaves(self._collected.tree, "")}
+        return Details(self._place.url, plain, agreeing, other)
+
+    def _layout(self) -> Iterator[bytes]:
+        """Yield everything that a plan depends on, the same on every rank of a class."""
+        settings = self._settings
+        yield repr((settings.chunk_bytes, settings.pack_header_bytes_max)).encode()
+        yield repr(sorted(self._collected.aliases.items())).encode()
+        for each in self._collected.shards:
+            shard = each.shard
+            yield repr((shard.tensor, shard.layout, shard.role)).encode("utf-8", "surrogatepass")
+
+    def _sampled(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
+        for each in self._collected.shards:
+            if each.shard.layout is None:
+                yield each.shard.tensor.fqn, (each.shard.role, self._sample(each))
+
+    def _sample(self, each: LocalShard) -> bytes:
+        return short_digest_of(each.source.sample(self._settings.sample_blocks, self._settings.sample_block_bytes))
+
+
+def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the leaves of a tree by path, each encoded."""
+    items = value.items if isinstance(value, Group) else value if isinstance(value, dict) else None
+    if items is None or not all(isinstance(key, str) for key in items):
+        yield path, values.dumps(values.encode(value, path))
+        return
+    for key, each in items.items():
+        yield from _leaves(each, f"{path}.{key}" if path else key)

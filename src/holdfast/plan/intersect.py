@@ -1,0 +1,106 @@
+"""What a load must read: stored pieces against wanted boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.spec.box import Box, flat_range_boxes
+from holdfast.spec.chunking import chunk_count, chunk_range
+from holdfast.spec.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBoxes:
+    """What a rank wants of one stored tensor."""
+
+    stored_fqn: str
+    """Name in the checkpoint."""
+
+    boxes: tuple[Box, ...]
+    """Regions, global coordinates."""
+
+
+def load_plan(
+    wanted: Sequence[WantedBoxes], pieces_of: Callable[[str], Sequence[Piece]], run_bytes_max: int
+) -> LoadPlan:
+    """Return the reads that fill every wanted box: each chunk that meets one, once, whole, and no other.
+
+    Args:
+        wanted: What is wanted, by number.
+        pieces_of: Stored pieces of an FQN.
+        run_bytes_max: Neighbouring chunks are read together up to this many bytes.
+    """
+    parts: dict[tuple[str, int], list[Part]] = {}
+    chunks: dict[tuple[str, int], tuple[Piece, int]] = {}
+    for number, each in enumerate(wanted):
+        for piece in pieces_of(each.stored_fqn):
+            for box in each.boxes:
+                overlap = box.intersect(piece.box)
+                if overlap is None:
+                    continue
+                for chunk_number, part in _parts(number, piece, overlap):
+                    key = piece.pack, piece.offset + chunk_number * piece.chunk_bytes
+                    chunks[key] = piece, chunk_number
+                    parts.setdefault(key, []).append(part)
+    reads = []
+    for key in sorted(chunks):
+        piece, chunk_number = chunks[key]
+        start, stop = chunk_range(piece.bytes, piece.chunk_bytes, chunk_number)
+        reads.append((key[0], ChunkRead(piece, chunk_number, key[1], stop - start, tuple(parts[key]))))
+    return LoadPlan(tuple(_runs(reads, run_bytes_max)))
+
+
+def _parts(wanted_number: int, piece: Piece, overlap: Box) -> list[tuple[int, Part]]:
+    """Return, by chunk, the parts of a piece that an overlap takes from it."""
+    itemsize = piece.tensor.itemsize
+    shape = piece.box.shape
+    if overlap == piece.box:
+        first_byte, last_byte = 0, piece.bytes
+    else:
+        inside = overlap.relative_to(piece.box.start)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        first_byte = itemsize * sum(s.start * stride for s, stride in zip(inside, strides, strict=True))
+        last_byte = itemsize * (1 + sum((s.stop - 1) * stride for s, stride in zip(inside, strides, strict=True)))
+    found = []
+    for number in range(first_byte // piece.chunk_bytes, chunk_count(last_byte, piece.chunk_bytes)):
+        start, stop = chunk_range(piece.bytes, piece.chunk_bytes, number)
+        at = 0
+        for relative in flat_range_boxes(shape, start // itemsize, stop // itemsize):
+            source_box = _shifted(relative, piece.box.start)
+            part = source_box.intersect(overlap)
+            if part is not None:
+                found.append((number, Part(wanted_number, part, source_box, at)))
+            at += relative.numel * itemsize
+    return found
+
+
+def _shifted(box: Box, by: tuple[int, ...]) -> Box:
+    return Box(
+        tuple(a + o for a, o in zip(box.start, by, strict=True)),
+        tuple(b + o for b, o in zip(box.stop, by, strict=True)),
+    )
+
+
+def _runs(reads: list[tuple[str, ChunkRead]], run_bytes_max: int) -> list[ReadRun]:
+    """Return neighbouring chunks joined into runs."""
+    runs: list[ReadRun] = []
+    current: list[ChunkRead] = []
+    pack = ""
+
+    def close() -> None:
+        if current:
+            last = current[-1]
+            runs.append(ReadRun(pack, current[0].offset, last.offset + last.bytes, tuple(current)))
+            current.clear()
+
+    for name, read in reads:
+        if current:
+            stop = current[-1].offset + current[-1].bytes
+            if name != pack or read.offset != stop or read.offset + read.bytes - current[0].offset > run_bytes_max:
+                close()
+        pack = name
+        current.append(read)
+    close()
+    return runs

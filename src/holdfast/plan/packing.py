@@ -1,0 +1,69 @@
+"""Which piece lies where in which pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.plan.ownership import Owned
+from holdfast.settings import PAGE_BYTES
+from holdfast.spec.plan import PackItem, PackPlan
+from holdfast.spec.tensor import Shard
+
+_ENTRY_BYTES = 160
+"""Upper bound of a header entry without its FQN and numbers, the sharding note for other readers included."""
+
+
+def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+    """Return the packs that hold everything a rank writes, pieces in file order.
+
+    Pieces whose size is a multiple of a page come first, so that with a page-padded header they lie on page
+    boundaries and can be read directly without a copy; the rest follow by falling element size, so that
+    every element stays aligned. An FQN occurs once per pack, because a safetensors key does.
+    """
+    names = _Names(rank)
+    packs: list[PackPlan] = []
+    rest = list(owned)
+    while rest:
+        taken: list[Owned] = []
+        left: list[Owned] = []
+        fqns: set[str] = set()
+        header_bytes = PAGE_BYTES
+        for each in rest:
+            tensor = shards[each.shard_number].tensor
+            entry_bytes = _ENTRY_BYTES + 12 * len(tensor.fqn) + 66 * len(tensor.global_shape)
+            if tensor.fqn in fqns or (taken and header_bytes + entry_bytes > header_bytes_max):
+                left.append(each)
+                continue
+            fqns.add(tensor.fqn)
+            header_bytes += entry_bytes
+            taken.append(each)
+        packs.append(PackPlan(names.next(), _in_file_order(shards, taken)))
+        rest = left
+    return packs
+
+
+class _Names:
+    """Numbers the packs of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._count = rank, 0
+
+    def next(self) -> str:
+        suffix = f"-{self._count}" if self._count else ""
+        self._count += 1
+        return f"r{self._rank:05d}{suffix}.safetensors"
+
+
+def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackItem, ...]:
+    def order(each: Owned) -> tuple[bool, int, str]:
+        tensor = shards[each.shard_number].tensor
+        piece_bytes = each.box.numel * tensor.itemsize
+        return piece_bytes % PAGE_BYTES != 0 or piece_bytes == 0, -tensor.itemsize, tensor.fqn
+
+    items = []
+    offset = 0
+    for each in sorted(owned, key=order):
+        item = PackItem(shards[each.shard_number].tensor, each.box, offset, each.shard_number)
+        items.append(item)
+        offset += item.bytes
+    return tuple(items)

@@ -1,0 +1,166 @@
+"""What lies under a place: which steps are committed, what a checkpoint consists of."""
+
+from __future__ import annotations
+
+from holdfast.errors import CorruptError, MissingError
+from holdfast.ports.store import Store
+from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.index import Index, decode_index
+from holdfast.repository.manifest import MANIFEST_BYTES_MAX, check_format, decode_manifest, sealed, unsealed
+from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder, step_of_folder
+from holdfast.repository.publish import publish
+from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest
+
+_RUN_BYTES_MAX = 1 << 16
+
+
+def step_folders(store: Store) -> list[int]:
+    """Return the steps that have a folder, committed or not, ascending."""
+    steps = (step_of_folder(name) for name in store.folders(""))
+    return sorted(step for step in steps if step is not None)
+
+
+def committed_steps(store: Store) -> list[int]:
+    """Return the steps that have a manifest, ascending."""
+    return [step for step in step_folders(store) if exists(store, step_folder(step) + MANIFEST_FILE)]
+
+
+def exists(store: Store, key: str) -> bool:
+    """Return whether an object is stored at `key`."""
+    try:
+        store.size(key)
+    except MissingError:
+        return False
+    return True
+
+
+def read_run_id(store: Store) -> str | None:
+    """Return the id of the run a root belongs to, or None if it has none yet.
+
+    Raises:
+        CorruptError: `holdfast.json` is damaged.
+        InvalidError: It is of another format version.
+    """
+    where = f"{store.url}/{RUN_FILE}"
+    try:
+        document, _ = unsealed(store.get(RUN_FILE, _RUN_BYTES_MAX), where)
+    except MissingError:
+        return None
+    check_format(document, "run", where)
+    run_id = document.get("run_id")
+    if not isinstance(run_id, str) or not run_id:
+        raise CorruptError(f"{where}: run_id is {str(run_id)[:80]!r}; expected a name")
+    return run_id
+
+
+def found_run(store: Store, run_id: str, created: str) -> str:
+    """Make a root that of a run, unless it is one; return the id of the run it belongs to."""
+    known = read_run_id(store)
+    if known is not None:
+        return known
+    header = {"format": [FORMAT_MAJOR, 0], "kind": "run"}
+    publish(store, RUN_FILE, sealed({"holdfast": header, "run_id": run_id, "created": created}))
+    return run_id
+
+
+def read_manifest_bytes(store: Store, folder: str) -> bytes:
+    """Return the manifest of the checkpoint in `folder`, as stored.
+
+    Raises:
+        MissingError: There is no checkpoint.
+    """
+    try:
+        return store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
+    except MissingError as missing:
+        raise MissingError(
+            f"{store.url}/{folder}: no {MANIFEST_FILE}, so no checkpoint; choose another step or path"
+        ) from missing
+
+
+def read_manifest(store: Store, folder: str) -> Manifest:
+    """Return the manifest of the checkpoint in `folder`."""
+    return decode_manifest(read_manifest_bytes(store, folder), f"{store.url}/{folder}{MANIFEST_FILE}")
+
+
+def confirmed_manifest(store: Store, folder: str) -> Manifest:
+    """Return the manifest in `folder` once it is certain to be durable, whoever put it there.
+
+    The one who published may have died between making it visible and making it durable; putting the same
+    bytes again changes nothing and leaves them durable.
+
+    Raises:
+        MissingError: There is none.
+    """
+    data = read_manifest_bytes(store, folder)
+    publish(store, folder + MANIFEST_FILE, data)
+    return decode_manifest(data, f"{store.url}/{folder}{MANIFEST_FILE}")
+
+
+def read_file(store: Store, folder: str, attempt: str, record: FileRecord) -> bytes:
+    """Return a file that the manifest names by the digest of its content.
+
+    Raises:
+        CorruptError: It is missing, of another size or of another content.
+    """
+    key = f"{folder}{attempt}/{record.name}"
+    check_size(store, key, record)
+    data = store.get(key, record.bytes)
+    found = hex_digest_of(data)
+    if found != record.digest:
+        raise CorruptError(
+            f"{store.url}/{key}: bytes 0–{record.bytes} hash to {found}; expected {record.digest}. Read another copy"
+        )
+    return data
+
+
+def check_size(store: Store, key: str, record: FileRecord) -> None:
+    """Refuse a file that is not there or not as long as the manifest says.
+
+    Raises:
+        CorruptError: It is missing or of another size.
+    """
+    try:
+        found = store.size(key)
+    except MissingError as missing:
+        raise CorruptError(
+            f"{store.url}/{key}: missing; the manifest names it with {record.bytes} bytes. Read another copy"
+        ) from missing
+    if found != record.bytes:
+        raise CorruptError(f"{store.url}/{key}: {found} bytes; expected {record.bytes}. Read another copy")
+
+
+def index_from(manifest: Manifest, files: list[bytes], where: str) -> Index:
+    """Return the index of a checkpoint from the content of its index files, checked against the manifest.
+
+    Raises:
+        CorruptError: A file is not an index, two files list one tensor, or a piece lies outside its pack.
+    """
+    index: Index | None = None
+    for data, record in zip(files, manifest.indexes, strict=True):
+        part = decode_index(data, f"{where}{manifest.attempt}/{record.name}")
+        if index is None:
+            index = part
+            continue
+        if index.tensors.keys() & part.tensors.keys() or index.chunk_bytes != part.chunk_bytes:
+            raise CorruptError(f"{where}{manifest.attempt}/{record.name}: repeats a tensor of another index file")
+        index.tensors.update(part.tensors)
+        index.pieces.update(part.pieces)
+    if index is None:
+        raise CorruptError(f"{where}: the manifest names no index")
+    pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
+    for piece in index.all_pieces():
+        if piece.offset + piece.bytes > pack_bytes.get(piece.pack, -1):
+            raise CorruptError(
+                f"{where}{manifest.attempt}/{piece.pack}: {piece.tensor.fqn} at bytes {piece.offset}–"
+                f"{piece.offset + piece.bytes}; the manifest gives the pack {pack_bytes.get(piece.pack)} bytes"
+            )
+    for alias, fqn in manifest.aliases.items():
+        if fqn not in index.tensors or alias in index.tensors:
+            raise CorruptError(f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor")
+    return index
+
+
+def read_index(store: Store, folder: str, manifest: Manifest) -> Index:
+    """Return the index of a checkpoint."""
+    files = [read_file(store, folder, manifest.attempt, record) for record in manifest.indexes]
+    return index_from(manifest, files, f"{store.url}/{folder}")

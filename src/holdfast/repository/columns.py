@@ -1,0 +1,43 @@
+"""Whole numbers packed in columns, each in the narrowest width that holds its largest."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from holdfast.errors import CorruptError
+
+Ints = NDArray[np.int64]
+
+_WIDTHS = ("<u1", "<u2", "<u4", "<u8")
+assert sys.byteorder == "little", "columns are stored little-endian and read without a swap"
+
+
+def packed(numbers: ArrayLike) -> tuple[int, bytes]:
+    """Return a column as its width in bytes and its little-endian bytes.
+
+    Args:
+        numbers: Whole numbers from 0 to 2**63 - 1; shape (count,).
+    """
+    column = np.asarray(numbers, dtype=np.int64)
+    assert column.size == 0 or int(column.min()) >= 0, "columns hold no negative numbers"
+    largest = int(column.max()) if column.size else 0
+    dtype = next(width for width in _WIDTHS if largest <= np.iinfo(width).max)
+    return np.dtype(dtype).itemsize, column.astype(dtype).tobytes()
+
+
+def unpacked(column: tuple[int, bytes], where: str, count: int | None = None) -> Ints:
+    """Return the numbers of a column, shape (count,).
+
+    Raises:
+        CorruptError: The width is none of ours, the length does not fit, or a number exceeds 2**63 - 1.
+    """
+    width, data = column
+    if width not in (1, 2, 4, 8) or len(data) % width or (count is not None and len(data) != count * width):
+        raise CorruptError(f"{where}: a column of {len(data)} bytes, width {width}; expected {count} numbers")
+    numbers = np.frombuffer(data, dtype=f"<u{width}")
+    if width == 8 and numbers.size and int(numbers.max()) > np.iinfo(np.int64).max:
+        raise CorruptError(f"{where}: a number of {int(numbers.max())}; expected at most 2**63 - 1")
+    return numbers.astype(np.int64)

@@ -1,0 +1,254 @@
+"""The index: which tensors there are, which pieces they are stored as, what each chunk hashes to.
+
+Columnar, one packed array per field. Chunk offsets follow from the piece, so a chunk costs its digest alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.repository.columns import Ints, packed, unpacked
+from holdfast.repository.names import is_pack_name
+from holdfast.spec.box import Box
+from holdfast.spec.dtype import DTYPES
+from holdfast.spec.plan import Piece
+from holdfast.spec.tensor import TensorSpec
+
+Column = tuple[int, bytes]
+NDIM_MAX = 64
+"""Dimensions of a tensor, as in torch and numpy."""
+
+
+class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
+    """The index as it lies in a file: some columns go by tensor, `piece_*` by piece, ordered by tensor."""
+
+    chunk_bytes: int
+    fqns: list[str]
+    dtypes: list[str]
+    dtype_numbers: Column
+    ndims: Column
+    shapes: Column
+    packs: list[tuple[str, str]]
+    piece_tensors: Column
+    piece_packs: Column
+    piece_offsets: Column
+    piece_starts: Column
+    piece_stops: Column
+    digests: bytes
+
+
+@dataclass(slots=True)
+class Index:
+    """Tensors and pieces, with lookup by FQN."""
+
+    chunk_bytes: int
+    """Bytes of every chunk but the last of a piece."""
+
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    """Every tensor by FQN."""
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    """Pieces of every tensor by FQN; a tensor may have none only while parts are being merged."""
+
+    def pieces_of(self, fqn: str) -> Sequence[Piece]:
+        """Return the stored pieces of a tensor."""
+        return self.pieces.get(fqn, ())
+
+    def all_pieces(self) -> Iterator[Piece]:
+        """Yield every piece, by FQN."""
+        for fqn in sorted(self.pieces):
+            yield from self.pieces[fqn]
+
+    def add(self, piece: Piece, where: str) -> None:
+        """Add one piece.
+
+        Raises:
+            InvalidError: The tensor is known with another dtype or shape.
+        """
+        known = self.tensors.setdefault(piece.tensor.fqn, piece.tensor)
+        if known != piece.tensor:
+            raise InvalidError(
+                f"{where}: {piece.tensor.fqn} is {piece.tensor.dtype} {list(piece.tensor.global_shape)} here and "
+                f"{known.dtype} {list(known.global_shape)} on another rank; expected one tensor"
+            )
+        self.pieces.setdefault(piece.tensor.fqn, []).append(piece)
+
+    def merge(self, other: Index, where: str) -> None:
+        """Add everything another index lists.
+
+        Raises:
+            InvalidError: The two cut chunks differently, or describe one tensor differently.
+        """
+        if other.chunk_bytes != self.chunk_bytes:
+            raise InvalidError(f"{where}: chunk_bytes={other.chunk_bytes}; expected {self.chunk_bytes} as elsewhere")
+        for pieces in other.pieces.values():
+            for piece in pieces:
+                self.add(piece, where)
+
+    def split(self, chunks_max: int) -> Iterator[Index]:
+        """Yield indexes of at most `chunks_max` chunks each (or of one tensor), in FQN order; at least one."""
+        current, chunks = Index(self.chunk_bytes), 0
+        for fqn in sorted(self.tensors):
+            pieces = self.pieces.get(fqn, [])
+            count = sum(len(piece.digests) for piece in pieces) // 16
+            if current.tensors and chunks + count > chunks_max:
+                yield current
+                current, chunks = Index(self.chunk_bytes), 0
+            current.tensors[fqn] = self.tensors[fqn]
+            current.pieces[fqn] = sorted(pieces, key=lambda piece: piece.box.start)
+            chunks += count
+        yield current
+
+
+@dataclass(frozen=True, slots=True)
+class PieceArrays:
+    """The geometry of an index as arrays, for proofs over all pieces at once."""
+
+    shapes: list[tuple[int, ...]]
+    """Global shape by tensor number."""
+
+    fqns: list[str]
+    """FQN by tensor number."""
+
+    tensor: Ints
+    """Tensor number by piece, ascending."""
+
+    start: Ints
+    """Start coordinates of all pieces, one after the other."""
+
+    stop: Ints
+    """Stop coordinates, likewise."""
+
+
+def piece_arrays(index: Index) -> PieceArrays:
+    """Return the geometry of an index."""
+    fqns = sorted(index.tensors)
+    number_of = {fqn: number for number, fqn in enumerate(fqns)}
+    pieces = list(index.all_pieces())
+    return PieceArrays(
+        [index.tensors[fqn].global_shape for fqn in fqns],
+        fqns,
+        np.array([number_of[piece.tensor.fqn] for piece in pieces], dtype=np.int64),
+        np.array([at for piece in pieces for at in piece.box.start], dtype=np.int64),
+        np.array([at for piece in pieces for at in piece.box.stop], dtype=np.int64),
+    )
+
+
+def document_of(index: Index) -> IndexDocument:
+    """Return an index as it is stored."""
+    fqns = sorted(index.tensors)
+    tensors = [index.tensors[fqn] for fqn in fqns]
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    pieces = list(index.all_pieces())
+    packs = sorted({piece.pack for piece in pieces})
+    pack_number = {name: number for number, name in enumerate(packs)}
+    tensor_number = {fqn: number for number, fqn in enumerate(fqns)}
+    return IndexDocument(
+        chunk_bytes=index.chunk_bytes,
+        fqns=fqns,
+        dtypes=dtypes,
+        dtype_numbers=packed([dtypes.index(tensor.dtype) for tensor in tensors]),
+        ndims=packed([len(tensor.global_shape) for tensor in tensors]),
+        shapes=packed([length for tensor in tensors for length in tensor.global_shape]),
+        packs=[("own", name) for name in packs],
+        piece_tensors=packed([tensor_number[piece.tensor.fqn] for piece in pieces]),
+        piece_packs=packed([pack_number[piece.pack] for piece in pieces]),
+        piece_offsets=packed([piece.offset for piece in pieces]),
+        piece_starts=packed([at for piece in pieces for at in piece.box.start]),
+        piece_stops=packed([at for piece in pieces for at in piece.box.stop]),
+        digests=b"".join(piece.digests for piece in pieces),
+    )
+
+
+def index_of(document: IndexDocument, where: str) -> Index:
+    """Return a stored index, every number of it checked.
+
+    Raises:
+        CorruptError: A count, name, shape or range is impossible; the message says which.
+    """
+    if not 1 <= document.chunk_bytes <= 1 << 40:
+        raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected a positive number")
+    tensors = _tensors(document, where)
+    for kind, name in document.packs:
+        if kind != "own" or not is_pack_name(name):
+            raise CorruptError(f"{where}: pack {name!r} of kind {kind!r}; expected a pack of this checkpoint")
+    numbers = unpacked(document.piece_tensors, where).tolist()
+    packs = unpacked(document.piece_packs, where, len(numbers)).tolist()
+    offsets = unpacked(document.piece_offsets, where, len(numbers)).tolist()
+    if numbers and (max(numbers) >= len(tensors) or max(packs) >= len(document.packs)):
+        raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
+    coordinates = sum(len(tensors[number].global_shape) for number in numbers)
+    starts = unpacked(document.piece_starts, where, coordinates).tolist()
+    stops = unpacked(document.piece_stops, where, coordinates).tolist()
+    index = Index(document.chunk_bytes, {tensor.fqn: tensor for tensor in tensors})
+    at = digest_at = 0
+    for number, pack, offset in zip(numbers, packs, offsets, strict=True):
+        tensor = tensors[number]
+        ndim = len(tensor.global_shape)
+        box = Box(tuple(starts[at : at + ndim]), tuple(stops[at : at + ndim]))
+        at += ndim
+        if any(not a <= b <= n for a, b, n in zip(box.start, box.stop, tensor.global_shape, strict=True)):
+            raise CorruptError(
+                f"{where}: {tensor.fqn}: piece {box.start}–{box.stop}; expected it inside {tensor.global_shape}"
+            )
+        digest_bytes = 16 * -(-(box.numel * tensor.itemsize) // document.chunk_bytes)
+        if digest_at + digest_bytes > len(document.digests):
+            raise CorruptError(f"{where}: {tensor.fqn}: digests end before the pieces do")
+        digests = document.digests[digest_at : digest_at + digest_bytes]
+        digest_at += digest_bytes
+        piece = Piece(tensor, box, document.packs[pack][1], offset, digests, document.chunk_bytes)
+        index.pieces.setdefault(tensor.fqn, []).append(piece)
+    if digest_at != len(document.digests):
+        raise CorruptError(f"{where}: {len(document.digests)} bytes of digests; expected {digest_at}")
+    return index
+
+
+def _tensors(document: IndexDocument, where: str) -> list[TensorSpec]:
+    count = len(document.fqns)
+    if len(set(document.fqns)) != count:
+        raise CorruptError(f"{where}: an FQN is listed twice")
+    unknown = [name for name in document.dtypes if name not in DTYPES]
+    if unknown:
+        raise CorruptError(f"{where}: dtype {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
+    dtypes = unpacked(document.dtype_numbers, where, count).tolist()
+    ndims = unpacked(document.ndims, where, count).tolist()
+    if (dtypes and max(dtypes) >= len(document.dtypes)) or (ndims and max(ndims) > NDIM_MAX):
+        raise CorruptError(f"{where}: a tensor names a dtype that is not listed or has over {NDIM_MAX} dimensions")
+    lengths = unpacked(document.shapes, where, sum(ndims)).tolist()
+    tensors = []
+    at = 0
+    for fqn, dtype, ndim in zip(document.fqns, dtypes, ndims, strict=True):
+        shape = tuple(lengths[at : at + ndim])
+        at += ndim
+        if math.prod(shape) >= 1 << 62:
+            raise CorruptError(f"{where}: {fqn}: shape {shape} has over 2**62 elements")
+        tensors.append(TensorSpec(fqn, document.dtypes[dtype], shape))
+    return tensors
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(IndexDocument)
+
+
+def encode_index(index: Index) -> bytes:
+    """Return the bytes of one index file."""
+    return _ENCODER.encode(document_of(index))
+
+
+def decode_index(data: bytes, where: str) -> Index:
+    """Return the index that a file holds.
+
+    Raises:
+        CorruptError: It is not an index, or not a possible one.
+    """
+    try:
+        document = _DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: not an index of format 1 ({error})") from error
+    return index_of(document, where)

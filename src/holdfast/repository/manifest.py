@@ -1,0 +1,175 @@
+"""manifest.json: the commit record, readable by a person and closed by its own digest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.repository import values
+from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.names import STEP_MAX, WORLD_SIZE_MAX, is_index_name, is_pack_name, is_part_name
+from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest, Parent
+from holdfast.spec.values import Group
+
+MANIFEST_BYTES_MAX = 1 << 30
+"""A manifest larger than this is taken for damage, not read."""
+
+_CLOSING = re.compile(rb'(.*),\n "digest": "([0-9a-f]{32})"\n}\n', re.DOTALL)
+_T = TypeVar("_T")
+
+
+def sealed(document: Mapping[str, object]) -> bytes:
+    """Return a JSON object as text whose last field, `digest`, is the xxh3-128 of everything before it."""
+    text = values.dumps(dict(document), indent=1)
+    assert text.endswith(b"\n}"), "an object of at least one field, indented by one"
+    body = text[:-2]
+    return body + b',\n "digest": "' + hex_digest_of(body).encode() + b'"\n}\n'
+
+
+def unsealed(data: bytes, where: str) -> tuple[dict[str, object], str]:
+    """Return the JSON object of a sealed text, and its digest.
+
+    Raises:
+        CorruptError: The text is not whole, or not what its digest says.
+    """
+    match = _CLOSING.fullmatch(data)
+    if match is None:
+        raise CorruptError(f"{where}: does not end in its own digest; it is truncated, damaged or not ours")
+    body, stated = match[1], match[2].decode()
+    found = hex_digest_of(body)
+    if found != stated:
+        raise CorruptError(f"{where}: bytes 0–{len(body)} hash to {found}; expected {stated}. Read another copy")
+    document = values.loads(body + b"\n}")
+    if not isinstance(document, dict):
+        raise CorruptError(f"{where}: not a JSON object")
+    return document, stated
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of `manifest.json`.
+
+    Raises:
+        InvalidError: A value of the non-tensor state is outside the closed set.
+    """
+    parent = manifest.parent
+    return sealed(
+        {
+            "holdfast": {"format": [FORMAT_MAJOR, 0], "kind": "checkpoint"},
+            "run_id": manifest.run_id,
+            "step": manifest.step,
+            "attempt": manifest.attempt,
+            "created": manifest.created,
+            "parent": None if parent is None else [parent.run_id, parent.step, parent.digest],
+            "world_size": manifest.world_size,
+            "layouts": list(manifest.layouts),
+            "software": manifest.software,
+            "tensors": manifest.tensors,
+            "tensor_bytes": manifest.tensor_bytes,
+            "aliases": manifest.aliases,
+            "packs": [_record(each) for each in manifest.packs],
+            "parts": [_record(each) for each in manifest.parts],
+            "indexes": [_record(each) for each in manifest.indexes],
+            "state": values.encode(manifest.tree, ""),
+        }
+    )
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Return the manifest that a text holds.
+
+    Raises:
+        CorruptError: The text is damaged or says something impossible.
+        InvalidError: It was written by a format this version does not read.
+    """
+    document, digest = unsealed(data, where)
+    check_format(document, "checkpoint", where)
+    field = _Fields(document, where)
+    tree = values.decode(document.get("state"), "")
+    if not isinstance(tree, Group):
+        raise CorruptError(f"{where}: state is {type(tree).__name__}; expected the root of a state")
+    return Manifest(
+        run_id=field.of("run_id", str),
+        step=field.whole("step", STEP_MAX) if document.get("step") is not None else None,
+        attempt=field.of("attempt", str, lambda text: re.fullmatch("[0-9a-f]{16}", text) is not None),
+        created=field.of("created", str),
+        parent=_parent(document.get("parent"), where),
+        world_size=field.whole("world_size", WORLD_SIZE_MAX),
+        layouts=tuple(dict(each) for each in field.of("layouts", list) if isinstance(each, dict)),
+        software={str(name): str(version) for name, version in field.of("software", dict).items()},
+        tensors=field.whole("tensors", 1 << 62),
+        tensor_bytes=field.whole("tensor_bytes", 1 << 80),
+        aliases={str(alias): str(fqn) for alias, fqn in field.of("aliases", dict).items()},
+        tree=tree,
+        packs=_records(field.of("packs", list), is_pack_name, where),
+        parts=_records(field.of("parts", list), is_part_name, where),
+        indexes=_records(field.of("indexes", list), is_index_name, where),
+        digest=digest,
+    )
+
+
+def check_format(document: Mapping[str, object], kind: str, where: str) -> None:
+    """Refuse a document of another kind or a newer major version.
+
+    Raises:
+        CorruptError: It carries no format.
+        InvalidError: It is of another major version or kind.
+    """
+    header = document.get("holdfast")
+    version = header.get("format") if isinstance(header, dict) else None
+    if not isinstance(header, dict) or not isinstance(version, list) or not version:
+        raise CorruptError(f"{where}: carries no Holdfast format version")
+    if version[0] != FORMAT_MAJOR:
+        raise InvalidError(
+            f"{where}: format {'.'.join(map(str, version))}; this Holdfast reads format {FORMAT_MAJOR}. "
+            f"Read it with a Holdfast of major format {version[0]}"
+        )
+    if header.get("kind") != kind:
+        raise InvalidError(f"{where}: is a {header.get('kind')!r}; expected a {kind!r}")
+
+
+class _Fields:
+    """Fields of a document, each taken only if it is what it must be."""
+
+    def __init__(self, document: Mapping[str, object], where: str) -> None:
+        self._document, self._where = document, where
+
+    def of(self, name: str, kind: type[_T], allowed: Callable[[_T], bool] = lambda _: True) -> _T:
+        value = self._document.get(name)
+        if not isinstance(value, kind) or not allowed(value):
+            raise CorruptError(f"{self._where}: {name} is {str(value)[:80]!r}; expected a valid {kind.__name__}")
+        return value
+
+    def whole(self, name: str, largest: int) -> int:
+        return self.of(name, int, lambda number: not isinstance(number, bool) and 0 <= number <= largest)
+
+
+def _record(record: FileRecord) -> list[object]:
+    return [record.name, record.bytes, record.digest]
+
+
+def _records(entries: list[object], is_name: Callable[[str], bool], where: str) -> tuple[FileRecord, ...]:
+    records = []
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise CorruptError(f"{where}: {str(entry)[:80]!r}; expected [name, bytes, digest]")
+        name, count, digest = entry
+        if not isinstance(name, str) or not is_name(name) or not isinstance(digest, str):
+            raise CorruptError(f"{where}: file {str(name)[:80]!r}; expected a name of this format")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise CorruptError(f"{where}: {name} of {str(count)[:80]} bytes; expected a whole number")
+        records.append(FileRecord(name, count, digest))
+    if len({record.name for record in records}) != len(records):
+        raise CorruptError(f"{where}: a file is listed twice")
+    return tuple(records)
+
+
+def _parent(entry: object, where: str) -> Parent | None:
+    if entry is None:
+        return None
+    if isinstance(entry, list) and len(entry) == 3:
+        run_id, step, digest = entry
+        if isinstance(run_id, str) and isinstance(step, int) and isinstance(digest, str):
+            return Parent(run_id, step, digest)
+    raise CorruptError(f"{where}: parent {str(entry)[:80]!r}; expected [run, step, digest]")

@@ -1,0 +1,68 @@
+"""Names of files and folders on storage: a closed set, so that data never becomes a path."""
+
+from __future__ import annotations
+
+import re
+
+RUN_FILE = "holdfast.json"
+MANIFEST_FILE = "manifest.json"
+
+_STEP_FOLDER = re.compile(r"step-(\d{12})")
+_ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
+_PACK = re.compile(r"(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors")
+_PART = re.compile(r"parts/r(\d{5})\.msgpack")
+_INDEX = re.compile(r"index-\d{5}\.msgpack")
+
+STEP_MAX = 10**12 - 1
+"""The largest step its folder can name."""
+
+WORLD_SIZE_MAX = 100_000
+"""The largest rank a file can name, plus one."""
+
+
+def step_folder(step: int) -> str:
+    """Return the folder of a step, with its trailing slash."""
+    return f"step-{step:012d}/"
+
+
+def step_of_folder(name: str) -> int | None:
+    """Return the step a folder name stands for, or None if it is no step folder."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_attempt_folder(name: str) -> bool:
+    """Return whether a folder name is that of an attempt."""
+    return _ATTEMPT_FOLDER.fullmatch(name) is not None
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's part inside the attempt's folder."""
+    return f"parts/r{rank:05d}.msgpack"
+
+
+def index_name(number: int) -> str:
+    """Return the name of one file of the merged index inside the attempt's folder."""
+    return f"index-{number:05d}.msgpack"
+
+
+def is_pack_name(name: str) -> bool:
+    """Return whether a name is that of a pack inside an attempt's folder."""
+    return _PACK.fullmatch(name) is not None
+
+
+def is_part_name(name: str) -> bool:
+    """Return whether a name is that of a part inside an attempt's folder."""
+    return _PART.fullmatch(name) is not None
+
+
+def is_index_name(name: str) -> bool:
+    """Return whether a name is that of an index file inside an attempt's folder."""
+    return _INDEX.fullmatch(name) is not None
+
+
+def rank_of_pack(name: str) -> int:
+    """Return the rank that wrote a pack, from its name."""
+    match = _PACK.fullmatch(name)
+    assert match is not None, name
+    return int(match[1])

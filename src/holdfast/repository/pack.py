@@ -1,0 +1,102 @@
+"""The header of a pack: plain safetensors, padded so that data starts on a page."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.repository.digest import hex_digest_of
+from holdfast.settings import PAGE_BYTES
+from holdfast.spec.dtype import BY_SAFETENSORS, DTYPES
+from holdfast.spec.plan import PackPlan
+
+HEADER_BYTES_MAX = 100_000_000
+"""The largest header stock safetensors opens."""
+
+
+def header_of(pack: PackPlan, provenance: dict[str, str]) -> bytes:
+    """Return the bytes before the data: length, JSON, and spaces up to a whole number of pages.
+
+    `DCP_SHARDING_INFO` is what PyTorch's `HuggingFaceStorageReader` needs to reshard the pack.
+
+    Args:
+        pack: What the pack holds.
+        provenance: Step, attempt and rank, as text.
+    Raises:
+        InvalidError: The header would be larger than stock safetensors opens.
+    """
+    offsets = {item.tensor.fqn: {"saved_offsets": list(item.box.start)} for item in pack.items}
+    shapes = {item.tensor.fqn: list(item.tensor.global_shape) for item in pack.items}
+    document: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":")),
+            "holdfast.global_shapes": json.dumps(shapes, separators=(",", ":")),
+            **{f"holdfast.{name}": text for name, text in provenance.items()},
+        }
+    }
+    for item in pack.items:
+        document[item.tensor.fqn] = {
+            "dtype": DTYPES[item.tensor.dtype].safetensors,
+            "shape": list(item.box.shape),
+            "data_offsets": [item.data_offset, item.data_offset + item.bytes],
+        }
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "strict")
+    padded = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
+    if padded > HEADER_BYTES_MAX:
+        raise InvalidError(
+            f"pack {pack.name}: header of {padded} bytes for {len(pack.items)} pieces; expected at most "
+            f"{HEADER_BYTES_MAX}. Lower settings.pack_header_bytes_max"
+        )
+    return struct.pack("<Q", padded) + text.ljust(padded)
+
+
+def pack_digest(header: bytes, chunk_digests: bytes) -> str:
+    """Return the digest of a pack: xxh3-128 over its header and its chunks' digests, in file order."""
+    return hex_digest_of(header, chunk_digests)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One piece as a pack's own header states it."""
+
+    fqn: str
+    """Key of the entry."""
+
+    dtype: str
+    """Element type, a key of `DTYPES`."""
+
+    shape: tuple[int, ...]
+    """Shape of the piece."""
+
+    start: int
+    """First byte in the file."""
+
+    stop: int
+    """Byte past the last."""
+
+
+def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
+    """Return what a header lists; the inverse of `header_of`, for a reader that trusts nothing.
+
+    Args:
+        header: All bytes before the data, the length included.
+        where: The pack, for messages.
+    Raises:
+        CorruptError: The header is not that of a safetensors file we could have written.
+    """
+    try:
+        document = json.loads(header[8:].decode("utf-8"))
+        entries = []
+        for fqn, entry in document.items():
+            if fqn == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            dtype = BY_SAFETENSORS[entry["dtype"]].name
+            entries.append(HeaderEntry(fqn, dtype, tuple(entry["shape"]), len(header) + start, len(header) + stop))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{where}: the header is not a safetensors header ({error})") from error
+    return entries

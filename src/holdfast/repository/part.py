@@ -1,0 +1,87 @@
+"""A rank's part: what it wrote, told to whoever commits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.errors import CorruptError
+from holdfast.repository.index import Index, IndexDocument, document_of, index_of
+from holdfast.repository.names import is_pack_name
+from holdfast.spec.manifest import FileRecord
+
+
+class _PartDocument(msgspec.Struct):
+    rank: int
+    attempt: str
+    index: IndexDocument
+    packs: list[tuple[str, int, str]]
+    tree: bytes | None
+    aliases: dict[str, str]
+    layouts: list[tuple[list[int], list[str], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Everything the committing rank must know of one rank."""
+
+    rank: int
+    """Who wrote it."""
+
+    attempt: str
+    """The attempt it belongs to."""
+
+    index: Index
+    """Tensors and pieces this rank wrote."""
+
+    packs: tuple[FileRecord, ...]
+    """Its packs."""
+
+    tree: bytes | None
+    """The encoded non-tensor state; only from the lowest rank of a class, the others' being equal or set aside."""
+
+    aliases: dict[str, str]
+    """Tied names; from the same ranks as `tree`."""
+
+    layouts: tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]
+    """Distinct (mesh shape, placements, count of tensors); from the same ranks as `tree`."""
+
+
+def encode_part(part: RankPart) -> bytes:
+    """Return the bytes of a part file."""
+    return msgspec.msgpack.encode(
+        _PartDocument(
+            part.rank,
+            part.attempt,
+            document_of(part.index),
+            [(pack.name, pack.bytes, pack.digest) for pack in part.packs],
+            part.tree,
+            part.aliases,
+            [(list(mesh), list(placements), count) for mesh, placements, count in part.layouts],
+        )
+    )
+
+
+def decode_part(data: bytes, where: str) -> RankPart:
+    """Return the part that a file holds.
+
+    Raises:
+        CorruptError: It is not a part, or not a possible one.
+    """
+    try:
+        document = msgspec.msgpack.decode(data, type=_PartDocument)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: not a part of format 1 ({error})") from error
+    for name, pack_bytes, _ in document.packs:
+        if not is_pack_name(name) or pack_bytes < 0:
+            raise CorruptError(f"{where}: pack {name!r} of {pack_bytes} bytes; expected a pack of this rank")
+    return RankPart(
+        document.rank,
+        document.attempt,
+        index_of(document.index, where),
+        tuple(FileRecord(*pack) for pack in document.packs),
+        document.tree,
+        document.aliases,
+        tuple((tuple(mesh), tuple(placements), count) for mesh, placements, count in document.layouts),
+    )

@@ -1,0 +1,180 @@
+"""Reading a checkpoint back, byte for byte, and saying where it is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import CheckpointError, CorruptError, MissingError
+from holdfast.ports.observer import Observer
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import check_size, index_from, read_file
+from holdfast.repository.digest import digest_of
+from holdfast.repository.index import Index
+from holdfast.repository.names import MANIFEST_FILE
+from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, pack_digest
+from holdfast.repository.part import decode_part
+from holdfast.spec.manifest import FileRecord, Manifest
+from holdfast.spec.plan import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was saved."""
+
+    file: str
+    """Key of the file, relative to the checkpoint."""
+
+    start: int | None
+    """First damaged byte known, or None for the whole file."""
+
+    stop: int | None
+    """Byte past the damage, or None."""
+
+    fqn: str | None
+    """Tensor it belongs to, or None."""
+
+    message: str
+    """What was expected and what was found."""
+
+
+class Verification:
+    """Reads every byte of one checkpoint."""
+
+    def __init__(
+        self, store: Store, folder: str, manifest: Manifest, slab: memoryview, observer: Observer | None = None
+    ) -> None:
+        self._store, self._folder, self._manifest = store, folder, manifest
+        self._slab, self._observer = slab, observer
+        self._total = sum(file.bytes for file in (*manifest.packs, *manifest.parts, *manifest.indexes))
+        self._done = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files the manifest names."""
+        return self._total
+
+    def damages(self) -> Iterator[Damage]:
+        """Yield everything that is damaged, missing or surplus; nothing for a whole checkpoint."""
+        manifest = self._manifest
+        for part in manifest.parts:
+            try:
+                data = read_file(self._store, self._folder, manifest.attempt, part)
+                decode_part(data, part.name)
+            except CheckpointError as error:
+                yield self._of_file(part.name, error)
+            self._advance(part.bytes)
+        try:
+            index = self._index()
+        except CheckpointError as error:
+            yield self._of_file(manifest.indexes[0].name if manifest.indexes else MANIFEST_FILE, error)
+            return
+        by_pack: dict[str, list[Piece]] = {pack.name: [] for pack in manifest.packs}
+        for piece in index.all_pieces():
+            by_pack[piece.pack].append(piece)
+        for pack in manifest.packs:
+            yield from self._damages_of_pack(pack, sorted(by_pack[pack.name], key=lambda piece: piece.offset))
+        yield from self._surplus()
+
+    def _index(self) -> Index:
+        files = []
+        for record in self._manifest.indexes:
+            files.append(read_file(self._store, self._folder, self._manifest.attempt, record))
+            self._advance(record.bytes)
+        return index_from(self._manifest, files, f"{self._store.url}/{self._folder}")
+
+    def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
+        key = f"{self._folder}{self._manifest.attempt}/{pack.name}"
+        try:
+            check_size(self._store, key, pack)
+        except CheckpointError as error:
+            yield self._of_file(pack.name, error)
+            self._advance(pack.bytes)
+            return
+        yield from self._damages_of_layout(pack, pieces)
+        whole = True
+        for piece in pieces:
+            for damage in self._damages_of_piece(key, piece):
+                whole = False
+                yield damage
+        if whole:
+            yield from self._damages_of_header(key, pack, pieces)
+
+    def _damages_of_layout(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
+        """Yield gaps and overlaps between the pieces of a pack."""
+        at = min((piece.offset for piece in pieces), default=pack.bytes)
+        for piece in pieces:
+            if piece.offset != at:
+                yield self._damage(pack.name, at, piece.offset, piece.tensor.fqn, "the index leaves a gap or overlaps")
+            at = piece.offset + piece.bytes
+        if at != pack.bytes:
+            yield self._damage(pack.name, at, pack.bytes, None, "bytes that no piece of the index accounts for")
+
+    def _damages_of_piece(self, key: str, piece: Piece) -> Iterator[Damage]:
+        for number in range(len(piece.digests) // 16):
+            start = piece.offset + number * piece.chunk_bytes
+            stop = min(start + piece.chunk_bytes, piece.offset + piece.bytes)
+            expected = piece.digests[16 * number : 16 * number + 16]
+            try:
+                (data,) = self._store.get_ranges(key, [(start, stop)], [self._slab])
+            except CheckpointError as error:
+                yield self._damage(piece.pack, start, stop, piece.tensor.fqn, str(error))
+            else:
+                found = digest_of(data)
+                if found != expected:
+                    message = f"chunk hashes to {found.hex()}; expected {expected.hex()}"
+                    yield self._damage(piece.pack, start, stop, piece.tensor.fqn, message)
+            self._advance(stop - start)
+
+    def _damages_of_header(self, key: str, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
+        """Yield what is wrong with a pack's header, its chunks being whole."""
+        header_bytes = min((piece.offset for piece in pieces), default=pack.bytes)
+        try:
+            if header_bytes > HEADER_BYTES_MAX + 8:
+                raise CorruptError(f"{key}: a header of {header_bytes} bytes; expected at most {HEADER_BYTES_MAX}")
+            header = self._header(key, header_bytes)
+            found = pack_digest(header, b"".join(piece.digests for piece in pieces))
+            if found != pack.digest:
+                message = f"header and chunk digests hash to {found}; expected {pack.digest}"
+                yield self._damage(pack.name, 0, header_bytes, None, message)
+                return
+            listed = {(entry.fqn, entry.shape, entry.start, entry.stop) for entry in entries_of(header, key)}
+        except CheckpointError as error:
+            yield self._damage(pack.name, 0, header_bytes, None, str(error))
+            return
+        finally:
+            self._advance(header_bytes)
+        indexed = {(p.tensor.fqn, p.box.shape, p.offset, p.offset + p.bytes) for p in pieces}
+        for fqn, *_ in sorted(listed ^ indexed):
+            yield self._damage(pack.name, 0, header_bytes, fqn, "the pack's header and the index disagree")
+
+    def _header(self, key: str, header_bytes: int) -> bytes:
+        parts = []
+        window = len(self._slab) // 2
+        for start in range(0, header_bytes, window):
+            (data,) = self._store.get_ranges(key, [(start, min(start + window, header_bytes))], [self._slab])
+            parts.append(bytes(data))
+        return b"".join(parts)
+
+    def _surplus(self) -> Iterator[Damage]:
+        """Yield files of the attempt that the manifest does not name: stock readers would take packs for ours."""
+        manifest = self._manifest
+        named = {file.name for file in (*manifest.packs, *manifest.parts, *manifest.indexes)}
+        prefix = f"{self._folder}{manifest.attempt}/"
+        try:
+            found = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix)]
+        except MissingError:
+            return
+        for name in sorted(set(found) - named):
+            yield self._damage(name, None, None, None, "a file that the manifest does not name; remove it")
+
+    def _of_file(self, name: str, error: CheckpointError) -> Damage:
+        return self._damage(name, None, None, None, str(error))
+
+    def _damage(self, name: str, start: int | None, stop: int | None, fqn: str | None, message: str) -> Damage:
+        return Damage(f"{self._manifest.attempt}/{name}", start, stop, fqn, message)
+
+    def _advance(self, done: int) -> None:
+        self._done += done
+        if self._observer is not None:
+            self._observer.progress(self._done, self._total)

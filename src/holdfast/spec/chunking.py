@@ -1,0 +1,16 @@
+"""How a piece is cut into chunks."""
+
+from __future__ import annotations
+
+DIGEST_BYTES = 16
+"""Bytes of one xxh3-128."""
+
+
+def chunk_count(piece_bytes: int, chunk_bytes: int) -> int:
+    """Return into how many chunks a piece is cut; an empty piece has none."""
+    return -(-piece_bytes // chunk_bytes)
+
+
+def chunk_range(piece_bytes: int, chunk_bytes: int, number: int) -> tuple[int, int]:
+    """Return the half-open byte range of a chunk within its piece."""
+    return number * chunk_bytes, min((number + 1) * chunk_bytes, piece_bytes)

@@ -1,0 +1,91 @@
+"""The commit record of one checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.spec.values import Group
+
+FORMAT_MAJOR = 1
+"""Version of the format on disk; another major version is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of the attempt."""
+
+    name: str
+    """Path inside the attempt's folder."""
+
+    bytes: int
+    """Its exact size."""
+
+    digest: str
+    """xxh3-128 in hex: of the content; for a pack, of its header and chunk digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The checkpoint this one continues."""
+
+    run_id: str
+    """Run it belongs to."""
+
+    step: int
+    """Its step."""
+
+    digest: str
+    """Digest of its manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint is, and every file it is made of."""
+
+    run_id: str
+    """Run the checkpoint belongs to; for one saved by path, an id of its own."""
+
+    step: int | None
+    """Training iteration; None for a checkpoint saved by path."""
+
+    attempt: str
+    """Folder of everything else, 16 hex digits."""
+
+    created: str
+    """Wall-clock time, ISO 8601 in UTC, for people."""
+
+    parent: Parent | None
+    """What it continues, if known."""
+
+    world_size: int
+    """Ranks that saved it."""
+
+    layouts: tuple[dict[str, object], ...]
+    """Meshes and placements it was saved from, as provenance only."""
+
+    software: dict[str, str]
+    """Versions that wrote it."""
+
+    tensors: int
+    """Count of tensors in the index."""
+
+    tensor_bytes: int
+    """Bytes of all tensors."""
+
+    aliases: dict[str, str]
+    """Tied names: alias to stored FQN."""
+
+    tree: Group
+    """The non-tensor state."""
+
+    packs: tuple[FileRecord, ...]
+    """Packs, by name."""
+
+    parts: tuple[FileRecord, ...]
+    """Parts of the index, one per rank."""
+
+    indexes: tuple[FileRecord, ...]
+    """The merged index, in FQN order."""
+
+    digest: str = field(default="", compare=False)
+    """xxh3-128 of the manifest's own bytes up to this field, in hex."""

@@ -1,0 +1,141 @@
+"""The only file that chooses and builds implementations."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+from holdfast.errors import InvalidError
+from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.job import Job
+from holdfast.manager.place import Place
+from holdfast.ports.clock import Clock, SystemClock
+from holdfast.ports.comm import Comm
+from holdfast.ports.framework import Framework
+from holdfast.ports.store import Store
+from holdfast.settings import Settings
+from holdfast.stores.local import LocalStore
+from holdfast.stores.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
+
+Path = str | os.PathLike[str]
+ProcessGroup = object
+"""None, False, or a `torch.distributed.ProcessGroup`."""
+
+DEFAULT_SETTINGS = Settings()
+
+
+def clock() -> Clock:
+    """Return the machine's clock."""
+    return SystemClock()
+
+
+def store_at(path: object, settings: Settings) -> Store:
+    """Return the store a path or URL names.
+
+    Raises:
+        InvalidError: It is no path, or of a scheme not supported.
+    """
+    if not isinstance(path, str | os.PathLike):
+        hint = " The arguments are swapped: the path comes first" if isinstance(path, dict) else ""
+        raise InvalidError(f"path is {type(path).__name__}; expected a folder as str or Path.{hint}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text:
+        raise InvalidError(f"path={text!r}; expected a folder as str or Path")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStore(text, settings=settings)
+    if scheme == "file":
+        return LocalStore(rest, settings=settings)
+    if scheme == "memory" and rest:
+        return MemoryStore(rest)
+    raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
+
+
+def comm_of(process_group: ProcessGroup) -> Comm:
+    """Return the ranks a call is made by.
+
+    Args:
+        process_group: None for the default group (or one process, if torch.distributed is not initialised),
+            False for this process alone, or a group.
+    Raises:
+        InvalidError: It is none of these.
+    """
+    return _torch_comm(process_group)
+
+
+def framework_of(comm: Comm) -> Framework:
+    """Return the framework whose objects a state is made of."""
+    from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
+    from holdfast.frameworks.torch.framework import TorchFramework
+
+    assert isinstance(comm, ProcessGroupComm | SoloComm)
+    return TorchFramework(comm.rank_of_global)
+
+
+def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
+    """Return a job of its own over a group; a collective of its ranks."""
+    return Job(comm_of(process_group), clock(), settings)
+
+
+_jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()
+
+
+class _Alone:
+    """Stands for the group of one process."""
+
+
+_ALONE = _Alone()
+
+
+def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
+    """Return the job that saves by path share, made at a group's first such save; then a collective of its ranks."""
+    comm = comm_of(process_group)
+    key = _group_key(process_group) if comm.world_size > 1 else _ALONE
+    jobs = _jobs.setdefault(key, {})
+    if settings not in jobs:
+        jobs[settings] = Job(comm, clock(), settings)
+    return jobs[settings]
+
+
+def checkpoint_at(path: object, settings: Settings) -> Checkpoint:
+    """Return the checkpoint at a path."""
+    return Checkpoint(Place(store_at(path, settings), "", None), settings, _to_torch)
+
+
+def _group_key(process_group: ProcessGroup) -> object:
+    import torch.distributed as dist
+
+    return dist.group.WORLD if process_group is None else process_group
+
+
+def _torch_comm(process_group: ProcessGroup) -> ProcessGroupComm | SoloComm:
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise InvalidError(
+            "saving and loading states needs PyTorch, which is not installed: pip install 'holdfast[torch]'. "
+            "open_checkpoint, ls, inspect and verify work without it"
+        ) from error
+    from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
+
+    if process_group is False:
+        return SoloComm()
+    if process_group is None:
+        ready = dist.is_available() and dist.is_initialized()
+        return ProcessGroupComm(None) if ready else SoloComm()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidError(f"process_group is {type(process_group).__name__}; expected None, False or a ProcessGroup")
+    return ProcessGroupComm(process_group)
+
+
+def _to_torch(array: object, dtype: str) -> object:
+    """Return a numpy array as a torch tensor of its true dtype."""
+    try:
+        from holdfast.frameworks.torch.tensors import tensor_of
+    except ImportError as error:
+        raise InvalidError("framework='torch' needs PyTorch: pip install 'holdfast[torch]'") from error
+    return tensor_of(array, dtype)
