@@ -7,15 +7,12 @@ from types import TracebackType
 from typing import Self
 
 from holdfast import wiring
-from holdfast.engine.write import PackWriter
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.handle import SaveHandle, SaveReport
-from holdfast.manager.load import LoadReport, LoadRequest
-from holdfast.manager.load import load as load_state
-from holdfast.manager.place import Place
+from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
 from holdfast.manager.run import Run
-from holdfast.manager.save import Identity, Save
+from holdfast.manager.save import save_checkpoint
 from holdfast.ports.framework import Selection
 from holdfast.settings import Settings
 
@@ -56,7 +53,7 @@ def save(
     Raises:
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written.
         ConflictError: A checkpoint is there; it was not touched.
-        UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown; the message says which.
+        UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
     handle = async_save(path, state, only=only, skip=skip, process_group=process_group, settings=settings)
     report = handle.wait()
@@ -83,14 +80,8 @@ def async_save(
     """
     _require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
-    place = Place(wiring.store_at(path, settings), "", None)
-    writer = PackWriter(place.store, settings)
-
-    def identify() -> Identity:
-        return Identity(job.clock.random_bytes(8).hex(), None)
-
-    work = Save(job, wiring.framework_of(job.comm), place, writer, identify, lambda *_: None)
-    return work.begin(state, _selection(only, skip))
+    store = wiring.store_at(path, settings)
+    return save_checkpoint(job, wiring.framework_of(job.comm), store, state, _selection(only, skip))
 
 
 def load(
@@ -127,10 +118,7 @@ def load(
     comm = wiring.comm_of(process_group)
     store = wiring.store_at(path, settings)
     request = LoadRequest(state, _selection(only, skip), strict, cast)
-    framework = wiring.framework_of(comm)
-    done = load_state(comm, wiring.clock(), settings, framework, store, lambda: Place(store, "", None), request)
-    assert done is not None, "a place was chosen"
-    return done[1]
+    return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), store, request)
 
 
 def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:

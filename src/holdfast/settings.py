@@ -66,5 +66,5 @@ class Settings:
 
 
 def _require(name: str, value: int, lowest: int, highest: int) -> None:
-    if not isinstance(value, int) or not lowest <= value <= highest:
-        raise InvalidError(f"settings: {name}={value!r}; expected a whole number from {lowest} to {highest}")
+    if not lowest <= value <= highest:
+        raise InvalidError(f"settings: {name}={value}; expected a whole number from {lowest} to {highest}")

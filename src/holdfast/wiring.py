@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
 
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
@@ -17,9 +16,6 @@ from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-
-if TYPE_CHECKING:
-    from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
 
 Path = str | os.PathLike[str]
 ProcessGroup = object
@@ -64,7 +60,14 @@ def comm_of(process_group: ProcessGroup) -> Comm:
     Raises:
         InvalidError: It is none of these.
     """
-    return _torch_comm(process_group)
+    try:
+        from holdfast.frameworks.torch import comm
+    except ImportError as error:
+        raise InvalidError(
+            "saving and loading states needs PyTorch, which is not installed: pip install 'holdfast[torch]'. "
+            "open_checkpoint, ls, inspect and verify work without it"
+        ) from error
+    return comm.comm_of(process_group)
 
 
 def framework_of(comm: Comm) -> Framework:
@@ -94,7 +97,9 @@ _ALONE = _Alone()
 def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return the job that saves by path share, made at a group's first such save; then a collective of its ranks."""
     comm = comm_of(process_group)
-    key = _group_key(process_group) if comm.world_size > 1 else _ALONE
+    from holdfast.frameworks.torch.comm import group_of
+
+    key = group_of(process_group) if comm.world_size > 1 else _ALONE
     jobs = _jobs.setdefault(key, {})
     if settings not in jobs:
         jobs[settings] = Job(comm, clock(), settings)
@@ -104,32 +109,6 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
 def checkpoint_at(path: object, settings: Settings) -> Checkpoint:
     """Return the checkpoint at a path."""
     return Checkpoint(Place(store_at(path, settings), "", None), settings, _to_torch)
-
-
-def _group_key(process_group: ProcessGroup) -> object:
-    import torch.distributed as dist
-
-    return dist.group.WORLD if process_group is None else process_group
-
-
-def _torch_comm(process_group: ProcessGroup) -> ProcessGroupComm | SoloComm:
-    try:
-        import torch.distributed as dist
-    except ImportError as error:
-        raise InvalidError(
-            "saving and loading states needs PyTorch, which is not installed: pip install 'holdfast[torch]'. "
-            "open_checkpoint, ls, inspect and verify work without it"
-        ) from error
-    from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
-
-    if process_group is False:
-        return SoloComm()
-    if process_group is None:
-        ready = dist.is_available() and dist.is_initialized()
-        return ProcessGroupComm(None) if ready else SoloComm()
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidError(f"process_group is {type(process_group).__name__}; expected None, False or a ProcessGroup")
-    return ProcessGroupComm(process_group)
 
 
 def _to_torch(array: object, dtype: str) -> object:

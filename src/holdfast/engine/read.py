@@ -60,10 +60,10 @@ def _read_run(run: ReadRun, store: Store, prefix: str, targets: Sequence[Target]
         at = chunk.offset - run.start
         raw = data[at : at + chunk.bytes]
         found = digest_of(raw)
-        if found != chunk.digest:
+        if found != chunk.expected:
             raise CorruptError(
                 f"{chunk.piece.tensor.fqn}: {store.url}/{key}: bytes {chunk.offset}–{chunk.offset + chunk.bytes} "
-                f"hash to {found.hex()}; expected {chunk.digest.hex()}. Read another copy or another step"
+                f"hash to {found.hex()}; expected {chunk.expected.hex()}. Read another copy or another step"
             )
         itemsize = chunk.piece.tensor.itemsize
         for part in chunk.parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import EllipsisType
 
 from holdfast.engine.host import HostTarget
 from holdfast.engine.read import carry_out
@@ -23,7 +24,7 @@ from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import Piece
 from holdfast.spec.values import Group, Value
 
-Selector = int | slice
+Selector = int | slice | EllipsisType
 ToFramework = Callable[[object, str], object]
 """Turns a numpy array and the name of its true dtype into a framework's tensor."""
 
@@ -133,8 +134,10 @@ def _box_of(
 ) -> tuple[Box, tuple[Selector, ...]]:
     """Return the smallest box an index needs, and what is left to do to the box."""
     selectors = () if index is None else index if isinstance(index, tuple) else (index,)
-    if Ellipsis in selectors:
-        at = selectors.index(Ellipsis)  # type: ignore[arg-type]
+    dots = [at for at, each in enumerate(selectors) if each is Ellipsis]
+    if len(dots) > 1:
+        raise InvalidError(f"{fqn}: an index may hold one Ellipsis, not {len(dots)}")
+    for at in dots:
         middle = (slice(None),) * (len(shape) - len(selectors) + 1)
         selectors = (*selectors[:at], *middle, *selectors[at + 1 :])
     if len(selectors) > len(shape):

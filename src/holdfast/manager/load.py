@@ -105,7 +105,7 @@ def load(
     try:
         restoration = framework.restoration(request.state, _catalog(manifest, index), request.selection)
         plan = _plan(restoration, index, request, settings)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     missing, unexpected = _agree_on_names(comm, restoration, own)
     if request.strict:
@@ -116,7 +116,7 @@ def load(
     try:
         carry_out(plan, place.store, f"{place.folder}{manifest.attempt}/", targets, settings)
         restoration.finish()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     statuses = comm.all_gather(error_text(own).encode() if own else b"")
     raise_together([text.decode() or None for text in statuses], comm.rank, own)
@@ -133,6 +133,15 @@ def load(
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
         logger.info(message, place.url, len(report.loaded), plan.bytes, report.seconds)
     return place, report, manifest
+
+
+def load_checkpoint(
+    comm: Comm, clock: Clock, settings: Settings, framework: Framework, store: Store, request: LoadRequest
+) -> LoadReport:
+    """Fill a state from the one checkpoint that lies in `store`. Arguments and errors as `load`."""
+    done = load(comm, clock, settings, framework, store, lambda: Place(store, "", None), request)
+    assert done is not None, "a place was chosen"
+    return done[1]
 
 
 def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tuple[Place, Manifest, Index] | None:

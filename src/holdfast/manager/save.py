@@ -22,6 +22,7 @@ from holdfast.manager.survey import Digests
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Framework, Selection
+from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.index import Index, encode_index
@@ -90,7 +91,7 @@ class Save:
         ballot = Ballot(self._job, agreement.attempt, self._name)
         try:
             report, vote_of = self._write(collected, digests, agreement)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a failed save never ends training
             self._lose(ballot, agreement, error)
             return self.handle
         self.handle.reach_staged()
@@ -165,7 +166,7 @@ class Save:
             self.handle.fail(aborted.error)
         except Undecided as undecided:
             self._ask_storage(agreement, report, undecided)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a failed save never ends training
             self._lose(ballot, agreement, error)
         else:
             self._succeed(agreement, report, digest)
@@ -283,6 +284,19 @@ class Save:
     def _provenance(self, agreement: Agreement) -> dict[str, str]:
         step = "" if self._place.step is None else str(self._place.step)
         return {"step": step, "attempt": agreement.attempt, "rank": str(self._job.comm.rank)}
+
+
+def save_checkpoint(
+    job: Job, framework: Framework, store: Store, state: Mapping[str, object], selection: Selection
+) -> SaveHandle:
+    """Begin to save the one checkpoint that `store` is to hold. Errors as `Save.begin`."""
+
+    def identify() -> Identity:
+        return Identity(job.clock.random_bytes(8).hex(), None)
+
+    place = Place(store, "", None)
+    writer = PackWriter(store, job.settings)
+    return Save(job, framework, place, writer, identify, lambda *_: None).begin(state, selection)
 
 
 class _PublishFailed(UnavailableError):

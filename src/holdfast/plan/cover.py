@@ -38,7 +38,7 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
         members = np.flatnonzero(ndims == ndim)
         pieces = np.flatnonzero(ndims[tensor] == ndim)
         columns = first_coordinate[pieces][:, None] + np.arange(ndim)
-        lengths = np.array([shapes[member] for member in members], dtype=np.int64).reshape(len(members), ndim)
+        lengths = np.array([shapes[member] for member in members.tolist()], dtype=np.int64).reshape(len(members), ndim)
         number_of = np.full(len(shapes), -1, dtype=np.int64)
         number_of[members] = np.arange(len(members))
         for salt in (0, 1):

@@ -50,7 +50,7 @@ class Verification:
         self._done = 0
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of all files the manifest names."""
         return self._total
 

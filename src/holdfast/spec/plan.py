@@ -111,9 +111,9 @@ class ChunkRead:
     """What of it goes where; never empty."""
 
     @property
-    def digest(self) -> bytes:
+    def expected(self) -> memoryview:
         """What its bytes must hash to."""
-        return self.piece.digests[16 * self.number : 16 * self.number + 16]
+        return memoryview(self.piece.digests)[16 * self.number : 16 * self.number + 16]
 
 
 @dataclass(frozen=True, slots=True)

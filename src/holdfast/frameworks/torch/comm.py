@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from holdfast.errors import InvalidError, UnavailableError
 
@@ -20,7 +21,7 @@ class TorchBoard:
     A blocking wait holds a c10d connection for its whole length, so threads must not share one.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._local = threading.local()
         self._cloning = threading.Lock()
@@ -28,7 +29,7 @@ class TorchBoard:
     def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
         """Set a key; idempotent."""
         with self._call("set", key, timeout_seconds) as store:
-            store.set(key, value)
+            store.set(key, value)  # type: ignore[arg-type]  # bytes are taken, the stub says text
 
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
         """Return the values of all keys in one call once every one of them is set."""
@@ -36,7 +37,7 @@ class TorchBoard:
             return []
         self.wait(keys, timeout_seconds)
         with self._call("get", keys[0], timeout_seconds) as store:
-            if store.has_extended_api():
+            if store.has_extended_api():  # type: ignore[attr-defined]
                 return [bytes(value) for value in store.multi_get(list(keys))]
             return [bytes(store.get(key)) for key in keys]
 
@@ -69,14 +70,14 @@ class TorchBoard:
                 store.delete_key(key)
 
     @contextmanager
-    def _call(self, verb: str, key: str, timeout_seconds: float) -> Iterator[dist.Store]:
+    def _call(self, verb: str, key: str, timeout_seconds: float) -> Iterator[Store]:
         """Lend this thread's connection and translate what c10d raises."""
         start = time.monotonic()
         try:
             store = getattr(self._local, "store", None)
             if store is None:
                 with self._cloning:
-                    store = self._store.clone()
+                    store = self._store.clone()  # type: ignore[attr-defined]
                 self._local.store = store
             store.set_timeout(timedelta(seconds=max(timeout_seconds, 0.001)))
             yield store
@@ -91,6 +92,30 @@ class TorchBoard:
             ) from error
 
 
+def comm_of(process_group: object) -> ProcessGroupComm | SoloComm:
+    """Return the ranks a call is made by.
+
+    Args:
+        process_group: None for the default group (or one process, if torch.distributed is not initialised),
+            False for this process alone, or a group.
+    Raises:
+        InvalidError: It is none of these.
+    """
+    if process_group is False:
+        return SoloComm()
+    if process_group is None:
+        ready = dist.is_available() and dist.is_initialized()
+        return ProcessGroupComm(None) if ready else SoloComm()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidError(f"process_group is {type(process_group).__name__}; expected None, False or a ProcessGroup")
+    return ProcessGroupComm(process_group)
+
+
+def group_of(process_group: object) -> object:
+    """Return the object that stands for a group as long as it lives."""
+    return dist.group.WORLD if process_group is None else process_group
+
+
 class ProcessGroupComm:
     """The ranks of a torch process group."""
 
@@ -98,7 +123,7 @@ class ProcessGroupComm:
         if group is not None and dist.get_rank(group) < 0:
             raise InvalidError("process_group: this rank is not a member; only members may call")
         self._group = group
-        self._board = TorchBoard(dist.PrefixStore("holdfast", dist.distributed_c10d._get_default_store()))
+        self._board = TorchBoard(PrefixStore("holdfast", dist.distributed_c10d._get_default_store()))
         members = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
         self._rank_of_global = {each: number for number, each in enumerate(members)}
         self._first = 0 if group is None else dist.get_global_rank(group, 0)
@@ -158,7 +183,7 @@ class SoloComm:
     """One process alone."""
 
     def __init__(self) -> None:
-        self._board = TorchBoard(dist.HashStore())
+        self._board = TorchBoard(HashStore())
 
     @property
     def rank(self) -> int:

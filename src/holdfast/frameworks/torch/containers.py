@@ -38,8 +38,8 @@ def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) ->
     if type(value) is dict or type(value) is OrderedDict:
         items = ((key, take_apart(each, f"{path}.{key}", on_tensor, depth + 1)) for key, each in value.items())
         return type(value)(items)
-    if type(value) in (list, tuple):
-        parts = (take_apart(each, f"{path}.{i}", on_tensor, depth + 1) for i, each in enumerate(value))
+    if type(value) is list or type(value) is tuple:
+        parts = (take_apart(each, f"{path}.{number}", on_tensor, depth + 1) for number, each in enumerate(value))
         return type(value)(parts)
     return value
 
@@ -55,7 +55,7 @@ def put_together(value: Value, on_leaf: Callable[[Value], object]) -> object:
         return _built(value)
     if type(value) is dict or type(value) is OrderedDict:
         return type(value)((key, put_together(each, on_leaf)) for key, each in value.items())
-    if type(value) in (list, tuple):
+    if type(value) is list or type(value) is tuple:
         return type(value)(put_together(each, on_leaf) for each in value)
     return on_leaf(value)
 

@@ -55,8 +55,8 @@ def named_parameters_of(
         InvalidError: A parameter belongs to nothing in the state.
     """
     known: dict[int, tuple[str, str]] = {}
-    for loose_path, tensor in loose.items():
-        known[id(tensor)] = ("", loose_path)
+    for loose_path, each in loose.items():
+        known[id(each)] = ("", loose_path)
     for module_path, tensors in modules.items():
         for fqn, tensor in tensors.items():
             known.setdefault(id(tensor), (module_path, fqn))
@@ -89,7 +89,7 @@ def collect_optimizer(view: OptimizerView, on_state: OnTensor) -> Group:
     state: dict[str, Value] = {}
     known = set(view.names)
     for key in view.optimizer.state:
-        if not isinstance(key, torch.Tensor) or key not in known:
+        if key not in known:
             raise InvalidError(
                 f"{view.path}: state under {str(key)[:80]!r} belongs to no parameter of its groups; "
                 "expected state by parameter only"
@@ -100,11 +100,11 @@ def collect_optimizer(view: OptimizerView, on_state: OnTensor) -> Group:
             for name, value in group.items()
             if name != "params"
         }
-        key = hashlib.blake2b(repr(values).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
-        hyperparameters[key] = values
+        content = hashlib.blake2b(repr(values).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+        hyperparameters[content] = values
         for parameter in group["params"]:
             name = view.names[parameter]
-            members[name] = key
+            members[name] = content
             kept = _collect_state(view, name, parameter, on_state)
             if kept:
                 state[name] = kept

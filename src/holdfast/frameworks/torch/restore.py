@@ -123,6 +123,7 @@ class TorchRestoration:
         return False
 
     def takes_part(self, name: str) -> bool:
+        """Return whether `only` and `skip` let a name take part; count it as skipped if not."""
         if selected(self._selection, name):
             return True
         self.skipped.append(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -48,7 +47,7 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
         InvalidError: Names the tensor, what it is and what to do.
     """
     kind = type(tensor).__name__
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")
     if not isinstance(tensor, DTensor):
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -105,9 +104,9 @@ def held_box(tensor: torch.Tensor, layout: Layout | None, fqn: str) -> Box | Non
     if coordinate is None:
         return None
     box = box_at(layout, tuple(tensor.shape), tuple(coordinate))
-    local_shape = tuple(tensor.to_local().shape)
+    local_shape: tuple[int, ...] = tuple(tensor.to_local().shape)
     expected = box.shape if box is not None else None
-    if local_shape != expected and (expected is not None or math.prod(local_shape)):
+    if local_shape != expected and (expected is not None or 0 not in local_shape):
         raise InvalidError(
             f"{fqn}: the local tensor has shape {local_shape}; mesh {layout.mesh_shape} and placements "
             f"{[str(p) for p in layout.placements]} of {tuple(tensor.shape)} give {expected}"
@@ -136,7 +135,7 @@ class TorchSource:
         offset = self._first_element(piece) * self._tensor.element_size()
         run = data[offset + start : offset + stop]
         if run.device.type == "cpu":
-            slab[: stop - start] = memoryview(run.numpy())
+            slab[: stop - start] = run.numpy().data
         else:
             torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
         return DONE
@@ -185,7 +184,7 @@ class TorchTarget:
 
     @property
     def _raw(self) -> NDArray[np.uint8] | None:
-        """The target's own bytes where they are one run of host memory of the stored dtype: the path of tiny tensors."""
+        """The target's own bytes, where they are one run of host memory of the stored dtype."""
         local = self._local
         if local.device.type != "cpu" or local.dtype != self._stored or not local.is_contiguous():
             return None
