@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
@@ -84,11 +84,15 @@ class LocalStore:
         """Store a small object whole unless the key exists; atomic, durable on return.
 
         Raises:
-            ConflictError: The key exists; it was not touched.
+            ConflictError: The key exists and what it holds is durable; it was not touched.
             UnavailableError: It failed. If that was after the name was given (a folder could not be synced), the
                 object is there and whole, but may be lost in a power cut.
         """
-        self._store_whole(key, data, self._give_name)
+        try:
+            self._store_whole(key, data, self._give_name)
+        except ConflictError:
+            self._make_durable(key)
+            raise
 
     def upload(self, key: str, total_bytes: int, part_bytes: int) -> LocalUpload:
         """Begin an object that must not exist yet, and reserve room for it."""
@@ -165,6 +169,17 @@ class LocalStore:
             with translated("clean up", self._where("/".join(parts))):
                 self._folders.sweep(parts)
                 self._sync_remaining(parts)
+
+    def _make_durable(self, key: str) -> None:
+        """Make an object durable that somebody else stored, and perhaps died before doing so."""
+        parts = split_key(key)
+        with translated("make durable", self._where(key), writing=True):
+            try:
+                with self._open_object(key) as (fd, _):
+                    self._syscalls.fsync(fd)
+            except MissingError:
+                return  # Deleted since, or a folder; either way nothing of it is promised.
+            self._folders.sync(parts[:-1])
 
     def _sync_remaining(self, parts: tuple[str, ...]) -> None:
         """Make durable the deepest folder on the way that still exists."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -37,7 +37,7 @@ def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) ->
         return FrameworkValue("torch.device", str(value))
     if type(value) is dict or type(value) is OrderedDict:
         items = ((key, take_apart(each, f"{path}.{key}", on_tensor, depth + 1)) for key, each in value.items())
-        return type(value)(items)
+        return _like(value, items)
     if type(value) is list or type(value) is tuple:
         parts = (take_apart(each, f"{path}.{number}", on_tensor, depth + 1) for number, each in enumerate(value))
         return type(value)(parts)
@@ -54,7 +54,7 @@ def put_together(value: Value, on_leaf: Callable[[Value], object]) -> object:
     if isinstance(value, FrameworkValue):
         return _built(value)
     if type(value) is dict or type(value) is OrderedDict:
-        return type(value)((key, put_together(each, on_leaf)) for key, each in value.items())
+        return _like(value, ((key, put_together(each, on_leaf)) for key, each in value.items()))
     if type(value) is list or type(value) is tuple:
         return type(value)(put_together(each, on_leaf) for each in value)
     return on_leaf(value)
@@ -86,6 +86,14 @@ def small_tensor(path: str, tensor: torch.Tensor) -> FrameworkValue:
     return FrameworkValue(
         "torch.tensor", {"dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape), "data": data}
     )
+
+
+def _like(value: dict[object, object], items: Iterable[tuple[object, object]]) -> dict[object, object]:
+    """Return a dict of the same type; a module's state dict keeps the versions it carries as `_metadata`."""
+    copy = type(value)(items)
+    if isinstance(copy, OrderedDict) and hasattr(value, "_metadata"):
+        copy._metadata = value._metadata  # type: ignore[attr-defined]
+    return copy
 
 
 def _built(value: FrameworkValue) -> object:
