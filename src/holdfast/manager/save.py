@@ -230,8 +230,9 @@ class Save:
         try:
             for name in place.store.folders(place.folder):
                 if is_attempt_folder(name) and name != agreement.attempt:
-                    keys = [entry.key for entry in place.store.list(f"{place.folder}{name}/")]
-                    place.store.delete(keys)
+                    prefix = f"{place.folder}{name}/"
+                    # A key that is absent still has its folder looked at: one that died early left nothing else.
+                    place.store.delete([*(entry.key for entry in place.store.list(prefix)), f"{prefix}nothing"])
         except CheckpointError as error:
             logger.warning("%s: leftovers of failed attempts stay for now: %s", self._name, error)
 

@@ -79,8 +79,9 @@ class Folders:
     def sweep(self, parts: Parts) -> None:
         """Remove a folder that holds no object at any depth, with its temporary files, and those above it likewise.
 
-        Safe beside live writers: a temporary file of theirs is not yet trusted by anyone, has a random name never
-        used again, and is published by `link`, which fails once it is gone; they then begin anew.
+        The first folder that holds something stays, without its temporary files. Safe beside live writers: a
+        temporary file of theirs is not yet trusted by anyone, has a random name never used again, and is published
+        by `link`, which fails once it is gone; they then begin anew.
         """
         for depth in range(len(parts), 0, -1):
             try:
@@ -93,13 +94,17 @@ class Folders:
     def _sweep_folder(self, parent: int, name: str) -> bool:
         fd = self._enter(parent, name, create=False)
         try:
-            if not self._holds_nothing(fd):
-                return False
+            empty = self._holds_nothing(fd)
             for entry in self._syscalls.listdir(fd):
                 if entry.startswith(TEMPORARY_PREFIX):
-                    self._syscalls.unlink(entry, dir_fd=fd)
-                elif not self._sweep_folder(fd, entry):
-                    return False
+                    try:
+                        self._syscalls.unlink(entry, dir_fd=fd)
+                    except IsADirectoryError:
+                        empty = False  # Not of our making.
+                elif empty:
+                    empty = self._sweep_folder(fd, entry)
+            if not empty:
+                return False
         finally:
             close_quietly(self._syscalls, fd)
         try:

@@ -152,7 +152,8 @@ class LocalStore:
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; durable on return, so that what one call removes is gone before what the next one does.
 
-        Folders that are left without any object go too, with the temporary files of dead processes in them.
+        Folders that are left without any object go too; in these, and in the first folder above that stays, the
+        temporary files of dead processes as well.
         A key that is absent still has its folder looked at, so any key of a folder cleans up its leftovers.
         """
         touched: dict[tuple[str, ...], None] = {}

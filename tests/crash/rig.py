@@ -1,0 +1,222 @@
+"""One small but real training state, saved through stores and boards that can be made to fail."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+import holdfast
+from holdfast.frameworks.torch.comm import SoloComm
+from holdfast.frameworks.torch.framework import TorchFramework
+from holdfast.manager.handle import SaveHandle
+from holdfast.manager.job import Job
+from holdfast.manager.load import LoadRequest
+from holdfast.manager.run import Run
+from holdfast.ports.clock import SystemClock
+from holdfast.ports.comm import Board
+from holdfast.ports.framework import Selection
+from holdfast.ports.store import Store
+from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.stores.local import LocalStore
+from holdfast.stores.syscalls import Syscalls
+from holdfast.testing.faults import Faults, FaultyBoard, FaultySyscalls
+
+SETTINGS = Settings(
+    chunk_bytes=PAGE_BYTES,
+    window_bytes=2 * PAGE_BYTES,
+    windows_in_flight=3,
+    # Headers this small make several packs of one small state.
+    pack_header_bytes_max=3 * PAGE_BYTES,
+    commit_timeout_seconds=5.0,
+)
+EVERYTHING = Selection()
+OLD, NEW, NEXT = 10, 20, 30
+"""Steps: committed before the fault, saved under the fault, saved after it."""
+
+MANIFEST = "manifest.json"
+State = dict[str, object]
+
+
+@functools.cache
+def expected_fingerprint(step: int) -> str:
+    """Return the fingerprint of what a step was saved with."""
+    return fingerprint(training_state(step))
+
+
+def training_state(step: int) -> State:
+    """Return a module, an optimizer that has stepped, and values; another content for every step."""
+    torch.manual_seed(step)
+    model = torch.nn.Sequential(torch.nn.Linear(37, 41), torch.nn.BatchNorm1d(41), torch.nn.Linear(41, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "tokens": torch.randint(0, 1 << 40, (3, 997)),
+        "halves": torch.randn(61, 7).to(torch.bfloat16),
+        "scalar": torch.tensor(step),
+        "seen": {"step": step, "loss": [0.1 * step, float("inf")], "name": f"at {step}"},
+    }
+
+
+def fingerprint(state: Mapping[str, object]) -> str:
+    """Return a digest of every bit of a state like `training_state`'s."""
+    digest = hashlib.sha256()
+
+    def add(path: str, value: object) -> None:
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            value = value.state_dict()
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().contiguous().reshape(-1)
+            digest.update(f"{path}|{value.dtype}|{tuple(value.shape)}|".encode())
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                add(f"{path}.{key}", value[key])
+        else:
+            digest.update(f"{path}|{value!r}|".encode())
+
+    add("", state)
+    return digest.hexdigest()
+
+
+@dataclass
+class FaultyComm(SoloComm):
+    """One process alone, whose board has a fault."""
+
+    faults: Faults
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._faulty = FaultyBoard(super().board, self.faults)
+
+    @property
+    def board(self) -> Board:  # type: ignore[override]
+        return self._faulty
+
+
+def local_store(root: Path, faults: Faults | None = None) -> LocalStore:
+    syscalls = None if faults is None else cast(Syscalls, FaultySyscalls(Syscalls(), faults))
+    return LocalStore(root, settings=SETTINGS, syscalls=syscalls)
+
+
+def run_at(store: Store, board_faults: Faults | None = None) -> Run:
+    """Return a run as the manager builds it."""
+    comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
+    return Run(store, Job(comm, SystemClock(), SETTINGS), TorchFramework(comm.rank_of_global))
+
+
+def committed_at(root: Path, *steps: int) -> None:
+    """Save steps without any fault."""
+    run = run_at(local_store(root))
+    for step in steps:
+        run.save(step, training_state(step), EVERYTHING).wait()
+    run.close()
+
+
+def attempted(run: Run, step: int, state: Mapping[str, object]) -> tuple[SaveHandle | None, BaseException | None]:
+    """Save a step and wait; return the handle, if any, and what was raised, if anything."""
+    handle = None
+    try:
+        handle = run.save(step, state, EVERYTHING)
+        handle.wait()
+    except BaseException as error:
+        return handle, error
+    return handle, None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a child process ended."""
+
+    acknowledged: bool
+    """It said that its save was committed."""
+
+    killed: bool
+    """By SIGKILL, rather than by itself."""
+
+
+def in_child(act: Callable[[], None]) -> Ending:
+    """Do something in a forked process that acknowledges when it is done."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 17
+        try:
+            # A forked process has none of the threads that share out torch's work.
+            torch.set_num_threads(1)
+            act()
+            os.write(writing, b"!")
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        acknowledged = pipe.read() == b"!"
+    status = os.waitpid(child, 0)[1]
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert killed or os.waitstatus_to_exitcode(status) == 0, f"the child failed by itself: {status}"
+    return Ending(acknowledged, killed)
+
+
+def require_whole(root: Path, steps: set[int]) -> None:
+    """Require that exactly these steps are visible, each whole and bit-exact, the newest chosen by itself."""
+    run = run_at(local_store(root))
+    try:
+        assert set(run.steps()) == steps
+        for step in steps:
+            damages = list(holdfast.open_checkpoint(step_path(root, step)).verify())
+            assert damages == []
+            loaded = training_state(step + 1)
+            chosen = None if step == max(steps) else step
+            assert run.load(LoadRequest(loaded, EVERYTHING, strict=True, cast=False), chosen) == step
+            assert fingerprint(loaded) == expected_fingerprint(step)
+    finally:
+        run.close()
+
+
+def step_path(root: Path, step: int) -> Path:
+    return root / f"step-{step:012d}"
+
+
+def require_clean(root: Path, step: int, *, found_committed: bool = False) -> None:
+    """Require that a step's folder holds its checkpoint and nothing else, hidden files and empty folders included.
+
+    Args:
+        root, step: Where.
+        found_committed: A writer died after its commit and nobody committed there since, so that the second name of
+            its manifest, hidden and without bytes of its own, may have stayed.
+    """
+    manifest = holdfast.open_checkpoint(step_path(root, step)).manifest
+    names = [file.name for file in (*manifest.packs, *manifest.parts, *manifest.indexes)]
+    files = {MANIFEST, *(f"{manifest.attempt}/{name}" for name in names)}
+    folders = {str(parent) for name in files for parent in Path(name).parents} - {"."}
+    surplus = paths_under(step_path(root, step)) - files - folders
+    if found_committed:
+        surplus = {
+            path for path in surplus if not (step_path(root, step) / path).samefile(step_path(root, step) / MANIFEST)
+        }
+    assert surplus == set()
+
+
+def paths_under(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def content_under(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file under a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }

@@ -1,0 +1,122 @@
+"""SIGKILL at every single operation of a whole save: the old checkpoint or the new one, whole, never neither."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConflictError
+from holdfast.stores.local import LocalStore
+from holdfast.testing.faults import Faults, FaultyStore, kill_process
+from tests.crash.rig import (
+    EVERYTHING,
+    NEW,
+    OLD,
+    attempted,
+    committed_at,
+    in_child,
+    local_store,
+    paths_under,
+    require_clean,
+    require_whole,
+    run_at,
+    training_state,
+)
+
+pytestmark = [
+    # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+Saver = Callable[[Path, Faults], None]
+
+
+def save_over_syscalls(root: Path, faults: Faults) -> None:
+    """Every call to the operating system counts: open, fallocate, pwrite, ftruncate, fsync, link, mkdir, unlink …"""
+    run = run_at(local_store(root, faults))
+    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+
+
+def save_over_board(root: Path, faults: Faults) -> None:
+    """Every call to the job's key-value store counts: set, get_many, add, compare_set …"""
+    run = run_at(local_store(root), board_faults=faults)
+    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+
+
+def save_over_store(root: Path, faults: Faults) -> None:
+    """Every call to the store counts, as where the store is not a file system."""
+    run = run_at(FaultyStore(local_store(root), faults))
+    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+
+
+def sweep(template: Path, work: Path, save: Saver, expected: set[int]) -> list[str]:
+    """Kill a save at its first operation, its second, …, until it lives; return what became of each."""
+    fates = []
+    for at in range(1, 2000):
+        root = work / str(at)
+        if template.exists():
+            shutil.copytree(template, root)
+        faults = Faults(kill_process(), at=at)
+        ending = in_child(partial(save, root, faults))
+        assert ending.killed != ending.acknowledged, "it either died or said that it was done"
+        survived = set(run_at(local_store(root)).steps())
+        try:
+            assert survived in (expected, expected | {NEW})
+            if ending.acknowledged:
+                assert NEW in survived, "an acknowledged checkpoint was lost"
+            if NEW in survived:
+                require_whole(root, survived)
+            resume(root, committed=NEW in survived)
+            require_whole(root, expected | {NEW})
+            require_clean(root, NEW, found_committed=NEW in survived)
+        except BaseException as error:
+            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
+            raise
+        shutil.rmtree(root)
+        fates.append("new" if NEW in survived else "old")
+        if ending.acknowledged:
+            return fates
+    raise AssertionError("the save never came to its end")
+
+
+def resume(root: Path, *, committed: bool) -> None:
+    """Save the same step again, as the training that resumes from the old one would."""
+    run = run_at(local_store(root))
+    _, error = attempted(run, NEW, training_state(NEW))
+    if committed:
+        assert isinstance(error, ConflictError), error
+    else:
+        assert error is None, error
+        run.close()
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with one committed step."""
+    root = tmp_path_factory.mktemp("kill") / "root"
+    committed_at(root, OLD)
+    return root
+
+
+@pytest.mark.parametrize("save", [save_over_syscalls, save_over_board, save_over_store])
+def test_old_or_new_whole_wherever_the_process_dies(template: Path, tmp_path: Path, save: Saver) -> None:
+    fates = sweep(template, tmp_path, save, {OLD})
+    print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")
+    assert fates.count("old") >= 5, "most of a save comes before its commit"
+    assert fates == sorted(fates, reverse=True), "once committed, always committed"
+
+
+def test_first_save_of_a_run_dies_anywhere(tmp_path: Path) -> None:
+    fates = sweep(tmp_path / "none", tmp_path / "runs" / "deep", save_over_syscalls, set())
+    assert "old" in fates
+    assert "new" in fates
+
+
+def test_a_store_is_a_store_of_the_same_class_as_the_users() -> None:
+    """The rig saves through the real local store, not through a stand-in."""
+    assert isinstance(local_store(Path("unused"), Faults()), LocalStore)
