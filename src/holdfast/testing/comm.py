@@ -1,0 +1,360 @@
+"""Ranks as threads of one process, and the suite that every board and comm must pass."""
+
+# ruff: noqa: D102 -- the name of a test is its sentence.
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from holdfast.errors import UnavailableError
+from holdfast.ports.comm import Board, Comm
+
+_Result = TypeVar("_Result")
+
+_TIMEOUT_SECONDS = 30.0
+
+
+class ThreadBoard:
+    """A key-value store that all threads of a process share."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
+        """As the port says."""
+        with self._changed:
+            self._values[key] = bytes(value)
+            self._changed.notify_all()
+
+    def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+        """As the port says."""
+        with self._changed:
+            self._wait(keys, timeout_seconds)
+            return [self._values[key] for key in keys]
+
+    def present(self, key: str) -> bool:
+        """As the port says."""
+        with self._changed:
+            return key in self._values
+
+    def add(self, key: str, amount: int, timeout_seconds: float) -> int:
+        """As the port says."""
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
+        """As the port says."""
+        # A store over a network takes ASCII text here: callers must keep to it.
+        expected.decode("ascii")
+        desired.decode("ascii")
+        with self._changed:
+            if self._values.get(key, b"") == expected:
+                self._values[key] = bytes(desired)
+                self._changed.notify_all()
+            return self._values.get(key, b"")
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """As the port says."""
+        with self._changed:
+            self._wait(keys, timeout_seconds)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """As the port says."""
+        with self._changed:
+            for key in keys:
+                self._values.pop(key, None)
+
+    def keys(self) -> list[str]:
+        """Return every key that is set, sorted."""
+        with self._changed:
+            return sorted(self._values)
+
+    def _wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_seconds):
+            absent = [key for key in keys if key not in self._values]
+            raise TimeoutError(f"{absent[0]}: not set within {timeout_seconds} s")
+
+
+class ThreadGroup:
+    """What the ranks of one group share: a board, and a meeting point with a deadline."""
+
+    def __init__(self, world_size: int, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+        """Make a group of `world_size` ranks, none of which waits for the others longer than the timeout."""
+        self.world_size = world_size
+        self.board = ThreadBoard()
+        self._meeting = threading.Barrier(world_size, timeout=timeout_seconds)
+        self._payloads = [b""] * world_size
+
+    def exchange(self, rank: int, payload: bytes) -> list[bytes]:
+        """Return every rank's payload once all have called.
+
+        Raises:
+            UnavailableError: A rank did not come in time, or is known to be dead.
+        """
+        self._payloads[rank] = bytes(payload)
+        try:
+            self._meeting.wait()
+            payloads = list(self._payloads)
+            self._meeting.wait()
+        except threading.BrokenBarrierError as error:
+            raise UnavailableError(f"rank {rank}: another rank did not come to a collective") from error
+        return payloads
+
+    def rank_died(self) -> None:
+        """Let every collective fail from now on, as it does when a process is lost."""
+        self._meeting.abort()
+
+
+class ThreadComm:
+    """One rank of a group of threads."""
+
+    def __init__(self, group: ThreadGroup, rank: int, board: Board | None = None) -> None:
+        """Join a group.
+
+        Args:
+            group: What the ranks share.
+            rank: This one.
+            board: This rank's view of the board, if it is not the plain one.
+        """
+        self._group, self._rank = group, rank
+        self._board = group.board if board is None else board
+
+    @property
+    def rank(self) -> int:
+        """As the port says."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """As the port says."""
+        return self._group.world_size
+
+    @property
+    def board(self) -> Board:
+        """As the port says."""
+        return self._board
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """As the port says."""
+        return self._group.exchange(self._rank, payload if self._rank == 0 and payload is not None else b"")[0]
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """As the port says."""
+        return self._group.exchange(self._rank, payload)
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[[ThreadComm], _Result],
+    *,
+    group: ThreadGroup | None = None,
+    board_of: Callable[[int, Board], Board] = lambda _, board: board,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> list[_Result]:
+    """Return what `function` returned on each rank, by rank.
+
+    Args:
+        world_size: Ranks, one thread each.
+        function: What a rank does.
+        group: What they share; a new one if it is not given.
+        board_of: Called with rank and board: the rank's own view of the board.
+        timeout_seconds: How long all of it may take.
+    Raises:
+        ExceptionGroup: One error per rank that failed, its rank in a note.
+    """
+    outcomes = outcomes_of_ranks(world_size, function, group=group, board_of=board_of, timeout_seconds=timeout_seconds)
+    failures = [each for each in outcomes if isinstance(each, BaseException)]
+    if failures:
+        raise BaseExceptionGroup(f"{len(failures)} of {world_size} ranks failed", failures)
+    return [each for each in outcomes if not isinstance(each, BaseException)]
+
+
+def outcomes_of_ranks(
+    world_size: int,
+    function: Callable[[ThreadComm], _Result],
+    *,
+    group: ThreadGroup | None = None,
+    board_of: Callable[[int, Board], Board] = lambda _, board: board,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> list[_Result | BaseException]:
+    """Return for each rank what `function` returned or raised; arguments as `run_ranks`."""
+    shared = ThreadGroup(world_size, timeout_seconds=timeout_seconds) if group is None else group
+    outcomes: list[_Result | BaseException] = [TimeoutError("still running")] * world_size
+
+    def work(rank: int) -> None:
+        comm = ThreadComm(shared, rank, board_of(rank, shared.board))
+        try:
+            outcomes[rank] = function(comm)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever started the ranks
+            error.add_note(f"on rank {rank}")
+            outcomes[rank] = error
+            shared.rank_died()
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_seconds
+    for rank, thread in enumerate(threads):
+        thread.join(max(deadline - time.monotonic(), 0.0))
+        if thread.is_alive():
+            outcomes[rank] = TimeoutError(f"rank {rank} is still running after {timeout_seconds} s")
+            shared.rank_died()
+    return outcomes
+
+
+class BoardSuite:
+    """Everything a board promises. Subclass it in a test module and override the fixture `board`."""
+
+    @pytest.fixture
+    def board(self) -> Board:
+        """Return an empty board; override."""
+        raise NotImplementedError("override the fixture `board` with one that returns an empty board")
+
+    def test_set_and_get(self, board: Board) -> None:
+        data = bytes(range(256))
+        board.set("a/b", data, 5.0)
+        board.set("c", b"1", 5.0)
+        assert board.get_many(["c", "a/b", "c"], 5.0) == [b"1", data, b"1"]
+        assert board.get_many([], 5.0) == []
+
+    def test_set_again_replaces(self, board: Board) -> None:
+        board.set("key", b"longer before", 5.0)
+        board.set("key", b"after", 5.0)
+        assert board.get_many(["key"], 5.0) == [b"after"]
+
+    def test_get_waits_until_every_key_is_set(self, board: Board) -> None:
+        board.set("first", b"1", 5.0)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(board.get_many, ["first", "second"], 30.0)
+            assert not found.done()
+            board.set("second", b"2", 5.0)
+            assert found.result(30.0) == [b"1", b"2"]
+
+    def test_a_wait_on_one_thread_holds_up_no_other(self, board: Board) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            waits = [pool.submit(board.wait, [f"later/{number}"], 30.0) for number in range(4)]
+            for number in range(4):
+                board.set(f"other/{number}", b"1", 5.0)
+                assert not any(wait.done() for wait in waits)
+            for number in range(4):
+                board.set(f"later/{number}", b"1", 5.0)
+            for wait in waits:
+                assert wait.result(30.0) is None
+
+    def test_a_wait_that_runs_out_is_a_timeout_and_the_board_lives_on(self, board: Board) -> None:
+        board.set("there", b"1", 5.0)
+        for wait in (board.get_many, board.wait):
+            with pytest.raises(TimeoutError):
+                wait(["there", "never"], 0.05)
+        assert board.get_many(["there"], 5.0) == [b"1"]
+
+    def test_wait_for_what_is_there_returns_at_once(self, board: Board) -> None:
+        board.set("key", b"1", 5.0)
+        board.wait(["key"], 0.5)
+        board.wait([], 0.5)
+
+    def test_present_does_not_wait(self, board: Board) -> None:
+        assert not board.present("key")
+        board.set("key", b"1", 5.0)
+        assert board.present("key")
+        board.add("count", 1, 5.0)
+        assert board.present("count")
+
+    def test_add_counts_every_thread(self, board: Board) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            totals = list(pool.map(lambda _: board.add("count", 1, 30.0), range(64)))
+        assert sorted(totals) == list(range(1, 65))
+        assert board.add("count", 10, 5.0) == 74
+
+    def test_compare_set_sets_what_is_absent_and_only_that(self, board: Board) -> None:
+        assert board.compare_set("key", b"", b"first", 5.0) == b"first"
+        assert board.compare_set("key", b"", b"second", 5.0) == b"first"
+        assert board.get_many(["key"], 5.0) == [b"first"]
+
+    def test_compare_set_replaces_what_was_expected(self, board: Board) -> None:
+        board.set("key", b"before", 5.0)
+        assert board.compare_set("key", b"other", b"after", 5.0) == b"before"
+        assert board.compare_set("key", b"before", b"after", 5.0) == b"after"
+        assert board.get_many(["key"], 5.0) == [b"after"]
+
+    def test_compare_set_has_one_winner(self, board: Board) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            for turn in range(20):
+                race = [pool.submit(board.compare_set, f"key{turn}", b"", b"%d" % number, 30.0) for number in range(8)]
+                standing = {each.result(30.0) for each in race}
+                assert len(standing) == 1
+                assert board.get_many([f"key{turn}"], 5.0) == list(standing)
+
+    def test_compare_set_wakes_who_waits(self, board: Board) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(board.get_many, ["key"], 30.0)
+            board.compare_set("key", b"", b"1", 5.0)
+            assert found.result(30.0) == [b"1"]
+
+    def test_delete_forgets(self, board: Board) -> None:
+        for key in ("a", "b", "c"):
+            board.set(key, b"1", 5.0)
+        board.delete(["a", "c", "never"])
+        board.delete([])
+        assert [board.present(key) for key in ("a", "b", "c")] == [False, True, False]
+        with pytest.raises(TimeoutError):
+            board.get_many(["a"], 0.05)
+        assert board.compare_set("a", b"", b"anew", 5.0) == b"anew"
+
+
+class CommSuite:
+    """Everything a comm promises. Subclass it in a test module and override `run`."""
+
+    def run(self, world_size: int, function: Callable[[Comm], object]) -> list[object]:
+        """Return what `function` returned on each rank; override."""
+        raise NotImplementedError("override `run` with one that calls the function on every rank")
+
+    @pytest.mark.parametrize("world_size", (1, 2, 5))
+    def test_ranks_and_size(self, world_size: int) -> None:
+        found = self.run(world_size, lambda comm: (comm.rank, comm.world_size))
+        assert found == [(rank, world_size) for rank in range(world_size)]
+
+    @pytest.mark.parametrize("world_size", (1, 4))
+    @pytest.mark.parametrize("payload", (b"", b"\0", bytes(range(256)) * 300))
+    def test_broadcast_gives_the_payload_of_rank_0(self, world_size: int, payload: bytes) -> None:
+        found = self.run(world_size, lambda comm: comm.broadcast(payload if comm.rank == 0 else None))
+        assert found == [payload] * world_size
+
+    @pytest.mark.parametrize("world_size", (1, 4))
+    def test_all_gather_gives_every_payload_by_rank(self, world_size: int) -> None:
+        found = self.run(world_size, lambda comm: comm.all_gather(bytes([comm.rank + 1]) * 1000 * comm.rank))
+        assert found == [[bytes([rank + 1]) * 1000 * rank for rank in range(world_size)]] * world_size
+
+    def test_all_gather_of_nothing(self) -> None:
+        assert self.run(3, lambda comm: comm.all_gather(b"")) == [[b""] * 3] * 3
+
+    def test_collectives_follow_each_other(self) -> None:
+        def talk(comm: Comm) -> list[object]:
+            said: list[object] = []
+            for turn in range(10):
+                said.append(comm.broadcast(b"%d" % turn if comm.rank == 0 else None))
+                said.append(comm.all_gather(b"%d-%d" % (turn, comm.rank)))
+            return said
+
+        found = self.run(3, talk)
+        assert found[0] == found[1] == found[2]
+        assert found[0][-1] == [b"9-0", b"9-1", b"9-2"]  # type: ignore[index]
+
+    def test_the_board_is_one_for_all_ranks(self) -> None:
+        def talk(comm: Comm) -> list[bytes]:
+            comm.board.set(f"from/{comm.rank}", b"%d" % comm.rank, 30.0)
+            return comm.board.get_many([f"from/{rank}" for rank in range(comm.world_size)], 30.0)
+
+        assert self.run(4, talk) == [[b"0", b"1", b"2", b"3"]] * 4

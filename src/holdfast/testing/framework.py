@@ -1,0 +1,160 @@
+"""A framework over numpy: states of global arrays, of which each rank holds what its layout gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import InvalidError
+from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Wanted
+from holdfast.spec.box import Box
+from holdfast.spec.placement import box_at, coordinate_of
+from holdfast.spec.tensor import Layout, Role, Shard, TensorSpec
+from holdfast.spec.values import Group
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTensor:
+    """A tensor seen whole, though a rank uses only what it holds of it."""
+
+    dtype: str
+    """Element type, a key of `DTYPES`."""
+
+    array: NDArray[np.generic]
+    """All elements, as the numpy dtype that holds the same bits; loading fills this rank's part of it."""
+
+    layout: Layout | None = None
+    """Mesh and placements; None for a plain tensor, which every rank that names it holds whole."""
+
+    role: Role = Role.PARAMETER
+    """Whether copies of a plain tensor must agree."""
+
+    def boxes_on(self, rank: int) -> tuple[Box, ...]:
+        """Return what a rank holds, global coordinates."""
+        if self.layout is None:
+            return (Box.whole(self.array.shape),)
+        if rank not in self.layout.mesh_ranks:
+            return ()
+        box = box_at(self.layout, self.array.shape, coordinate_of(self.layout, rank))
+        return () if box is None else (box,)
+
+
+class _Copied:
+    """A copy that was complete at once."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ArraySource:
+    array: NDArray[np.generic]
+    held: tuple[Box, ...]
+
+    def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> _Copied:
+        assert any(box.contains(piece) for box in self.held), f"{piece} is read; held are {self.held}"
+        slab[: stop - start] = _bytes_of(self.array, piece)[start:stop]
+        return _Copied()
+
+    def sample(self, blocks: int, block_bytes: int) -> bytes:
+        data = b"".join(_bytes_of(self.array, box) for box in self.held)
+        if len(data) <= blocks * block_bytes:
+            return data
+        starts = (number * (len(data) - block_bytes) // max(blocks - 1, 1) for number in range(blocks))
+        return b"".join(data[start : start + block_bytes] for start in starts)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrayTarget:
+    array: NDArray[np.generic]
+    held: tuple[Box, ...]
+
+    def place(self, part: Box, source: memoryview, source_box: Box) -> None:
+        assert source_box.contains(part), f"{part} is placed out of {source_box}"
+        assert any(box.contains(part) for box in self.held), f"{part} is placed; wanted are {self.held}"
+        stored = np.frombuffer(source, dtype=self.array.dtype).reshape(source_box.shape)
+        self.array[part.relative_to((0,) * len(part.start))] = stored[part.relative_to(source_box.start)]
+
+
+@dataclass(frozen=True, slots=True)
+class _NumpyRestoration:
+    wanted: Sequence[Wanted]
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    skipped: Sequence[str]
+    state: Mapping[str, object]
+    values: Mapping[str, object] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        if isinstance(self.state, dict):
+            self.state.update(self.values)
+
+
+class NumpyFramework:
+    """States are dicts of FQN to `GlobalTensor` or plain value."""
+
+    def __init__(self, rank: int) -> None:
+        """Serve one rank."""
+        self._rank = rank
+
+    def collect(self, state: Mapping[str, object], selection: Selection) -> Collected:
+        """As the port says; an exception among the values is raised, as a state that cannot be taken apart would."""
+        shards: list[LocalShard] = []
+        items: dict[str, object] = {}
+        skipped: list[str] = []
+        for fqn, each in state.items():
+            if isinstance(each, Exception):
+                raise each
+            if not _takes_part(fqn, selection):
+                skipped.append(fqn)
+            elif not isinstance(each, GlobalTensor):
+                items[fqn] = each
+            elif each.layout is None or self._rank in each.layout.mesh_ranks:
+                held = each.boxes_on(self._rank)
+                spec = TensorSpec(fqn, each.dtype, each.array.shape)
+                shards.append(LocalShard(Shard(spec, each.layout, each.role, held), _ArraySource(each.array, held)))
+        return Collected(shards, Group("dict", items), {}, skipped)
+
+    def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> _NumpyRestoration:
+        """As the port says."""
+        wanted: list[Wanted] = []
+        missing: list[str] = []
+        values: dict[str, object] = {}
+        chosen = [fqn for fqn in state if _takes_part(fqn, selection)]
+        for fqn in chosen:
+            each = state[fqn]
+            if isinstance(each, Exception):
+                raise each
+            if isinstance(each, GlobalTensor):
+                spec = catalog.tensors.get(fqn)
+                if spec is None:
+                    missing.append(fqn)
+                    continue
+                if spec.global_shape != each.array.shape:
+                    raise InvalidError(f"{fqn}: shape {each.array.shape} wanted, {spec.global_shape} saved")
+                held = each.boxes_on(self._rank)
+                target = _ArrayTarget(each.array, held)
+                wanted.append(Wanted(fqn, each.dtype, each.array.shape, held, target, fqn))
+            elif fqn in catalog.tree.items:
+                values[fqn] = catalog.tree.items[fqn]
+            else:
+                missing.append(fqn)
+        stored = {*catalog.tensors, *catalog.tree.items}
+        unexpected = sorted(fqn for fqn in stored - set(state) if _takes_part(fqn, selection))
+        skipped = [fqn for fqn in state if fqn not in chosen]
+        return _NumpyRestoration(wanted, missing, unexpected, skipped, state, values)
+
+
+def _bytes_of(array: NDArray[np.generic], box: Box) -> bytes:
+    return array[box.relative_to((0,) * len(box.start))].tobytes()
+
+
+def _takes_part(fqn: str, selection: Selection) -> bool:
+    def matches(patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(fqn, pattern) for pattern in patterns)
+
+    return (selection.only is None or matches(selection.only)) and not matches(selection.skip)
