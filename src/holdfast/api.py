@@ -13,16 +13,22 @@ from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
 from holdfast.manager.run import Run
 from holdfast.manager.save import save_checkpoint
+from holdfast.manager.steps import RunRecord, StepRecord, run_record
 from holdfast.ports.framework import Selection
 from holdfast.settings import Settings
+from holdfast.spec.damage import Damage
 
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
+    "Damage",
     "LoadReport",
+    "RunRecord",
     "SaveHandle",
     "SaveReport",
+    "StepRecord",
     "async_save",
+    "list_steps",
     "load",
     "open_checkpoint",
     "save",
@@ -130,6 +136,16 @@ def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SE
         CorruptError: The manifest is damaged.
     """
     return wiring.checkpoint_at(path, settings)
+
+
+def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
+    """Return every step under the root of a run: committed, damaged and unfinished. Read-only, needs no torch.
+
+    Raises:
+        MissingError: Nothing of a run lies there.
+        InvalidError: The path is one checkpoint.
+    """
+    return run_record(wiring.store_at(root, settings))
 
 
 class CheckpointManager:

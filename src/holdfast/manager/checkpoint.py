@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +15,15 @@ from holdfast.errors import InvalidError, MissingError
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.observer import Observer
+from holdfast.repository import values
 from holdfast.repository.catalog import read_index
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
-from holdfast.repository.verify import Damage, Verification
+from holdfast.repository.names import rank_of_pack
+from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
+from holdfast.spec.damage import Damage
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import Piece
 from holdfast.spec.values import Group, Value
@@ -84,6 +88,10 @@ class Checkpoint:
         """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
         return {key: _shown(value) for key, value in self.manifest.tree.items.items()}
 
+    def objects_document(self) -> object:
+        """Return `objects` as a JSON document, tagged as docs/values.md says."""
+        return values.encode(self.objects, "")
+
     def read(self, fqn: str, index: Selector | tuple[Selector, ...] | None = None, framework: str = "numpy") -> object:
         """Return a tensor or a part of it, checked against its digests.
 
@@ -118,6 +126,10 @@ class Checkpoint:
     def pieces(self, fqn: str) -> list[Piece]:
         """Return the stored pieces of a tensor: which box lies in which pack, and so which rank wrote it."""
         return list(self.index.pieces_of(self.aliases.get(fqn, fqn)))
+
+    def written_by(self, fqn: str) -> Mapping[int, int]:
+        """Return how many pieces of a tensor each rank wrote; ranks that wrote none are left out."""
+        return Counter(rank_of_pack(piece.pack) for piece in self.pieces(fqn))
 
     def verification(self, observer: Observer | None = None) -> Verification:
         """Return the work of reading everything back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.ports.observer import Observer
@@ -14,28 +13,9 @@ from holdfast.repository.index import Index
 from holdfast.repository.names import MANIFEST_FILE
 from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, pack_digest
 from holdfast.repository.part import decode_part
+from holdfast.spec.damage import Damage
 from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.plan import Piece
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One thing that is not as it was saved."""
-
-    file: str
-    """Key of the file, relative to the checkpoint."""
-
-    start: int | None
-    """First damaged byte known, or None for the whole file."""
-
-    stop: int | None
-    """Byte past the damage, or None."""
-
-    fqn: str | None
-    """Tensor it belongs to, or None."""
-
-    message: str
-    """What was expected and what was found."""
 
 
 class Verification:

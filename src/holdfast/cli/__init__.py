@@ -1,0 +1,25 @@
+"""The commands: `holdfast ls`, `inspect`, `verify`, one file each, for people and for scripts.
+
+They read checkpoints through `holdfast.api`, need no framework and import none. What they show and how they end is
+decided here; what is true of a checkpoint is not.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_NEEDED = {"typer", "rich", "click"}
+
+
+def main() -> None:
+    """Run the command line; ends the process with 0, 1 (damaged), 2 (could not be done) or 130 (interrupted)."""
+    try:
+        from holdfast.cli.app import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _NEEDED:
+            raise
+        print(f"holdfast: the command line needs {error.name}; pip install 'holdfast[cli]'", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    run()

@@ -1,0 +1,45 @@
+"""The commands put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import holdfast
+from holdfast.cli.inspect import inspect
+from holdfast.cli.ls import ls
+from holdfast.cli.verify import verify
+
+app = typer.Typer(
+    name="holdfast",
+    help="Look at checkpoints of training runs and check them. Reads only; needs no PyTorch.",
+    epilog="Exit status: 0 as expected, 1 damaged, 2 could not be done, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Tracebacks of our own bugs are plain: rich prints local variables, and with them whatever a state holds.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="ls")(ls)
+app.command(name="inspect")(inspect)
+app.command(name="verify")(verify)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"holdfast {holdfast.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+def run() -> None:
+    """Run the command that the arguments name, and end the process with its status."""
+    app(prog_name="holdfast")

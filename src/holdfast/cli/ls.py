@@ -1,0 +1,97 @@
+"""`holdfast ls`: the steps of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast import api
+from holdfast.cli.ending import ended_well
+from holdfast.cli.screen import Column, Screen, printable, shown_bytes, stdout
+
+_COLUMNS = (
+    Column("STEP", "right"),
+    Column("CREATED"),
+    Column("TENSORS", "right"),
+    Column("BYTES", "right"),
+    Column("RANKS", "right"),
+    Column("ATTEMPT"),
+)
+
+
+def ls(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints of a run, oldest first, with what is damaged or unfinished."""
+    with ended_well():
+        run = api.list_steps(root)
+        if as_json:
+            stdout().json(_document(run))
+        else:
+            _show(stdout(), run)
+
+
+def _show(screen: Screen, run: api.RunRecord) -> None:
+    committed = [record for record in run.steps if record.committed]
+    if committed:
+        rows = [_row(record) for record in committed]
+        screen.table(_COLUMNS, rows, ["red" if record.error else "" for record in committed])
+    else:
+        screen.line("no committed step yet")
+    if run.error:
+        screen.line(f"holdfast.json is damaged: {printable(str(run.error))}", style="red")
+    for record in run.steps:
+        if record.error:
+            screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
+        elif not record.committed:
+            screen.line(f"step {record.step}: unfinished, no manifest (a save is under way, or died)", style="yellow")
+        elif record.leftovers:
+            count = len(record.leftovers)
+            text = f"step {record.step}: holds {count} unfinished attempt{'s' * (count > 1)} beside the committed one"
+            screen.line(text, style="yellow")
+
+
+def _row(record: api.StepRecord) -> list[str]:
+    manifest = record.manifest
+    if manifest is None:
+        return [str(record.step), "damaged", "-", "-", "-", "-"]
+    return [
+        str(record.step),
+        shown_time(manifest.created),
+        f"{manifest.tensors:,}",
+        shown_bytes(manifest.tensor_bytes),
+        str(manifest.world_size),
+        manifest.attempt,
+    ]
+
+
+def shown_time(created: str) -> str:
+    """Return the time of a manifest for people."""
+    return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
+
+
+def _document(run: api.RunRecord) -> dict[str, object]:
+    return {
+        "root": run.url,
+        "run_id": run.run_id,
+        "error": None if run.error is None else str(run.error),
+        "steps": [_step_document(record) for record in run.steps],
+    }
+
+
+def _step_document(record: api.StepRecord) -> dict[str, object]:
+    manifest = record.manifest
+    return {
+        "step": record.step,
+        "status": "damaged" if record.error else "unfinished" if manifest is None else "committed",
+        "error": None if record.error is None else str(record.error),
+        "created": manifest and manifest.created,
+        "tensors": manifest and manifest.tensors,
+        "bytes": manifest and manifest.tensor_bytes,
+        "ranks": manifest and manifest.world_size,
+        "attempt": manifest and manifest.attempt,
+        "digest": manifest and manifest.digest,
+        "leftovers": list(record.leftovers),
+    }
