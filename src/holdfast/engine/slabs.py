@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import queue
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,24 +11,28 @@ from holdfast.settings import PAGE_BYTES
 
 
 def new_slab(slab_bytes: int) -> memoryview:
-    """Return a writable, page-aligned buffer of at least `slab_bytes`."""
-    return memoryview(mmap.mmap(-1, -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES))
+    """Return a writable, page-aligned buffer of at least `slab_bytes`.
+
+    Huge pages are asked for where the kernel has them: one fault instead of five hundred.
+    """
+    memory = mmap.mmap(-1, -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 class Slabs:
-    """A fixed number of equal buffers; who wants one while all are out waits."""
+    """A fixed number of equal buffers cut from one allocation; who wants one while all are out waits."""
 
     def __init__(self, count: int, slab_bytes: int) -> None:
-        self._count, self._bytes, self._made = count, slab_bytes, 0
-        self._making = threading.Lock()
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        pitch = -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES
+        memory = new_slab(count * pitch)
+        # Last in, first out: the buffer used a moment ago is the one still in the processor's cache.
+        self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()
+        for number in reversed(range(count)):
+            self._free.put(memory[number * pitch : (number + 1) * pitch])
 
     def take(self) -> memoryview:
-        """Return a free buffer, made on first need."""
-        with self._making:
-            if self._made < self._count and self._free.empty():
-                self._made += 1
-                return new_slab(self._bytes)
+        """Return a free buffer."""
         return self._free.get()
 
     def give(self, slab: memoryview) -> None:

@@ -148,12 +148,15 @@ def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tu
     """Let rank 0 choose and read manifest and index, once per job, and give them to every rank."""
     frames: list[bytes] = []
     own = None
-    place = None
+    read: tuple[Manifest, Index] | None = None
     if comm.rank == 0:
+        place = None
         try:
             place = choose()
             if place is not None:
                 frames = _manifest_and_index(place)
+                # Judged before it is given away, so that damage is one rank's error and not every rank's.
+                read = _decoded(frames, place)
         except CheckpointError as error:
             own = error
         head = {
@@ -169,17 +172,19 @@ def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tu
     if head["folder"] is None:
         return None
     place = Place(store, head["folder"], head["step"])
-    manifest = decode_manifest(frames[1], f"{place.url}/manifest.json")
-    return place, manifest, index_from(manifest, frames[2:], f"{place.store.url}/{place.folder}")
+    manifest, index = _decoded(frames[1:], place) if read is None else read
+    return place, manifest, index
 
 
 def _manifest_and_index(place: Place) -> list[bytes]:
     data = manifest_bytes_at(place)
     manifest = decode_manifest(data, f"{place.url}/manifest.json")
-    files = [read_file(place.store, place.folder, manifest.attempt, record) for record in manifest.indexes]
-    # Checked here too, so that a damaged index is one rank's error and not every rank's.
-    index_from(manifest, files, f"{place.store.url}/{place.folder}")
-    return [data, *files]
+    return [data, *(read_file(place.store, place.folder, manifest.attempt, record) for record in manifest.indexes)]
+
+
+def _decoded(frames: Sequence[bytes], place: Place) -> tuple[Manifest, Index]:
+    manifest = decode_manifest(frames[0], f"{place.url}/manifest.json")
+    return manifest, index_from(manifest, list(frames[1:]), f"{place.store.url}/{place.folder}")
 
 
 def _catalog(manifest: Manifest, index: Index) -> Catalog:

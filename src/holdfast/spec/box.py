@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import sub
 
 from holdfast.errors import InvalidError
 
@@ -26,7 +27,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along each dimension."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -171,25 +170,25 @@ class TorchTarget:
         self._local = local_of(tensor)
         self._box = box
         self._stored = torch_dtype(stored_dtype)
+        # In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch
+        # would spread each copy over its own threads, which fight with the reading ones for the same cores.
+        plain = self._local.device.type == "cpu" and self._local.dtype == self._stored
+        self._bits = self._local.view(_BITS[self._stored.itemsize]).numpy() if plain else None
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
-        if part == source_box == self._box and self._raw is not None:
-            np.copyto(self._raw, np.frombuffer(source, dtype=np.uint8))
+        taken = part.relative_to(source_box.start)
+        given = part.relative_to(self._box.start)
+        if self._bits is not None:
+            self._bits[given] = np.frombuffer(source, dtype=self._bits.dtype).reshape(source_box.shape)[taken]
             return
         stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
         with torch.no_grad():
-            chosen = stored[part.relative_to(source_box.start)]
-            self._local[part.relative_to(self._box.start)].copy_(chosen)
+            self._local[given].copy_(stored[taken])
 
-    @property
-    def _raw(self) -> NDArray[np.uint8] | None:
-        """The target's own bytes, where they are one run of host memory of the stored dtype."""
-        local = self._local
-        if local.device.type != "cpu" or local.dtype != self._stored or not local.is_contiguous():
-            return None
-        raw: NDArray[np.uint8] = local.reshape(-1).view(torch.uint8).numpy()
-        return raw
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that carry the bits of any stored dtype, by itemsize."""
 
 
 def tensor_of(array: object, dtype: str) -> torch.Tensor:
