@@ -9,7 +9,6 @@ from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import check_size, index_from, read_file
 from holdfast.repository.digest import digest_of
-from holdfast.repository.index import Index
 from holdfast.repository.names import MANIFEST_FILE
 from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, pack_digest
 from holdfast.repository.part import decode_part
@@ -44,10 +43,20 @@ class Verification:
             except CheckpointError as error:
                 yield self._of_file(part.name, error)
             self._advance(part.bytes)
+        files = []
+        for record in manifest.indexes:
+            try:
+                files.append(read_file(self._store, self._folder, manifest.attempt, record))
+            except CheckpointError as error:
+                yield self._of_file(record.name, error)
+            self._advance(record.bytes)
+        if len(files) < len(manifest.indexes):
+            return
         try:
-            index = self._index()
+            index = index_from(manifest, files, f"{self._store.url}/{self._folder}")
         except CheckpointError as error:
-            yield self._of_file(manifest.indexes[0].name if manifest.indexes else MANIFEST_FILE, error)
+            # Every index file is what the manifest says, so the manifest and the index contradict each other.
+            yield Damage(MANIFEST_FILE, None, None, None, str(error))
             return
         by_pack: dict[str, list[Piece]] = {pack.name: [] for pack in manifest.packs}
         for piece in index.all_pieces():
@@ -55,13 +64,6 @@ class Verification:
         for pack in manifest.packs:
             yield from self._damages_of_pack(pack, sorted(by_pack[pack.name], key=lambda piece: piece.offset))
         yield from self._surplus()
-
-    def _index(self) -> Index:
-        files = []
-        for record in self._manifest.indexes:
-            files.append(read_file(self._store, self._folder, self._manifest.attempt, record))
-            self._advance(record.bytes)
-        return index_from(self._manifest, files, f"{self._store.url}/{self._folder}")
 
     def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
         key = f"{self._folder}{self._manifest.attempt}/{pack.name}"
