@@ -220,7 +220,10 @@ class Save:
         data = encode_manifest(manifest)
         try:
             publish(place.store, place.manifest_key, data)
-        except UnavailableError as error:
+        except ConflictError:
+            raise
+        except Exception as error:
+            # Whatever it was (a folder that may not be opened to be synced), the name may have been given before.
             raise _PublishFailed(str(error)) from error
         return hex_digest_of(data)
 
