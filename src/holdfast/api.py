@@ -61,8 +61,7 @@ def save(
         ConflictError: A checkpoint is there; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    handle = async_save(path, state, only=only, skip=skip, process_group=process_group, settings=settings)
-    report = handle.wait()
+    report = _begin(path, state, _selection(only, skip), process_group, settings, awaited=True).wait()
     assert report is not None, "committed comes with a report"
     return report
 
@@ -84,10 +83,22 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
             lives in the handle.
     """
+    return _begin(path, state, _selection(only, skip), process_group, settings, awaited=False)
+
+
+def _begin(
+    path: wiring.Path,
+    state: Mapping[str, object],
+    selection: Selection,
+    process_group: wiring.ProcessGroup,
+    settings: Settings,
+    *,
+    awaited: bool,
+) -> SaveHandle:
     _require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
     store = wiring.store_at(path, settings)
-    return save_checkpoint(job, wiring.framework_of(job.comm), store, state, _selection(only, skip))
+    return save_checkpoint(job, wiring.framework_of(job.comm), store, state, selection, awaited=awaited)
 
 
 def load(

@@ -48,8 +48,8 @@ class Ballot:
     believe different things. `result` only wakes who waits.
     """
 
-    def __init__(self, job: Job, attempt: str, name: str) -> None:
-        self._job, self._attempt, self._name = job, attempt, name
+    def __init__(self, job: Job, sequence: int, attempt: str, name: str) -> None:
+        self._job, self._sequence, self._attempt, self._name = job, sequence, attempt, name
         self._voted = False
 
     def vote(self, vote: Vote) -> bool:
@@ -67,7 +67,8 @@ class Ballot:
         self._voted = True
         # Never retried: a counter added to twice would commit without a rank.
         count = job.board.add(self._key("count"), 1, job.left(deadline))
-        job.forget_later([key, *(self._key(name) for name in ("count", "outcome", "result") if job.comm.rank == 0)])
+        shared = [self._key(name) for name in ("count", "outcome", "result")] if job.comm.rank == 0 else []
+        job.remember(self._sequence, [key, *shared])
         if count < job.comm.world_size:
             return False
         standing = job.board.compare_set(self._key("outcome"), b"", _PUBLISHING, job.left(deadline))
@@ -104,22 +105,27 @@ class Ballot:
             if self._voted:
                 raise Undecided(str(failure)) from failure
 
-    def announce(self, error: BaseException | None = None, *, certain: bool = True) -> None:
-        """Tell who waits that the committer is done, well or not. Never raises: the manifest is the truth.
+    def announce_committed(self, manifest_digest: str) -> None:
+        """Tell who waits that the manifest is published. Never raises: the manifest is the truth."""
+        self._announce(f"committed:{manifest_digest}")
+
+    def announce_failure(self, error: BaseException, *, certain: bool) -> None:
+        """Tell who waits that the committer failed. Never raises.
 
         Args:
-            error: What it failed with; None if it published.
-            certain: Whether a failure is certain to have left no manifest.
+            error: What it failed with.
+            certain: Whether it is certain to have left no manifest.
         """
-        kind = "failed" if certain else "unknown"
-        result = b"committed" if error is None else f"{kind}:{error_text(error)}".encode()
+        self._announce(f"{'failed' if certain else 'unknown'}:{error_text(error)}")
+
+    def _announce(self, result: str) -> None:
         try:
-            self._job.board.set(self._key("result"), result, self._job.left(self._job.deadline()))
+            self._job.board.set(self._key("result"), result.encode(), self._job.left(self._job.deadline()))
         except (CheckpointError, TimeoutError):
             return
 
-    def await_result(self) -> None:
-        """Wait until the attempt is committed.
+    def await_result(self) -> str:
+        """Wait until the attempt is committed; return the digest of its manifest.
 
         Raises:
             Aborted: It is over without a checkpoint.
@@ -133,9 +139,9 @@ class Ballot:
             result = self._abort_for_silence()
         except CheckpointError as failure:
             raise Undecided(str(failure)) from failure
-        if result == b"committed":
-            return
         kind, _, text = result.decode().partition(":")
+        if kind == "committed":
+            return text
         if kind == "failed":
             raise Aborted(error_from(text))
         if kind == "abort":

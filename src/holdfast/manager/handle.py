@@ -55,10 +55,16 @@ class SaveHandle:
     A failure sets all moments not yet reached.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, awaited: bool = False) -> None:
+        """Begin.
+
+        Args:
+            name: What is being saved, for messages.
+            awaited: Whether the caller waits whatever comes, so that a failure need not be logged.
+        """
         self._name = name
         self._lock = threading.Lock()
-        self._waiting = 0
+        self._waiting = int(awaited)
         self._awaited = False
         self.staged: Future[None] = Future()
         self.replicated: Future[None] = Future()

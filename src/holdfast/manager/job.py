@@ -28,8 +28,8 @@ class Job:
         self.sequence = 0
         """Number of the next opening; ranks that fell behind catch up there."""
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
-        self._forget_lock = threading.Lock()
-        self._forgettable: list[list[str]] = []
+        self._keys_lock = threading.Lock()
+        self._keys: list[tuple[int, str]] = []
 
     @property
     def board(self) -> Board:
@@ -57,11 +57,21 @@ class Job:
         assert callable(work)
         return self._commits.submit(work, *arguments)
 
-    def forget_later(self, keys: Sequence[str]) -> None:
-        """Remove keys this rank set once two more saves have come and gone, so that the board stays small."""
-        with self._forget_lock:
-            self._forgettable.append(list(keys))
-            old = self._forgettable.pop(0) if len(self._forgettable) > 4 else []
+    def remember(self, sequence: int, keys: Sequence[str]) -> None:
+        """Note keys that this rank set for a save, so that `forget_before` can remove them."""
+        with self._keys_lock:
+            self._keys += [(sequence, key) for key in keys]
+
+    def forget_before(self, sequence: int) -> None:
+        """Remove this rank's keys of saves before one that is committed, so that the board stays small.
+
+        A commit carries every rank's vote, and a rank votes only when it is done with the saves before:
+        nobody can be waiting on those keys any more. Nothing weaker would do, for a rank that finds an
+        outcome gone would take the attempt for undecided and abort it.
+        """
+        with self._keys_lock:
+            old = [key for number, key in self._keys if number < sequence]
+            self._keys = [(number, key) for number, key in self._keys if number >= sequence]
         self.board.delete(old)
 
     def close(self) -> None:

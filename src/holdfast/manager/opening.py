@@ -66,6 +66,9 @@ class Details:
 class Agreement:
     """A verdict to go ahead."""
 
+    sequence: int
+    """Number of the opening."""
+
     attempt: str
     """Id of the attempt."""
 
@@ -92,26 +95,49 @@ class Agreement:
 class Opening:
     """One opening, on one rank."""
 
-    def __init__(self, job: Job, step: int) -> None:
+    def __init__(self, job: Job, step: int, place: bytes) -> None:
+        """Take the next number.
+
+        Args:
+            job: The ranks.
+            step: The step being saved; -1 for a save by path.
+            place: 8-byte digest of where it goes.
+        """
         self._job, self._step = job, step
+        self._of = [step, place.hex()]
         self._deadline = job.deadline()
-        latest = job.key("opening", "next")
-        if job.board.present(latest):
-            (number,) = job.board.get_many([latest], job.left(self._deadline))
-            job.sequence = max(job.sequence, int(number))
-        while job.board.present(self._key("verdict", job.sequence)):
-            # Others opened and closed this number without us: join them at the next.
-            job.sequence += 1
+        # The same save refused before this rank came: it is over, and this rank's number with it. Joining the
+        # next number instead would leave ranks counting apart for good.
+        self._refused = self._refusal_before_us()
+        if self._refused is None:
+            latest = job.key("opening", "next")
+            if job.board.present(latest):
+                (number,) = job.board.get_many([latest], job.left(self._deadline))
+                job.sequence = max(job.sequence, int(number))
+            while job.board.present(self._key("verdict", job.sequence)):
+                # Others opened and closed this number without us: join them at the next.
+                job.sequence += 1
         self._sequence = job.sequence
         job.sequence += 1
+
+    def _refusal_before_us(self) -> str | None:
+        """Return what this very save was refused with, if the others have closed it already."""
+        key = self._key("verdict", self._job.sequence)
+        if not self._job.board.present(key):
+            return None
+        (text,) = self._job.board.get_many([key], self._job.left(self._deadline))
+        verdict = json.loads(text)
+        return str(verdict["refused"]) if "refused" in verdict and verdict.get("of") == self._of else None
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank cannot save, so that none of them waits for it. Never raises."""
         job = self._job
+        if self._refused is not None:
+            return
         try:
             key = self._key("open", self._sequence, job.comm.rank)
             job.board.set(key, _REFUSAL + error_text(error).encode(), job.left(self._deadline))
-            job.forget_later([key])
+            job.remember(self._sequence, [key])
             if job.comm.rank == 0:
                 self._settle("verdict", {"refused": error_text(error)})
         except (CheckpointError, TimeoutError):
@@ -134,12 +160,14 @@ class Opening:
             CheckpointError: Rank 0's survey, or another rank's own refusal.
             UnavailableError: Ranks did not open this save in time, or the key-value store is gone.
         """
+        if self._refused is not None:
+            raise error_from(self._refused)
         job = self._job
         rank = job.comm.rank
         key = self._key("open", self._sequence, rank)
         packed = _RECORD.pack(statement.step, statement.place, statement.layout, statement.agreeing, statement.other)
         job.board.set(key, packed, job.left(self._deadline))
-        job.forget_later([key, self._key("details", self._sequence, rank)])
+        job.remember(self._sequence, [key, self._key("details", self._sequence, rank)])
         verdict = self._settle("verdict", self._judge(survey)) if rank == 0 else self._await("verdict")
         if "describe" in verdict:
             if rank in _ranks(verdict["describe"]):
@@ -165,6 +193,7 @@ class Opening:
         note = verdict.get("note")
         assert isinstance(note, dict)
         return Agreement(
+            sequence=self._sequence,
             attempt=self._job.attempt_id(self._sequence, self._step),
             own_class=own,
             shared=holders,
@@ -272,13 +301,13 @@ class Opening:
     def _settle(self, name: str, verdict: Mapping[str, object]) -> dict[str, object]:
         """Set the verdict unless one is set; return the one that stands."""
         job = self._job
-        text = json.dumps(verdict).encode()
+        text = json.dumps({**verdict, "of": self._of}).encode()
         key = self._key(name, self._sequence)
         standing = job.board.compare_set(key, b"", text, job.left(job.deadline()))
         if job.comm.rank == 0:
             # Older verdicts are forgotten; who missed them finds its place by this number instead.
             job.board.set(job.key("opening", "next"), str(self._sequence + 1).encode(), job.left(job.deadline()))
-            job.forget_later([key])
+            job.remember(self._sequence, [key])
         document = json.loads(standing)
         assert isinstance(document, dict)
         return document

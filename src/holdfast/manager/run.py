@@ -107,9 +107,6 @@ class Run:
 
     def _continue_from(self, place: Place, run_id: str, digest: str) -> None:
         assert place.step is not None, "a run saves steps"
-        if not digest:
-            # Another rank committed; rank 0, whose word counts, reads what it published.
-            digest = read_manifest(self._store, place.folder).digest if self._job.comm.rank == 0 else ""
         self._parent = Parent(run_id, place.step, digest)
 
     def _choose(self, step: int | None) -> Place | None:

@@ -24,7 +24,7 @@ from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
-from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.digest import hex_digest_of, short_digest_of
 from holdfast.repository.index import Index, encode_index
 from holdfast.repository.manifest import encode_manifest
 from holdfast.repository.names import index_name, is_attempt_folder, part_name
@@ -59,6 +59,8 @@ class Save:
         writer: PackWriter,
         identify: Callable[[], Identity],
         on_commit: Callable[[Place, str, str], None],
+        *,
+        awaited: bool = False,
     ) -> None:
         self._job, self._framework, self._place, self._writer = job, framework, place, writer
         self._identify, self._on_commit = identify, on_commit
@@ -66,7 +68,7 @@ class Save:
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
         self._start = job.clock.monotonic_seconds()
         self._own_keys: list[str] = []
-        self.handle = SaveHandle(self._name)
+        self.handle = SaveHandle(self._name, awaited=awaited)
 
     def begin(self, state: Mapping[str, object], selection: Selection) -> SaveHandle:
         """Agree, write this rank's share, and leave the commit to the background.
@@ -75,24 +77,30 @@ class Save:
             InvalidError: The state, or what the ranks are about to do, is wrong; nothing was written.
         """
         try:
-            opening = Opening(self._job, self._step)
+            opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
                 collected = self._framework.collect(state, selection)
                 digests = Digests(collected, self._job, self._place)
-            except Exception as error:
+            except BaseException as error:
                 opening.refuse(error)
-                raise
+                if isinstance(error, InvalidError) or not isinstance(error, Exception):
+                    raise
+                kind = type(error).__name__
+                raise InvalidError(f"{self._name}: the state could not be taken apart: {kind}: {error}") from error
             agreement = opening.agree(digests.statement(self._step), digests.details, self._survey)
         except InvalidError:
             raise
         except (CheckpointError, TimeoutError) as error:
             self.handle.fail(_typed(error, self._name))
             return self.handle
-        ballot = Ballot(self._job, agreement.attempt, self._name)
+        ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
         try:
             report, vote_of = self._write(collected, digests, agreement)
-        except Exception as error:  # noqa: BLE001 - a failed save never ends training
+        except BaseException as error:
             self._lose(ballot, agreement, error)
+            if not isinstance(error, Exception):
+                # Ctrl-C is the caller's, but the other ranks must not wait for this one.
+                raise
             return self.handle
         self.handle.reach_staged()
         self._job.in_background(self._finish, ballot, agreement, vote_of, report)
@@ -158,7 +166,15 @@ class Save:
         return Vote(len(data), hex_digest_of(data))
 
     def _finish(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report: SaveReport) -> None:
-        """Vote, commit or wait for who does; runs in the background and never raises."""
+        """Vote, commit or wait for who does; runs in the background and never leaves a handle undecided."""
+        try:
+            self._conclude(ballot, agreement, vote_of, report)
+        except BaseException as error:
+            if not self.handle.committed.done():
+                self.handle.fail(_unknown(self._name, self._place, f"{type(error).__name__}: {error}"))
+            raise
+
+    def _conclude(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report: SaveReport) -> None:
         try:
             digest = self._decide(ballot, agreement, vote_of)
         except Aborted as aborted:
@@ -174,17 +190,16 @@ class Save:
     def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
         """Return the digest of the manifest once it is published."""
         if not ballot.vote(vote_of()):
-            ballot.await_result()
-            return ""
+            return ballot.await_result()
         try:
             digest = self._publish(ballot.votes(), agreement)
         except _PublishFailed as failure:
-            ballot.announce(failure, certain=False)
+            ballot.announce_failure(failure, certain=False)
             raise Undecided(str(failure), storage_knows=False) from failure
         except Exception as error:
-            ballot.announce(error)
+            ballot.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
-        ballot.announce()
+        ballot.announce_committed(digest)
         self._sweep(agreement)
         return digest
 
@@ -261,9 +276,13 @@ class Save:
         self._on_commit(self._place, str(agreement.note["run_id"]), digest)
         if self._job.comm.rank == 0:
             logger.info("%s: committed in %.2f s, %d bytes on this rank", self._name, seconds, report.bytes)
-        self.handle.reach_committed(_with_seconds(report, seconds))
+        self.handle.reach_committed(replace(report, committed_seconds=seconds))
+        try:
+            self._job.forget_before(agreement.sequence)
+        except CheckpointError as error:
+            logger.warning("%s: old keys of the key-value store stay for now: %s", self._name, error)
 
-    def _lose(self, ballot: Ballot, agreement: Agreement, error: Exception) -> None:
+    def _lose(self, ballot: Ballot, agreement: Agreement, error: BaseException) -> None:
         """A failure on this rank before anything was published: abort everywhere, leave nothing behind."""
         try:
             ballot.abort(error)
@@ -291,7 +310,13 @@ class Save:
 
 
 def save_checkpoint(
-    job: Job, framework: Framework, store: Store, state: Mapping[str, object], selection: Selection
+    job: Job,
+    framework: Framework,
+    store: Store,
+    state: Mapping[str, object],
+    selection: Selection,
+    *,
+    awaited: bool,
 ) -> SaveHandle:
     """Begin to save the one checkpoint that `store` is to hold. Errors as `Save.begin`."""
 
@@ -300,7 +325,8 @@ def save_checkpoint(
 
     place = Place(store, "", None)
     writer = PackWriter(store, job.settings)
-    return Save(job, framework, place, writer, identify, lambda *_: None).begin(state, selection)
+    save = Save(job, framework, place, writer, identify, lambda *_: None, awaited=awaited)
+    return save.begin(state, selection)
 
 
 class _PublishFailed(UnavailableError):
@@ -336,10 +362,6 @@ def _layouts(collected: Collected) -> tuple[tuple[tuple[int, ...], tuple[str, ..
         if shard.layout is not None
     )
     return tuple((mesh, placements, count) for (mesh, placements), count in sorted(counted.items()))
-
-
-def _with_seconds(report: SaveReport, seconds: float) -> SaveReport:
-    return replace(report, committed_seconds=seconds)
 
 
 def _software() -> dict[str, str]:
