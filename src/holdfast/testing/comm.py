@@ -92,8 +92,11 @@ class ThreadGroup:
         """Make a group of `world_size` ranks, none of which waits for the others longer than the timeout."""
         self.world_size = world_size
         self.board = ThreadBoard()
-        self._meeting = threading.Barrier(world_size, timeout=timeout_seconds)
-        self._payloads = [b""] * world_size
+        self._timeout_seconds = timeout_seconds
+        self._changed = threading.Condition()
+        self._rounds: list[dict[int, bytes]] = []
+        self._calls = [0] * world_size
+        self._dead = False
 
     def exchange(self, rank: int, payload: bytes) -> list[bytes]:
         """Return every rank's payload once all have called.
@@ -101,18 +104,26 @@ class ThreadGroup:
         Raises:
             UnavailableError: A rank did not come in time, or is known to be dead.
         """
-        self._payloads[rank] = bytes(payload)
-        try:
-            self._meeting.wait()
-            payloads = list(self._payloads)
-            self._meeting.wait()
-        except threading.BrokenBarrierError as error:
-            raise UnavailableError(f"rank {rank}: another rank did not come to a collective") from error
-        return payloads
+        with self._changed:
+            number = self._calls[rank]
+            self._calls[rank] += 1
+            if number == len(self._rounds):
+                self._rounds.append({})
+            payloads = self._rounds[number]
+            payloads[rank] = bytes(payload)
+            self._changed.notify_all()
+            # A collective that all have reached is complete, whatever becomes of one of them afterwards.
+            self._changed.wait_for(lambda: len(payloads) == self.world_size or self._dead, self._timeout_seconds)
+            if len(payloads) < self.world_size:
+                absent = [other for other in range(self.world_size) if other not in payloads]
+                raise UnavailableError(f"rank {rank}: ranks {absent} did not come to collective {number}")
+            return [payloads[other] for other in range(self.world_size)]
 
     def rank_died(self) -> None:
-        """Let every collective fail from now on, as it does when a process is lost."""
-        self._meeting.abort()
+        """Let every collective that waits for a rank fail from now on, as it does when a process is lost."""
+        with self._changed:
+            self._dead = True
+            self._changed.notify_all()
 
 
 class ThreadComm:

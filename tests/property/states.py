@@ -1,0 +1,152 @@
+"""Random meshes, placements, tensors and states, and what each rank of a job makes of them."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from holdfast.manager.job import Job
+from holdfast.manager.run import Run
+from holdfast.ports.clock import SystemClock
+from holdfast.settings import Settings
+from holdfast.spec.dtype import DTYPES
+from holdfast.spec.tensor import Layout, Placement, Role
+from holdfast.stores.memory import MemoryStore
+from holdfast.testing.comm import ThreadComm
+from holdfast.testing.framework import GlobalTensor, NumpyFramework
+
+SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
+WORLD_SIZE_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor to be saved, and how two jobs lay it out."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    seed: int
+    role: Role
+    saved: Layout | None
+    loaded: Layout | None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def array(self) -> NDArray[np.generic]:
+        """Every bit pattern the dtype has: NaNs with payloads, negative zeros, subnormals."""
+        chance = np.random.default_rng(self.seed)
+        if self.dtype == "bool":
+            return chance.integers(0, 2, self.shape).astype(bool)
+        raw = chance.integers(0, 256, self.bytes, dtype=np.uint8)
+        return np.frombuffer(raw.tobytes(), DTYPES[self.dtype].numpy).reshape(self.shape)
+
+    def for_save(self) -> GlobalTensor:
+        return GlobalTensor(self.dtype, self.array(), self.saved, self.role)
+
+    def for_load(self) -> GlobalTensor:
+        """A target in which every byte differs from what was saved, so that one not filled shows."""
+        flipped = self.array().copy()
+        raw = flipped.reshape(-1).view(np.uint8)
+        raw ^= 1 if self.dtype == "bool" else 0xFF
+        return GlobalTensor(self.dtype, flipped, self.loaded, self.role)
+
+
+@dataclass(frozen=True, slots=True)
+class Job2Job:
+    """A state saved by one job and loaded by another."""
+
+    save_ranks: int
+    load_ranks: int
+    tensors: tuple[Tensor, ...]
+
+
+_LENGTHS = st.sampled_from((0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17))
+_LARGE_SHAPES = st.sampled_from(((4097,), (64, 80), (3, 1500), (1500, 3), (5, 1, 1111), (9001,), (2, 3, 4, 300)))
+SHAPES = st.one_of(st.lists(_LENGTHS, max_size=4).map(tuple), _LARGE_SHAPES)
+
+
+@st.composite
+def meshes(draw: st.DrawFn, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A mesh of 1 to 3 dimensions over some or all ranks, in any order."""
+    shape: list[int] = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape.append(draw(st.integers(1, world_size // math.prod(shape))))
+    ranks = draw(st.permutations(range(world_size)))[: math.prod(shape)]
+    return tuple(shape), tuple(ranks)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, world_size: int, ndim: int) -> Layout:
+    """A mesh, and for each of its dimensions any placement, the same dimension of the tensor twice included."""
+    shape, ranks = draw(meshes(world_size))
+    dims = st.one_of(st.none(), st.integers(0, ndim - 1)) if ndim else st.none()
+    return Layout(shape, ranks, tuple(Placement(draw(dims)) for _ in shape))
+
+
+@st.composite
+def tensors(draw: st.DrawFn, number: int, save_ranks: int, load_ranks: int, meshed: tuple[Layout, ...]) -> Tensor:
+    shape = draw(SHAPES)
+    dims = st.one_of(st.none(), st.integers(0, len(shape) - 1)) if shape else st.none()
+
+    def laid_out(world_size: int, shared: tuple[Layout, ...]) -> Layout | None:
+        kind = draw(st.integers(0, 3))
+        if kind == 0:
+            return None
+        if kind == 1 or not shared:
+            return draw(layouts(world_size, len(shape)))
+        mesh = draw(st.sampled_from(shared))
+        return replace(mesh, placements=tuple(Placement(draw(dims)) for _ in mesh.mesh_shape))
+
+    return Tensor(
+        fqn=draw(st.sampled_from(("layer", "ß.weight", "a.b.c"))) + f".{number}",
+        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        shape=shape,
+        seed=draw(st.integers(0, 1 << 16)),
+        role=draw(st.sampled_from(Role)),
+        saved=laid_out(save_ranks, meshed),
+        loaded=laid_out(load_ranks, ()),
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job2Job:
+    """Several tensors, most of them on a mesh that others share, as in a real model."""
+    save_ranks = draw(st.integers(1, WORLD_SIZE_MAX))
+    load_ranks = draw(st.integers(1, WORLD_SIZE_MAX))
+    meshed = tuple(
+        Layout(shape, ranks, ()) for shape, ranks in draw(st.lists(meshes(save_ranks), min_size=1, max_size=2))
+    )
+    count = draw(st.integers(1, 6))
+    return Job2Job(
+        save_ranks,
+        load_ranks,
+        tuple(draw(tensors(number, save_ranks, load_ranks, meshed)) for number in range(count)),
+    )
+
+
+def fresh_store() -> MemoryStore:
+    """An empty store that only this test knows."""
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def empty(store: MemoryStore) -> None:
+    """Give the memory of a store back."""
+    store.delete([entry.key for entry in store.list()])
+
+
+def run_of(comm: ThreadComm, store: MemoryStore, settings: Settings = SETTINGS) -> Run:
+    """A run as the public verbs would build it, over threads and numpy."""
+    return Run(store, Job(comm, SystemClock(), settings), NumpyFramework(comm.rank))
+
+
+def state_on(tensors: tuple[Tensor, ...], view: Callable[[Tensor], GlobalTensor]) -> Mapping[str, object]:
+    return {tensor.fqn: view(tensor) for tensor in tensors}

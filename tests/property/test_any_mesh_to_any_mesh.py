@@ -1,0 +1,178 @@
+"""Whatever layout a state was saved on, it comes back bit-exact on whatever layout it is loaded on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import HealthCheck, given, note, settings
+
+from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.ports.framework import Selection
+from holdfast.repository.catalog import read_index, read_manifest
+from holdfast.repository.index import Index
+from holdfast.repository.names import rank_of_pack, step_folder
+from holdfast.settings import Settings
+from holdfast.spec.box import Box
+from holdfast.spec.manifest import Manifest
+from holdfast.spec.placement import coordinate_of, replica_ranks
+from holdfast.spec.plan import Piece
+from holdfast.stores.memory import MemoryStore
+from holdfast.testing.comm import ThreadComm, run_ranks
+from holdfast.testing.framework import GlobalTensor
+from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
+
+STEP = 7
+ANYTHING = Selection()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(jobs())
+def test_saved_on_one_layout_loaded_on_another(job: Job2Job) -> None:
+    store = fresh_store()
+    try:
+        save(store, job)
+        folder = step_folder(STEP)
+        manifest = read_manifest(store, folder)
+        index = read_index(store, folder, manifest)
+        stored = [tensor for tensor in job.tensors if tensor.fqn in index.tensors]
+        assert {tensor.fqn for tensor in stored} == {each.fqn for each in job.tensors}
+        for tensor in stored:
+            require_each_element_once(tensor, index.pieces_of(tensor.fqn))
+        require_each_byte_once(store, job, manifest, index)
+        require_written_by_holders(job, index)
+        require_balance(job, index)
+        load(store, job, index)
+    finally:
+        empty(store)
+
+
+def save(store: MemoryStore, job: Job2Job) -> None:
+    def work(comm: ThreadComm) -> int:
+        run = run_of(comm, store)
+        report = run.save(STEP, {**state_on(job.tensors, Tensor.for_save), "step": 7}, ANYTHING).wait()
+        run.close()
+        assert report is not None
+        return report.bytes
+
+    written = run_ranks(job.save_ranks, work)
+    note(f"bytes by rank: {written}")
+    assert sum(written) == sum(tensor.bytes for tensor in job.tensors)
+
+
+def require_each_element_once(tensor: Tensor, pieces: Sequence[Piece]) -> None:
+    count = np.zeros(tensor.shape, dtype=np.int64)
+    for piece in pieces:
+        count[piece.box.relative_to((0,) * len(tensor.shape))] += 1
+    assert (count == 1).all(), f"{tensor.fqn}: covered {count.min()} to {count.max()} times by {pieces}"
+
+
+def require_each_byte_once(store: MemoryStore, job: Job2Job, manifest: Manifest, index: Index) -> None:
+    data_bytes = 0
+    for pack in manifest.packs:
+        raw = store.get(f"{step_folder(STEP)}{manifest.attempt}/{pack.name}", 1 << 30)
+        header_bytes = 8 + int.from_bytes(raw[:8], "little")
+        assert header_bytes % 4096 == 0
+        data_bytes += len(raw) - header_bytes
+        at = header_bytes
+        for piece in sorted((p for p in index.all_pieces() if p.pack == pack.name), key=lambda p: (p.offset, p.bytes)):
+            assert piece.offset == at
+            assert piece.offset % piece.tensor.itemsize == 0
+            assert len(piece.digests) == 16 * math.ceil(piece.bytes / SETTINGS.chunk_bytes)
+            at += piece.bytes
+        assert at == len(raw)
+    assert data_bytes == sum(tensor.bytes for tensor in job.tensors) == manifest.tensor_bytes
+
+
+def require_written_by_holders(job: Job2Job, index: Index) -> None:
+    for tensor in job.tensors:
+        held = tensor.for_save()
+        for piece in index.pieces_of(tensor.fqn):
+            rank = rank_of_pack(piece.pack)
+            assert any(box.contains(piece.box) for box in held.boxes_on(rank)), f"rank {rank} does not hold {piece}"
+
+
+def require_balance(job: Job2Job, index: Index) -> None:
+    """Within one replica group no member writes more than its even part and the unit that cannot be cut."""
+    loads: Counter[tuple[tuple[int, ...], int]] = Counter()
+    units: Counter[tuple[int, ...]] = Counter()
+    for tensor in job.tensors:
+        if tensor.saved is None:
+            continue
+        for rank in tensor.saved.mesh_ranks:
+            group = replica_ranks(tensor.saved, coordinate_of(tensor.saved, rank))
+            for box in tensor.for_save().boxes_on(rank):
+                units[group] = max(units[group], uncut_bytes(tensor, box))
+        for piece in index.pieces_of(tensor.fqn):
+            rank = rank_of_pack(piece.pack)
+            loads[replica_ranks(tensor.saved, coordinate_of(tensor.saved, rank)), rank] += piece.bytes
+    for group, unit in units.items():
+        written = [loads[group, rank] for rank in group]
+        even = sum(written) / len(group)
+        assert max(abs(each - even) for each in written) <= unit + 1, f"{group}: {written}, unit {unit}"
+
+
+def uncut_bytes(tensor: Tensor, box: Box) -> int:
+    held_bytes = box.numel * (tensor.bytes // max(math.prod(tensor.shape), 1))
+    longer = [length for length in box.shape if length > 1]
+    return held_bytes // longer[0] if longer and held_bytes >= SETTINGS.chunk_bytes else held_bytes
+
+
+def load(store: MemoryStore, job: Job2Job, index: Index) -> None:
+    def work(comm: ThreadComm) -> tuple[dict[str, object], LoadReport]:
+        run = run_of(comm, store)
+        state = {**state_on(job.tensors, Tensor.for_load), "step": 0}
+        assert run.load(LoadRequest(state, ANYTHING, strict=True, cast=False), None) == STEP
+        run.close()
+        assert run.load_report is not None
+        return state, run.load_report
+
+    for rank, (state, report) in enumerate(run_ranks(job.load_ranks, work)):
+        assert state["step"] == 7
+        for tensor in job.tensors:
+            target = state[tensor.fqn]
+            assert isinstance(target, GlobalTensor)
+            require_filled_within(tensor, target, rank)
+        require_needed_chunks(job, index, rank, report)
+
+
+def require_filled_within(tensor: Tensor, target: GlobalTensor, rank: int) -> None:
+    """Every bit of what the rank wants is as saved, and nothing else was touched."""
+    expected = tensor.for_load().array.copy()
+    for box in target.boxes_on(rank):
+        where = box.relative_to((0,) * len(tensor.shape))
+        expected[where] = tensor.array()[where]
+    assert target.array.tobytes() == expected.tobytes(), f"{tensor.fqn} on rank {rank}"
+
+
+def require_needed_chunks(job: Job2Job, index: Index, rank: int, report: LoadReport) -> None:
+    wanted = [WantedBoxes(t.fqn, t.for_load().boxes_on(rank)) for t in job.tensors]
+    plan = load_plan(wanted, index.pieces_of, SETTINGS.window_bytes)
+    planned = [(run.pack, chunk.offset, chunk.bytes) for run in plan.runs for chunk in run.chunks]
+    needed = {
+        (piece.pack, piece.offset + start, min(SETTINGS.chunk_bytes, piece.bytes - start))
+        for each in wanted
+        for piece in index.pieces_of(each.stored_fqn)
+        for start in chunk_starts(piece, each.boxes, SETTINGS)
+    }
+    assert len(planned) == len(set(planned)), "a chunk is read twice"
+    assert set(planned) == needed
+    for run in plan.runs:
+        assert (run.start, run.stop) == (run.chunks[0].offset, run.chunks[-1].offset + run.chunks[-1].bytes)
+        assert run.stop - run.start == sum(chunk.bytes for chunk in run.chunks), "a run has a gap"
+        assert run.stop - run.start <= SETTINGS.window_bytes
+    assert report.bytes == sum(count for _, _, count in needed)
+
+
+def chunk_starts(piece: Piece, boxes: Sequence[Box], settings: Settings) -> set[int]:
+    """Which chunks hold an element of the boxes, element by element."""
+    chunk_of = np.arange(piece.box.numel).reshape(piece.box.shape) * piece.tensor.itemsize // settings.chunk_bytes
+    found: set[int] = set()
+    for box in boxes:
+        overlap = box.intersect(piece.box)
+        if overlap is not None:
+            found |= {int(number) for number in np.unique(chunk_of[overlap.relative_to(piece.box.start)])}
+    return {number * settings.chunk_bytes for number in found}
