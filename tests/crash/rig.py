@@ -6,6 +6,8 @@ import functools
 import hashlib
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +160,10 @@ def in_child(act: Callable[[], None]) -> Ending:
             act()
             os.write(writing, b"!")
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:

@@ -95,24 +95,24 @@ def resume(root: Path, *, committed: bool) -> None:
         run.close()
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def template(in_memory: Path) -> Path:
     """A root with one committed step."""
-    root = tmp_path_factory.mktemp("kill") / "root"
+    root = in_memory / "template"
     committed_at(root, OLD)
     return root
 
 
 @pytest.mark.parametrize("save", [save_over_syscalls, save_over_board, save_over_store])
-def test_old_or_new_whole_wherever_the_process_dies(template: Path, tmp_path: Path, save: Saver) -> None:
-    fates = sweep(template, tmp_path, save, {OLD})
+def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: Path, save: Saver) -> None:
+    fates = sweep(template, in_memory, save, {OLD})
     print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")
     assert fates.count("old") >= 5, "most of a save comes before its commit"
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
 
 
-def test_first_save_of_a_run_dies_anywhere(tmp_path: Path) -> None:
-    fates = sweep(tmp_path / "none", tmp_path / "runs" / "deep", save_over_syscalls, set())
+def test_first_save_of_a_run_dies_anywhere(in_memory: Path) -> None:
+    fates = sweep(in_memory / "none", in_memory / "runs" / "deep", save_over_syscalls, set())
     assert "old" in fates
     assert "new" in fates
 

@@ -1,0 +1,143 @@
+"""The power goes at 50 points of a save, on a real ext4: what was acknowledged loads, what is visible is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.testing.faults import Faults, Operation
+from tests.crash.mounts import cut_power, mounted, new_image, workplace
+from tests.crash.rig import (
+    EVERYTHING,
+    NEW,
+    NEXT,
+    OLD,
+    committed_at,
+    local_store,
+    paths_under,
+    require_clean,
+    require_whole,
+    run_at,
+    training_state,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+POINTS = 50
+IMAGE_MIB = 16
+
+
+def stop_here(operation: Operation) -> None:
+    """Hold the whole process: everything it did so far is done, nothing more comes."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with workplace() as folder:
+        yield folder
+
+
+@pytest.fixture
+def template(place: Path) -> Path:
+    """An image with one committed step, whose file system was unmounted in good order."""
+    image = place / "template"
+    new_image(image, IMAGE_MIB)
+    with mounted(image, place / "m", options="loop") as mount:
+        committed_at(mount / "root", OLD)
+    return image
+
+
+def operations_of_a_save(place: Path) -> int:
+    committed_at(place / "counted", OLD)
+    faults = Faults()
+    save(place / "counted", faults)
+    shutil.rmtree(place / "counted")
+    return faults.counted
+
+
+def save(root: Path, faults: Faults) -> None:
+    run_at(local_store(root, faults)).save(NEW, training_state(NEW), EVERYTHING).wait()
+
+
+def save_until_the_power_goes(mount: Path, at: int) -> bool:
+    """Save in another process up to its n-th operation, then cut the power; return whether it was acknowledged."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            save(mount / "root", Faults(stop_here, at=at))
+            os.write(writing, b"!")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    try:
+        cut_power(mount)
+    finally:
+        if os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        return pipe.read() == b"!"
+
+
+def test_returned_save_survives_power_cut(place: Path, template: Path) -> None:
+    total = operations_of_a_save(place)
+    # The last ones lie behind the save: it returned, and at once the power went.
+    points = sorted({1 + round(number * (total + 1) / (POINTS - 1)) for number in range(POINTS)})
+    assert len(points) == POINTS
+    kept = acknowledged = 0
+    for at in points:
+        image = place / "image"
+        shutil.copyfile(template, image)
+        with mounted(image, place / "m", options="loop") as mount:
+            returned = save_until_the_power_goes(mount, at)
+        with mounted(image, place / "m", options="loop") as mount:
+            root = mount / "root"
+            try:
+                steps = set(run_at(local_store(root)).steps())
+                assert steps in ({OLD}, {OLD, NEW})
+                assert NEW in steps or not returned, "an acknowledged checkpoint was lost"
+                require_whole(root, steps)
+                step = NEXT if NEW in steps else NEW
+                committed_at(root, step)
+                require_whole(root, steps | {step})
+                require_clean(root, step)
+            except BaseException as error:
+                error.add_note(f"power cut at operation {at} of {total}; found {sorted(paths_under(mount))}")
+                raise
+        acknowledged += returned
+        kept += NEW in steps
+    print(f"{len(points)} power cuts: {acknowledged} saves had returned, {kept} new checkpoints survived, 0 lost")
+    assert acknowledged >= 1
+    assert kept >= acknowledged
+    assert kept < len(points)
+
+
+def test_the_power_cut_is_a_real_one(place: Path, template: Path) -> None:
+    """A file that was written but not synced is gone afterwards, or the test above would test nothing."""
+    with mounted(template, place / "m", options="loop") as mount:
+        for name, synced in (("synced", True), ("not-synced", False)):
+            with (mount / name).open("wb") as file:
+                file.write(b"x" * 10_000)
+                if synced:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    folder = os.open(mount, os.O_RDONLY)
+                    os.fsync(folder)
+                    os.close(folder)
+        cut_power(mount)
+    with mounted(template, place / "m", options="loop") as mount:
+        assert (mount / "synced").read_bytes() == b"x" * 10_000
+        assert not (mount / "not-synced").exists()
