@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated
@@ -47,6 +48,7 @@ def inspect(
             stdout().json(_document(checkpoint, names, tensors))
             return
         screen = stdout()
+        names.sort(key=_natural)
         _show_provenance(screen, checkpoint)
         short = screen.interactive and not everything
         _show_tensors(screen, checkpoint, names, TENSORS_MAX if short else None)
@@ -61,6 +63,11 @@ def _chosen(checkpoint: api.Checkpoint, glob: str | None) -> list[str]:
         return list(checkpoint.tensors)
     tied = {fqn for alias, fqn in checkpoint.aliases.items() if fnmatchcase(alias, glob)}
     return [fqn for fqn in checkpoint.tensors if fqn in tied or fnmatchcase(fqn, glob)]
+
+
+def _natural(fqn: str) -> list[tuple[int, str]]:
+    """Return what sorts `layers.2` before `layers.10`."""
+    return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d{1,18})", fqn)]
 
 
 def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
