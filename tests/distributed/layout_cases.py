@@ -18,6 +18,7 @@ from holdfast.errors import InvalidError
 from tests.distributed.launch import World
 from tests.distributed.networks import NormNet, adamw, digest, digests, plain, sharded, train
 
+
 def _grid(mesh: list[int] | None) -> DeviceMesh | None:
     return None if mesh is None else init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("replicate", "shard"))
 

@@ -16,6 +16,7 @@ from holdfast.frameworks.torch.tensors import (
     TorchTarget,
     held_box,
     layout_of,
+    local_of,
     require_storable,
     storage_key,
     torch_dtype,
@@ -47,6 +48,7 @@ class TorchRestoration:
         self.unexpected: list[str] = []
         self.skipped: list[str] = []
         self._used: set[str] = set()
+        self._names: set[str] = set()
         self._ties: dict[tuple[object, ...], tuple[str, str]] = {}
         self._finishes: list[Callable[[], None]] = []
         root = walk(state)
@@ -74,6 +76,14 @@ class TorchRestoration:
         if tensor.is_meta:
             raise InvalidError(
                 f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
+            )
+        if fqn in self._names:
+            raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
+        self._names.add(fqn)
+        if any(length > 1 and not step for length, step in zip(tensor.shape, local_of(tensor).stride(), strict=True)):
+            raise InvalidError(
+                f"{fqn}: the target is expanded, several of its elements are one place in memory; "
+                "pass tensor.contiguous() or what it was expanded from"
             )
         self._used.add(stored)
         layout = layout_of(tensor, fqn, self._rank_of_global) if isinstance(tensor, DTensor) else None

@@ -172,7 +172,9 @@ class TorchTarget:
         self._stored = torch_dtype(stored_dtype)
         # In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch
         # would spread each copy over its own threads, which fight with the reading ones for the same cores.
-        plain = self._local.device.type == "cpu" and self._local.dtype == self._stored
+        # What shows its memory conjugated or negated is left to torch, which knows what to write there.
+        lazy = self._local.is_conj() or self._local.is_neg()
+        plain = self._local.device.type == "cpu" and self._local.dtype == self._stored and not lazy
         self._bits = self._local.view(_BITS[self._stored.itemsize]).numpy() if plain else None
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
@@ -208,6 +210,8 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
         tuple(local.shape),
         local.stride(),
         local.dtype,
+        local.is_conj(),
+        local.is_neg(),
         tuple(tensor.shape),
         placements,
     )
