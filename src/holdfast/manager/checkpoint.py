@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -120,7 +121,8 @@ class Checkpoint:
         plan = load_plan([WantedBoxes(stored, (box,))], self.index.pieces_of, self._settings.window_bytes)
         prefix = f"{self._place.folder}{self.manifest.attempt}/"
         carry_out(plan, self._place.store, prefix, [target], self._settings)
-        array = target.array[rest]
+        # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
+        array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
 
     def pieces(self, fqn: str) -> list[Piece]:
@@ -157,23 +159,30 @@ def _box_of(
     start, stop = [], []
     rest: list[Selector] = []
     for length, each in zip(shape, (*selectors, *(slice(None),) * (len(shape) - len(selectors))), strict=True):
-        if isinstance(each, int) and not isinstance(each, bool):
-            at = each + length if each < 0 else each
-            if not 0 <= at < length:
-                raise InvalidError(f"{fqn}: index {each} of a dimension of length {length}")
-            start.append(at)
-            stop.append(at + 1)
-            rest.append(0)
-        elif isinstance(each, slice):
-            first, last, stride = each.indices(length)
+        first, last, left = _run_of(each, length, fqn)
+        start.append(first)
+        stop.append(last)
+        rest.append(left)
+    return Box(tuple(start), tuple(stop)), tuple(rest)
+
+
+def _run_of(selector: object, length: int, fqn: str) -> tuple[int, int, int | slice]:
+    """Return the half-open run of a dimension that a selector needs, and what is left to do to the run."""
+    try:
+        if isinstance(selector, slice):
+            first, last, stride = selector.indices(length)
             if stride < 1:
                 raise InvalidError(f"{fqn}: slice step {stride}; expected a positive step")
-            start.append(min(first, max(last, first)))
-            stop.append(max(last, first))
-            rest.append(slice(None, None, stride))
-        else:
-            raise InvalidError(f"{fqn}: index {each!r}; expected integers and slices")
-    return Box(tuple(start), tuple(stop)), tuple(rest)
+            return first, max(last, first), slice(None, None, stride)
+        if isinstance(selector, bool):
+            raise TypeError("a bool is a mask")
+        asked = operator.index(selector)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise InvalidError(f"{fqn}: index {selector!r:.80}; expected integers and slices ({error})") from error
+    at = asked + length if asked < 0 else asked
+    if not 0 <= at < length:
+        raise InvalidError(f"{fqn}: index {asked} of a dimension of length {length}")
+    return at, at + 1, 0
 
 
 def _shown(value: Value) -> object:
