@@ -294,12 +294,12 @@ def test_a_process_out_of_file_descriptors(template: Path, in_memory: Path) -> N
             assert isinstance(error, UnavailableError), error
             assert "EMFILE" in str(error), error
             failed += 1
-            # Removing takes descriptors too: what one failure leaves, a later commit at the step removes.
-            assert before.items() <= content_under(root).items()
             os.close(held.pop())
-        assert failed > 2
+        assert failed > 1
         for fd in held:
             os.close(fd)
+        # Removing takes descriptors too: what a failure left, the commit at the step removed.
+        assert before.items() <= content_under(root).items()
 
     assert in_child(work).acknowledged
     require_loads(run_at(local_store(root)), NEW)

@@ -16,7 +16,7 @@ from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import index_from, read_file
+from holdfast.repository.catalog import index_from, manifest_in, read_file
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
@@ -178,7 +178,7 @@ def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tu
 
 def _manifest_and_index(place: Place) -> list[bytes]:
     data = manifest_bytes_at(place)
-    manifest = decode_manifest(data, f"{place.url}/manifest.json")
+    manifest = manifest_in(place.folder, data, f"{place.url}/manifest.json")
     return [data, *(read_file(place.store, place.folder, manifest.attempt, record) for record in manifest.indexes)]
 
 

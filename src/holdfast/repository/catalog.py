@@ -78,8 +78,29 @@ def read_manifest_bytes(store: Store, folder: str) -> bytes:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Return the manifest of the checkpoint in `folder`."""
-    return decode_manifest(read_manifest_bytes(store, folder), f"{store.url}/{folder}{MANIFEST_FILE}")
+    """Return the manifest of the checkpoint in `folder`.
+
+    Raises:
+        MissingError: There is no checkpoint.
+        CorruptError: It is damaged, or that of another step.
+    """
+    return manifest_in(folder, read_manifest_bytes(store, folder), f"{store.url}/{folder}{MANIFEST_FILE}")
+
+
+def manifest_in(folder: str, data: bytes, where: str) -> Manifest:
+    """Return the manifest that was read in `folder`.
+
+    Raises:
+        CorruptError: It is damaged, or that of another step: training would resume at the wrong one.
+    """
+    manifest = decode_manifest(data, where)
+    step = step_of_folder(folder.rstrip("/"))
+    if step is not None and manifest.step != step:
+        raise CorruptError(
+            f"{where}: is of step {manifest.step}; expected step {step}, as its folder says. "
+            "It was copied or renamed: choose another step"
+        )
+    return manifest
 
 
 def confirmed_manifest(store: Store, folder: str) -> Manifest:

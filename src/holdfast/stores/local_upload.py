@@ -59,6 +59,7 @@ class LocalUpload:
         self._completed = False
         self._removed = False
         self._distrust = ""
+        self._identity: os.stat_result | None = None
 
     @classmethod
     def begin(
@@ -122,8 +123,14 @@ class LocalUpload:
             UnavailableError: It could not be removed; call again once the cause is healed.
         """
         with self._ending, translated("remove", self._where):
-            if not self._completed and not self._removed:
+            if self._completed or self._removed:
+                return
+            try:
                 self._remove()
+            except OSError:
+                # Its descriptor goes in any case: where there are none left, one kept here would keep it so.
+                self._close_when_unused()
+                raise
 
     def _prepare(self) -> None:
         try:
@@ -150,12 +157,13 @@ class LocalUpload:
 
     def _remove(self) -> None:
         # The identity is checked, as another process may have deleted ours and stored its own under the name.
+        if self._identity is None and not self._closed:
+            self._identity = self._syscalls.fstat(self._fd)
         try:
             with self._folders.opened(self._parts[:-1]) as folder:
-                if not self._closed:
-                    ours = self._syscalls.fstat(self._fd)
-                    if os.path.samestat(ours, self._syscalls.stat(self._parts[-1], dir_fd=folder)):
-                        self._syscalls.unlink(self._parts[-1], dir_fd=folder)
+                ours = self._identity
+                if ours and os.path.samestat(ours, self._syscalls.stat(self._parts[-1], dir_fd=folder)):
+                    self._syscalls.unlink(self._parts[-1], dir_fd=folder)
         except FileNotFoundError:
             pass
         self._removed = True
