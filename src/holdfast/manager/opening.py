@@ -318,14 +318,24 @@ class Opening:
         try:
             (text,) = job.board.get_many([key], job.left(self._deadline) + _GRACE_SECONDS)
         except TimeoutError:
-            silent = UnavailableError(
-                f"{self._name}: rank 0 gave no verdict within {job.settings.commit_timeout_seconds} s. "
-                "Every rank must call save; look at rank 0"
-            )
+            silent = self._silence()
             return self._settle(name, _refusal(silent))
         document = json.loads(text)
         assert isinstance(document, dict)
         return document
+
+    def _silence(self) -> UnavailableError:
+        """Return why there is no verdict: rank 0 may still be waiting, for somebody else."""
+        job = self._job
+        keys = [self._key("open", self._sequence, rank) for rank in range(job.comm.world_size)]
+        absent = [rank for rank, key in enumerate(keys) if not job.board.present(key)]
+        patience = f"within {job.settings.commit_timeout_seconds} s of rank {job.comm.rank}"
+        if absent:
+            return UnavailableError(
+                f"{self._name}: ranks {_some(absent)} did not call save {patience}; expected all {len(keys)} ranks. "
+                "Every rank must call save; look at those ranks"
+            )
+        return UnavailableError(f"{self._name}: rank 0 called save and gave no verdict {patience}; look at rank 0")
 
     @property
     def _name(self) -> str:
@@ -372,9 +382,11 @@ def _disagreements(spoken: Mapping[int, Details]) -> list[str]:
     for rank, details in spoken.items():
         for fqn, table in details.plain.items():
             first_rank, first = shapes.setdefault(fqn, (rank, table))
-            if first[:2] != table[:2]:
-                said.append(
-                    f"{fqn} ({first[0]} {list(first[1])} on rank {first_rank} ≠ {table[0]} {list(table[1])} "
-                    f"on rank {rank})"
-                )
+            if first != table:
+                said.append(f"{fqn} ({_described(first)} on rank {first_rank} ≠ {_described(table)} on rank {rank})")
     return said
+
+
+def _described(plain: tuple[str, tuple[int, ...], Role]) -> str:
+    dtype, shape, role = plain
+    return f"{role.value} of {dtype} {list(shape)}"

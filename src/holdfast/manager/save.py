@@ -23,7 +23,7 @@ from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import confirmed_manifest
+from holdfast.repository.catalog import confirmed_manifest, exists
 from holdfast.repository.digest import hex_digest_of, short_digest_of
 from holdfast.repository.index import Index, encode_index
 from holdfast.repository.manifest import encode_manifest
@@ -81,13 +81,14 @@ class Save:
             try:
                 collected = self._framework.collect(state, selection)
                 digests = Digests(collected, self._job, self._place)
+                statement = digests.statement(self._step)
             except BaseException as error:
-                opening.refuse(error)
-                if isinstance(error, InvalidError) or not isinstance(error, Exception):
+                refusal = _refusal(error, self._name)
+                opening.refuse(refusal)
+                if refusal is error:
                     raise
-                kind = type(error).__name__
-                raise InvalidError(f"{self._name}: the state could not be taken apart: {kind}: {error}") from error
-            agreement = opening.agree(digests.statement(self._step), digests.details, self._survey)
+                raise refusal from error
+            agreement = opening.agree(statement, digests.details, self._survey)
         except InvalidError:
             raise
         except (CheckpointError, TimeoutError) as error:
@@ -238,9 +239,19 @@ class Save:
         except ConflictError:
             raise
         except Exception as error:
-            # Whatever it was (a folder that may not be opened to be synced), the name may have been given before.
+            # The name may have been given before it failed (a folder could not be synced), or be given later.
+            if self._is_certainly_absent():
+                raise
             raise _PublishFailed(str(error)) from error
         return hex_digest_of(data)
+
+    def _is_certainly_absent(self) -> bool:
+        """Return whether a manifest that could not be put is not there and will not come."""
+        store = self._place.store
+        try:
+            return store.failed_calls_are_over and not exists(store, self._place.manifest_key)
+        except CheckpointError:
+            return False
 
     def _sweep(self, agreement: Agreement) -> None:
         """Remove what failed attempts left at this place: with a manifest here, none of them can publish any more."""
@@ -338,6 +349,13 @@ def _unknown(name: str, place: Place, reason: str) -> UnavailableError:
         f"{name}: outcome unknown: {reason}. The checkpoint may or may not be at {place.url}; nothing was removed. "
         "Look there (holdfast ls) before saving this step again"
     )
+
+
+def _refusal(error: BaseException, name: str) -> BaseException:
+    """Return what a state that could not be taken apart is refused with, on this rank and on the others alike."""
+    if isinstance(error, InvalidError) or not isinstance(error, Exception):
+        return error
+    return InvalidError(f"{name}: the state could not be taken apart: {type(error).__name__}: {error}")
 
 
 def _typed(error: BaseException, name: str) -> CheckpointError:
