@@ -60,6 +60,11 @@ class Store(Protocol):
         """Where the store lies, for messages."""
         ...
 
+    @property
+    def failed_calls_are_over(self) -> bool:
+        """Whether a call that raised can have no effect later; False where a request may still be on its way."""
+        ...
+
     def put(self, key: str, data: bytes) -> None:
         """Store a small object whole, replacing what was there; durable on return."""
         ...

@@ -199,6 +199,11 @@ class FaultyStore:
         """Return the inner store's."""
         return self._inner.url
 
+    @property
+    def failed_calls_are_over(self) -> bool:
+        """Return the inner store's."""
+        return self._inner.failed_calls_are_over
+
     def put(self, key: str, data: bytes) -> None:
         """As the port says."""
         self._faults.around("put", key, lambda: self._inner.put(key, data))
