@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from holdfast.settings import Settings
+    from holdfast.spec.sharded import Sharded
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "open_checkpoint",
     "CheckpointManager",
     "SaveHandle",
+    "Sharded",
     "Settings",
     "CheckpointError",
     "InvalidError",
@@ -47,6 +49,7 @@ _HOME = {
     "open_checkpoint": "holdfast.api",
     "CheckpointManager": "holdfast.api",
     "SaveHandle": "holdfast.api",
+    "Sharded": "holdfast.spec.sharded",
     "Settings": "holdfast.settings",
     "CheckpointError": "holdfast.errors",
     "InvalidError": "holdfast.errors",

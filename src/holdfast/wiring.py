@@ -76,7 +76,7 @@ def framework_of(comm: Comm) -> Framework:
     from holdfast.frameworks.torch.framework import TorchFramework
 
     assert isinstance(comm, ProcessGroupComm | SoloComm)
-    return TorchFramework(comm.rank_of_global)
+    return TorchFramework(comm.rank, comm.rank_of_global)
 
 
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:

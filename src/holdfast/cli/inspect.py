@@ -187,8 +187,7 @@ def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
         "bytes": info.bytes,
         "pieces": [
             {
-                "start": list(piece.box.start),
-                "stop": list(piece.box.stop),
+                **_region(piece.region),
                 "pack": piece.pack,
                 "offset": piece.offset,
                 "bytes": piece.bytes,
@@ -197,3 +196,10 @@ def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
         ],
         "pieces_by_rank": {str(rank): count for rank, count in sorted(checkpoint.written_by(fqn).items())},
     }
+
+
+def _region(region: api.Region) -> dict[str, object]:
+    """Return which part of its tensor a piece is: corners of a box, or a run of the flattened tensor."""
+    if isinstance(region, api.FlatRange):
+        return {"flat_start": region.start, "flat_stop": region.stop}
+    return {"start": list(region.start), "stop": list(region.stop)}

@@ -71,7 +71,7 @@ class PackWriter:
                     # is always of the copy, never of memory that training may change.
                     room = windows.room(stop - start)
                     chunk = (chunk_slab if room is None else room)[: stop - start]
-                    source.copy_into(item.box, start, stop, chunk).wait()
+                    source.copy_into(item.region, start, stop, chunk).wait()
                     digests.append(digest_of(chunk))
                     if room is None:
                         windows.append(chunk)

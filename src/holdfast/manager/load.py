@@ -190,7 +190,7 @@ def _decoded(frames: Sequence[bytes], place: Place) -> tuple[Manifest, Index]:
 def _catalog(manifest: Manifest, index: Index) -> Catalog:
     def same_content(first: str, second: str) -> bool:
         def content(fqn: str) -> list[tuple[object, bytes]]:
-            return [(piece.box, piece.digests) for piece in index.pieces_of(fqn)]
+            return [(piece.region, piece.digests) for piece in index.pieces_of(fqn)]
 
         return content(first) == content(second)
 

@@ -100,7 +100,7 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
         said = []
         for number in wrong[:10]:
             fqn = arrays.fqns[number]
-            boxes = ", ".join(f"{p.box.start}–{p.box.stop} in {p.pack}" for p in index.pieces_of(fqn)[:8])
+            boxes = ", ".join(f"{p.region.start}–{p.region.stop} in {p.pack}" for p in index.pieces_of(fqn)[:8])
             said.append(f"{fqn} {list(arrays.shapes[number])}: {boxes or 'nothing'}")
         raise InvalidError(
             f"{where}: what the ranks hold does not cover {len(wrong)} tensors exactly once: {'; '.join(said)}. "

@@ -125,7 +125,7 @@ class Save:
         job, settings = self._job, self._job.settings
         shards = [each.shard for each in collected.shards]
         sources = [each.source for each in collected.shards]
-        holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.layout is None}
+        holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
         owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
         index = Index(settings.chunk_bytes)
         records = []
@@ -369,7 +369,7 @@ def _typed(error: BaseException, name: str) -> CheckpointError:
 
 def _list_pieces(index: Index, pack: PackPlan, header_bytes: int, digests: tuple[bytes, ...]) -> None:
     for item, each in zip(pack.items, digests, strict=True):
-        piece = Piece(item.tensor, item.box, pack.name, header_bytes + item.data_offset, each, index.chunk_bytes)
+        piece = Piece(item.tensor, item.region, pack.name, header_bytes + item.data_offset, each, index.chunk_bytes)
         index.add(piece, pack.name)
 
 

@@ -46,7 +46,7 @@ class Digests:
         plain = {
             shard.tensor.fqn: (shard.tensor.dtype, shard.tensor.global_shape, shard.role)
             for shard in (each.shard for each in self._collected.shards)
-            if shard.layout is None
+            if shard.holders is None
         }
         agreeing = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER}
         other = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER}
@@ -60,11 +60,11 @@ class Digests:
         yield repr(sorted(self._collected.aliases.items())).encode()
         for each in self._collected.shards:
             shard = each.shard
-            yield repr((shard.tensor, shard.layout, shard.role)).encode("utf-8", "surrogatepass")
+            yield repr((shard.tensor, shard.layout, shard.role, shard.holders is None)).encode("utf-8", "surrogatepass")
 
     def _sampled(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
         for each in self._collected.shards:
-            if each.shard.layout is None:
+            if each.shard.holders is None:
                 yield each.shard.tensor.fqn, (each.shard.role, self._sample(each))
 
     def _sample(self, each: LocalShard) -> bytes:

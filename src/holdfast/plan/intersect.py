@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.spec.box import Box, flat_range_boxes
+from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count, chunk_range
 from holdfast.spec.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
+from holdfast.spec.region import elements_spanned, run_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,7 @@ def load_plan(
     for number, each in enumerate(wanted):
         for piece in pieces_of(each.stored_fqn):
             for box in each.boxes:
-                overlap = box.intersect(piece.box)
-                if overlap is None:
-                    continue
-                for chunk_number, part in _parts(number, piece, overlap):
+                for chunk_number, part in _parts(number, piece, box):
                     key = piece.pack, piece.offset + chunk_number * piece.chunk_bytes
                     chunks[key] = piece, chunk_number
                     parts.setdefault(key, []).append(part)
@@ -52,35 +49,18 @@ def load_plan(
     return LoadPlan(tuple(_runs(reads, run_bytes_max)))
 
 
-def _parts(wanted_number: int, piece: Piece, overlap: Box) -> list[tuple[int, Part]]:
-    """Return, by chunk, the parts of a piece that an overlap takes from it."""
-    itemsize = piece.tensor.itemsize
-    shape = piece.box.shape
-    if overlap == piece.box:
-        first_byte, last_byte = 0, piece.bytes
-    else:
-        inside = overlap.relative_to(piece.box.start)
-        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        first_byte = itemsize * sum(s.start * stride for s, stride in zip(inside, strides, strict=True))
-        last_byte = itemsize * (1 + sum((s.stop - 1) * stride for s, stride in zip(inside, strides, strict=True)))
-    found = []
-    for number in range(first_byte // piece.chunk_bytes, chunk_count(last_byte, piece.chunk_bytes)):
+def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
+    """Yield, by chunk, the parts of a piece that a wanted box takes from it."""
+    itemsize, shape = piece.tensor.itemsize, piece.tensor.global_shape
+    first, last = elements_spanned(piece.region, shape, wanted)
+    for number in range(first * itemsize // piece.chunk_bytes, chunk_count(last * itemsize, piece.chunk_bytes)):
         start, stop = chunk_range(piece.bytes, piece.chunk_bytes, number)
         at = 0
-        for relative in flat_range_boxes(shape, start // itemsize, stop // itemsize):
-            source_box = _shifted(relative, piece.box.start)
-            part = source_box.intersect(overlap)
+        for source_box in run_boxes(piece.region, shape, start // itemsize, stop // itemsize):
+            part = source_box.intersect(wanted)
             if part is not None:
-                found.append((number, Part(wanted_number, part, source_box, at)))
-            at += relative.numel * itemsize
-    return found
-
-
-def _shifted(box: Box, by: tuple[int, ...]) -> Box:
-    return Box(
-        tuple(a + o for a, o in zip(box.start, by, strict=True)),
-        tuple(b + o for b, o in zip(box.stop, by, strict=True)),
-    )
+                yield number, Part(wanted_number, part, source_box, at)
+            at += source_box.numel * itemsize
 
 
 def _runs(reads: list[tuple[str, ChunkRead]], run_bytes_max: int) -> list[ReadRun]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.spec.box import Box
-from holdfast.spec.placement import coordinate_of, replica_ranks
+from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import Role, Shard
 
 Ranks = tuple[int, ...]
@@ -20,25 +20,25 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A box that this rank writes."""
+    """A region that this rank writes."""
 
     shard_number: int
     """Which of the rank's shards it is cut from."""
 
-    box: Box
-    """What is written, global coordinates."""
+    region: Region
+    """What is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     number: int
-    box: Box
+    region: Region
     itemsize: int
     fqn: str
 
     @property
     def bytes(self) -> int:
-        return self.box.numel * self.itemsize
+        return self.region.numel * self.itemsize
 
 
 def owned_by(
@@ -60,14 +60,13 @@ def owned_by(
     copies: dict[Ranks, list[_Item]] = {}
     owned: list[Owned] = []
     for number, shard in enumerate(shards):
-        for box in shard.pieces:
-            item = _Item(number, box, shard.tensor.itemsize, shard.tensor.fqn)
-            if shard.layout is not None:
-                group = replica_ranks(shard.layout, coordinate_of(shard.layout, rank))
-                shared.setdefault(group, []).append(item)
+        for region in shard.pieces:
+            item = _Item(number, region, shard.tensor.itemsize, shard.tensor.fqn)
+            if shard.holders is not None:
+                shared.setdefault(shard.holders, []).append(item)
             elif shard.role is Role.BUFFER:
                 if plain_holders[shard.tensor.fqn][0] == rank:
-                    owned.append(Owned(number, box))
+                    owned.append(Owned(number, region))
             else:
                 copies.setdefault(plain_holders[shard.tensor.fqn], []).append(item)
     for group, items in shared.items():
@@ -80,8 +79,8 @@ def owned_by(
 def _shared_out(items: list[_Item], member: int, members: int, split_bytes_min: int) -> list[Owned]:
     """Return a member's part of the items laid end to end and cut into equal parts at row boundaries."""
     if members == 1:
-        return [Owned(item.number, item.box) for item in items]
-    items = sorted(items, key=lambda item: (item.fqn, item.box.start))
+        return [Owned(item.number, item.region) for item in items]
+    items = sorted(items, key=lambda item: (item.fqn, _order(item.region)))
     total = sum(item.bytes for item in items)
     first_cut, last_cut = total * member // members, total * (member + 1) // members
     owned = []
@@ -89,13 +88,13 @@ def _shared_out(items: list[_Item], member: int, members: int, split_bytes_min: 
     for item in items:
         if item.bytes == 0:
             if member == 0:
-                owned.append(Owned(item.number, item.box))
+                owned.append(Owned(item.number, item.region))
             continue
         rows, dim = _rows(item, split_bytes_min)
         first = _row_at(first_cut - line, item.bytes, rows)
         last = _row_at(last_cut - line, item.bytes, rows)
         if first < last:
-            owned.append(Owned(item.number, _rows_of(item.box, dim, first, last, rows)))
+            owned.append(Owned(item.number, _rows_of(item.region, dim, first, last, rows)))
         line += item.bytes
     return owned
 
@@ -103,10 +102,13 @@ def _shared_out(items: list[_Item], member: int, members: int, split_bytes_min: 
 def _rows(item: _Item, split_bytes_min: int) -> tuple[int, int]:
     """Return into how many rows an item may be cut and along which dimension; one row: not at all.
 
-    Cutting the first dimension longer than one keeps each part a single run of the piece's memory.
+    Cutting the first dimension longer than one keeps each part a single run of the piece's memory; a flat range
+    may be cut anywhere.
     """
     if item.bytes >= split_bytes_min:
-        for dim, length in enumerate(item.box.shape):
+        if isinstance(item.region, FlatRange):
+            return item.region.numel, 0
+        for dim, length in enumerate(item.region.shape):
             if length > 1:
                 return length, dim
     return 1, 0
@@ -117,12 +119,18 @@ def _row_at(cut: int, item_bytes: int, rows: int) -> int:
     return min(max((2 * cut * rows + item_bytes) // (2 * item_bytes), 0), rows)
 
 
-def _rows_of(box: Box, dim: int, first: int, last: int, rows: int) -> Box:
+def _rows_of(region: Region, dim: int, first: int, last: int, rows: int) -> Region:
     if (first, last) == (0, rows):
-        return box
-    start, stop = list(box.start), list(box.stop)
-    start[dim], stop[dim] = box.start[dim] + first, box.start[dim] + last
+        return region
+    if isinstance(region, FlatRange):
+        return FlatRange(region.start + first, region.start + last)
+    start, stop = list(region.start), list(region.stop)
+    start[dim], stop[dim] = region.start[dim] + first, region.start[dim] + last
     return Box(tuple(start), tuple(stop))
+
+
+def _order(region: Region) -> tuple[int, ...]:
+    return (region.start,) if isinstance(region, FlatRange) else region.start
 
 
 def _whole_to_least_loaded(items: list[_Item], member: int, members: int) -> list[Owned]:
@@ -133,5 +141,5 @@ def _whole_to_least_loaded(items: list[_Item], member: int, members: int) -> lis
         load, least = heapq.heappop(loads)
         heapq.heappush(loads, (load + item.bytes, least))
         if least == member:
-            owned.append(Owned(item.number, item.box))
+            owned.append(Owned(item.number, item.region))
     return owned

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from holdfast.plan.ownership import Owned
 from holdfast.settings import PAGE_BYTES
-from holdfast.spec.plan import PackItem, PackPlan
+from holdfast.spec.box import Box
+from holdfast.spec.dtype import DTYPES
+from holdfast.spec.plan import APART, PackItem, PackPlan
 from holdfast.spec.tensor import Shard
 
 _ENTRY_BYTES = 160
@@ -18,9 +20,22 @@ def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_
 
     Pieces whose size is a multiple of a page come first, so that with a page-padded header they lie on page
     boundaries and can be read directly without a copy; the rest follow by falling element size, so that
-    every element stays aligned. An FQN occurs once per pack, because a safetensors key does.
+    every element stays aligned. An FQN occurs once per pack, because a safetensors key does. What stock readers
+    could not make sense of (flat ranges, dtypes that safetensors lacks) lies apart, in packs of its own.
     """
-    names = _Names(rank)
+    raw = [each for each in owned if _is_raw(shards[each.shard_number], each)]
+    apart = [each for each in owned if not _is_raw(shards[each.shard_number], each)]
+    return [
+        *_packs(_Names(rank, ""), shards, raw, header_bytes_max),
+        *_packs(_Names(rank, APART), shards, apart, header_bytes_max),
+    ]
+
+
+def _is_raw(shard: Shard, owned: Owned) -> bool:
+    return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
+
+
+def _packs(names: _Names, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
     packs: list[PackPlan] = []
     rest = list(owned)
     while rest:
@@ -45,25 +60,25 @@ def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_
 class _Names:
     """Numbers the packs of one rank."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank, self._count = rank, 0
+    def __init__(self, rank: int, folder: str) -> None:
+        self._rank, self._folder, self._count = rank, folder, 0
 
     def next(self) -> str:
         suffix = f"-{self._count}" if self._count else ""
         self._count += 1
-        return f"r{self._rank:05d}{suffix}.safetensors"
+        return f"{self._folder}r{self._rank:05d}{suffix}.safetensors"
 
 
 def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackItem, ...]:
     def order(each: Owned) -> tuple[bool, int, str]:
         tensor = shards[each.shard_number].tensor
-        piece_bytes = each.box.numel * tensor.itemsize
+        piece_bytes = each.region.numel * tensor.itemsize
         return piece_bytes % PAGE_BYTES != 0 or piece_bytes == 0, -tensor.itemsize, tensor.fqn
 
     items = []
     offset = 0
     for each in sorted(owned, key=order):
-        item = PackItem(shards[each.shard_number].tensor, each.box, offset, each.shard_number)
+        item = PackItem(shards[each.shard_number].tensor, each.region, offset, each.shard_number)
         items.append(item)
         offset += item.bytes
     return tuple(items)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.spec.box import Box
+from holdfast.spec.region import Region
 from holdfast.spec.tensor import Shard, TensorSpec
 from holdfast.spec.values import Group
 
@@ -22,11 +23,11 @@ class Ticket(Protocol):
 class Source(Protocol):
     """The bytes of what one rank holds of one tensor, read piece by piece."""
 
-    def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> Ticket:
+    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`.
 
         Args:
-            piece: A box inside one of the shard's pieces, global coordinates.
+            piece: A region inside one of the shard's pieces and of its kind.
             start, stop: Half-open byte range within the piece's own row-major bytes.
             slab: Writable memory of at least `stop - start` bytes.
         """

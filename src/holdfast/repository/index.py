@@ -18,9 +18,13 @@ from holdfast.repository.names import is_pack_name
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.plan import Piece
+from holdfast.spec.region import FlatRange, Region, region_boxes
 from holdfast.spec.tensor import TensorSpec
 
 Column = tuple[int, bytes]
+_BOX, _FLAT = 0, 1
+"""Kinds of pieces in the column `piece_kinds`."""
+
 NDIM_MAX = 64
 """Dimensions of a tensor, as in torch and numpy."""
 
@@ -41,6 +45,7 @@ class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
     piece_starts: Column
     piece_stops: Column
     digests: bytes
+    piece_kinds: Column | None = None
 
 
 @dataclass(slots=True)
@@ -101,7 +106,7 @@ class Index:
                 yield current
                 current, chunks = Index(self.chunk_bytes), 0
             current.tensors[fqn] = self.tensors[fqn]
-            current.pieces[fqn] = sorted(pieces, key=lambda piece: piece.box.start)
+            current.pieces[fqn] = sorted(pieces, key=lambda piece: _coordinates(piece.region))
             chunks += count
         yield current
 
@@ -117,10 +122,10 @@ class PieceArrays:
     """FQN by tensor number."""
 
     tensor: Ints
-    """Tensor number by piece, ascending."""
+    """Tensor number by box, ascending; a flat range counts as the boxes it consists of."""
 
     start: Ints
-    """Start coordinates of all pieces, one after the other."""
+    """Start coordinates of all boxes, one after the other."""
 
     stop: Ints
     """Stop coordinates, likewise."""
@@ -130,13 +135,17 @@ def piece_arrays(index: Index) -> PieceArrays:
     """Return the geometry of an index."""
     fqns = sorted(index.tensors)
     number_of = {fqn: number for number, fqn in enumerate(fqns)}
-    pieces = list(index.all_pieces())
+    boxes = [
+        (piece.tensor.fqn, box)
+        for piece in index.all_pieces()
+        for box in region_boxes(piece.region, piece.tensor.global_shape)
+    ]
     return PieceArrays(
         [index.tensors[fqn].global_shape for fqn in fqns],
         fqns,
-        np.array([number_of[piece.tensor.fqn] for piece in pieces], dtype=np.int64),
-        np.array([at for piece in pieces for at in piece.box.start], dtype=np.int64),
-        np.array([at for piece in pieces for at in piece.box.stop], dtype=np.int64),
+        np.array([number_of[fqn] for fqn, _ in boxes], dtype=np.int64),
+        np.array([at for _, box in boxes for at in box.start], dtype=np.int64),
+        np.array([at for _, box in boxes for at in box.stop], dtype=np.int64),
     )
 
 
@@ -149,6 +158,7 @@ def document_of(index: Index) -> IndexDocument:
     packs = sorted({piece.pack for piece in pieces})
     pack_number = {name: number for number, name in enumerate(packs)}
     tensor_number = {fqn: number for number, fqn in enumerate(fqns)}
+    kinds = [_FLAT if isinstance(piece.region, FlatRange) else _BOX for piece in pieces]
     return IndexDocument(
         chunk_bytes=index.chunk_bytes,
         fqns=fqns,
@@ -160,10 +170,16 @@ def document_of(index: Index) -> IndexDocument:
         piece_tensors=packed([tensor_number[piece.tensor.fqn] for piece in pieces]),
         piece_packs=packed([pack_number[piece.pack] for piece in pieces]),
         piece_offsets=packed([piece.offset for piece in pieces]),
-        piece_starts=packed([at for piece in pieces for at in piece.box.start]),
-        piece_stops=packed([at for piece in pieces for at in piece.box.stop]),
+        piece_starts=packed([at for piece in pieces for at in _coordinates(piece.region)[0]]),
+        piece_stops=packed([at for piece in pieces for at in _coordinates(piece.region)[1]]),
         digests=b"".join(piece.digests for piece in pieces),
+        piece_kinds=packed(kinds) if any(kinds) else None,
     )
+
+
+def _coordinates(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return start and stop of a region as stored: one number per dimension, one for a flat range."""
+    return ((region.start,), (region.stop,)) if isinstance(region, FlatRange) else (region.start, region.stop)
 
 
 def index_of(document: IndexDocument, where: str) -> Index:
@@ -175,38 +191,53 @@ def index_of(document: IndexDocument, where: str) -> Index:
     if not 1 <= document.chunk_bytes <= 1 << 40:
         raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected a positive number")
     tensors = _tensors(document, where)
-    for kind, name in document.packs:
-        if kind != "own" or not is_pack_name(name):
-            raise CorruptError(f"{where}: pack {name!r} of kind {kind!r}; expected a pack of this checkpoint")
+    for origin, name in document.packs:
+        if origin != "own" or not is_pack_name(name):
+            raise CorruptError(f"{where}: pack {name!r} of kind {origin!r}; expected a pack of this checkpoint")
     numbers = unpacked(document.piece_tensors, where).tolist()
     packs = unpacked(document.piece_packs, where, len(numbers)).tolist()
     offsets = unpacked(document.piece_offsets, where, len(numbers)).tolist()
     if numbers and (max(numbers) >= len(tensors) or max(packs) >= len(document.packs)):
         raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
-    coordinates = sum(len(tensors[number].global_shape) for number in numbers)
+    kinds = [_BOX] * len(numbers)
+    if document.piece_kinds is not None:
+        kinds = unpacked(document.piece_kinds, where, len(numbers)).tolist()
+    if not set(kinds) <= {_BOX, _FLAT}:
+        raise CorruptError(f"{where}: a piece of kind {max(kinds)}; expected {_BOX} (box) or {_FLAT} (flat range)")
+    widths = [
+        1 if kind == _FLAT else len(tensors[number].global_shape) for kind, number in zip(kinds, numbers, strict=True)
+    ]
+    coordinates = sum(widths)
     starts = unpacked(document.piece_starts, where, coordinates).tolist()
     stops = unpacked(document.piece_stops, where, coordinates).tolist()
     index = Index(document.chunk_bytes, {tensor.fqn: tensor for tensor in tensors})
     at = digest_at = 0
-    for number, pack, offset in zip(numbers, packs, offsets, strict=True):
+    for number, pack, offset, kind, width in zip(numbers, packs, offsets, kinds, widths, strict=True):
         tensor = tensors[number]
-        ndim = len(tensor.global_shape)
-        box = Box(tuple(starts[at : at + ndim]), tuple(stops[at : at + ndim]))
-        at += ndim
-        if any(not a <= b <= n for a, b, n in zip(box.start, box.stop, tensor.global_shape, strict=True)):
-            raise CorruptError(
-                f"{where}: {tensor.fqn}: piece {box.start}–{box.stop}; expected it inside {tensor.global_shape}"
-            )
-        digest_bytes = 16 * -(-(box.numel * tensor.itemsize) // document.chunk_bytes)
+        region = _region(tensor, kind, tuple(starts[at : at + width]), tuple(stops[at : at + width]), where)
+        at += width
+        digest_bytes = 16 * -(-(region.numel * tensor.itemsize) // document.chunk_bytes)
         if digest_at + digest_bytes > len(document.digests):
             raise CorruptError(f"{where}: {tensor.fqn}: digests end before the pieces do")
         digests = document.digests[digest_at : digest_at + digest_bytes]
         digest_at += digest_bytes
-        piece = Piece(tensor, box, document.packs[pack][1], offset, digests, document.chunk_bytes)
+        piece = Piece(tensor, region, document.packs[pack][1], offset, digests, document.chunk_bytes)
         index.pieces.setdefault(tensor.fqn, []).append(piece)
     if digest_at != len(document.digests):
         raise CorruptError(f"{where}: {len(document.digests)} bytes of digests; expected {digest_at}")
     return index
+
+
+def _region(tensor: TensorSpec, kind: int, start: tuple[int, ...], stop: tuple[int, ...], where: str) -> Region:
+    """Return the region a piece states.
+
+    Raises:
+        CorruptError: It does not lie inside its tensor.
+    """
+    bounds = (math.prod(tensor.global_shape),) if kind == _FLAT else tensor.global_shape
+    if any(not a <= b <= n for a, b, n in zip(start, stop, bounds, strict=True)):
+        raise CorruptError(f"{where}: {tensor.fqn}: piece {start}–{stop}; expected it inside {tensor.global_shape}")
+    return FlatRange(start[0], stop[0]) if kind == _FLAT else Box(start, stop)
 
 
 def _tensors(document: IndexDocument, where: str) -> list[TensorSpec]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.repository.digest import hex_digest_of
 from holdfast.settings import PAGE_BYTES
+from holdfast.spec.box import Box
 from holdfast.spec.dtype import BY_SAFETENSORS, DTYPES
-from holdfast.spec.plan import PackPlan
+from holdfast.spec.plan import PackItem, PackPlan
+from holdfast.spec.region import FlatRange, Region
 
 HEADER_BYTES_MAX = 100_000_000
 """The largest header stock safetensors opens."""
@@ -28,20 +30,20 @@ def header_of(pack: PackPlan, provenance: dict[str, str]) -> bytes:
     Raises:
         InvalidError: The header would be larger than stock safetensors opens.
     """
-    offsets = {item.tensor.fqn: {"saved_offsets": list(item.box.start)} for item in pack.items}
     shapes = {item.tensor.fqn: list(item.tensor.global_shape) for item in pack.items}
-    document: dict[str, object] = {
-        "__metadata__": {
-            "format": "pt",
-            "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":")),
-            "holdfast.global_shapes": json.dumps(shapes, separators=(",", ":")),
-            **{f"holdfast.{name}": text for name, text in provenance.items()},
-        }
-    }
+    metadata = {"format": "pt", "holdfast.global_shapes": _compact(shapes)}
+    if pack.apart:
+        metadata["holdfast.pieces"] = _compact({item.tensor.fqn: _piece_note(item) for item in pack.items})
+    else:
+        offsets = {item.tensor.fqn: {"saved_offsets": _start(item.region)} for item in pack.items}
+        metadata["DCP_SHARDING_INFO"] = _compact(offsets)
+    metadata |= {f"holdfast.{name}": text for name, text in provenance.items()}
+    document: dict[str, object] = {"__metadata__": metadata}
     for item in pack.items:
+        dtype, shape = header_entry(item.tensor.dtype, item.region, apart=pack.apart)
         document[item.tensor.fqn] = {
-            "dtype": DTYPES[item.tensor.dtype].safetensors,
-            "shape": list(item.box.shape),
+            "dtype": dtype,
+            "shape": list(shape),
             "data_offsets": [item.data_offset, item.data_offset + item.bytes],
         }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "strict")
@@ -52,6 +54,29 @@ def header_of(pack: PackPlan, provenance: dict[str, str]) -> bytes:
             f"{HEADER_BYTES_MAX}. Lower settings.pack_header_bytes_max"
         )
     return struct.pack("<Q", padded) + text.ljust(padded)
+
+
+def header_entry(dtype: str, region: Region, *, apart: bool) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape a header states for a piece: its own, or bytes for one that lies apart."""
+    if apart or not isinstance(region, Box):
+        return "U8", (region.numel * DTYPES[dtype].itemsize,)
+    return DTYPES[dtype].safetensors, region.shape
+
+
+def _piece_note(item: PackItem) -> dict[str, object]:
+    """Return what the header of a pack apart must add, so that an index can be rebuilt from it."""
+    region = item.region
+    kind = "flat" if isinstance(region, FlatRange) else "box"
+    return {"dtype": item.tensor.dtype, kind: [region.start, region.stop]}
+
+
+def _start(region: Region) -> list[int]:
+    assert isinstance(region, Box), "flat ranges lie apart"
+    return list(region.start)
+
+
+def _compact(document: object) -> str:
+    return json.dumps(document, separators=(",", ":"))
 
 
 def pack_digest(header: bytes, chunk_digests: bytes) -> str:
@@ -67,7 +92,7 @@ class HeaderEntry:
     """Key of the entry."""
 
     dtype: str
-    """Element type, a key of `DTYPES`."""
+    """Element type by its name in safetensors."""
 
     shape: tuple[int, ...]
     """Shape of the piece."""
@@ -95,7 +120,7 @@ def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
             if fqn == "__metadata__":
                 continue
             start, stop = entry["data_offsets"]
-            dtype = BY_SAFETENSORS[entry["dtype"]].name
+            dtype = BY_SAFETENSORS[entry["dtype"]].safetensors
             entries.append(HeaderEntry(fqn, dtype, tuple(entry["shape"]), len(header) + start, len(header) + stop))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{where}: the header is not a safetensors header ({error})") from error

@@ -10,11 +10,11 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import check_size, index_from, read_file
 from holdfast.repository.digest import digest_of
 from holdfast.repository.names import MANIFEST_FILE
-from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, pack_digest
+from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.repository.part import decode_part
 from holdfast.spec.damage import Damage
 from holdfast.spec.manifest import FileRecord, Manifest
-from holdfast.spec.plan import Piece
+from holdfast.spec.plan import APART, Piece
 
 
 class Verification:
@@ -120,13 +120,17 @@ class Verification:
                 message = f"header and chunk digests hash to {found}; expected {pack.digest}"
                 yield self._damage(pack.name, 0, header_bytes, None, message)
                 return
-            listed = {(entry.fqn, entry.shape, entry.start, entry.stop) for entry in entries_of(header, key)}
+            listed = {(each.fqn, each.dtype, each.shape, each.start, each.stop) for each in entries_of(header, key)}
         except CheckpointError as error:
             yield self._damage(pack.name, 0, header_bytes, None, str(error))
             return
         finally:
             self._advance(header_bytes)
-        indexed = {(p.tensor.fqn, p.box.shape, p.offset, p.offset + p.bytes) for p in pieces}
+        apart = pack.name.startswith(APART)
+        indexed = {
+            (p.tensor.fqn, *header_entry(p.tensor.dtype, p.region, apart=apart), p.offset, p.offset + p.bytes)
+            for p in pieces
+        }
         for fqn, *_ in sorted(listed ^ indexed):
             yield self._damage(pack.name, 0, header_bytes, fqn, "the pack's header and the index disagree")
 

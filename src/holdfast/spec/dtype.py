@@ -15,7 +15,7 @@ class DType:
     """The name torch and numpy use, without a module: `float32`, `bfloat16`, `float8_e4m3fn`."""
 
     safetensors: str
-    """The name in a safetensors header: `F32`, `BF16`, `F8_E4M3`."""
+    """The name in a safetensors header: `F32`, `BF16`, `F8_E4M3`; empty for a type safetensors lacks."""
 
     itemsize: int
     """Bytes of one element."""
@@ -42,6 +42,8 @@ _ALL = (
     DType("float32", "F32", 4, "float32", floating=True),
     DType("float64", "F64", 8, "float64", floating=True),
     DType("complex64", "C64", 8, "complex64", floating=True),
+    DType("complex32", "", 4, "uint32", floating=True),
+    DType("complex128", "", 16, "complex128", floating=True),
     DType("float8_e4m3fn", "F8_E4M3", 1, "uint8", floating=True),
     DType("float8_e5m2", "F8_E5M2", 1, "uint8", floating=True),
     DType("float8_e4m3fnuz", "F8_E4M3FNUZ", 1, "uint8", floating=True),
@@ -51,7 +53,7 @@ _ALL = (
 DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
 """Every stored element type by name."""
 
-BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _ALL}
+BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _ALL if dtype.safetensors}
 """Every stored element type by its name in a safetensors header."""
 
 

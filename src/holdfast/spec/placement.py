@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import accumulate, product
 
 from holdfast.spec.box import Box
-from holdfast.spec.tensor import Layout
+from holdfast.spec.tensor import Layout, Placement
+
+Run = tuple[int, int]
+"""A half-open run of coordinates of one dimension."""
 
 
 def coordinate_of(layout: Layout, rank: int) -> tuple[int, ...]:
@@ -19,35 +22,50 @@ def coordinate_of(layout: Layout, rank: int) -> tuple[int, ...]:
     return tuple(reversed(coordinate))
 
 
-def box_at(layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box | None:
-    """Return the box that the rank at a mesh coordinate holds, or None where the split leaves it nothing.
+def held_boxes(
+    layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[Box, Box], ...]:
+    """Return what the rank at a mesh coordinate holds: each box, and where it lies in the rank's local tensor.
 
-    Placements apply left to right: each `Shard` cuts what the ones before it left into ceil-sized runs, as
-    `torch.chunk` does, so the last ranks may hold less or nothing.
+    Placements apply left to right: each cuts what the ones before it left, taken as one run. `Shard` cuts it into
+    ceil-sized runs, as `torch.chunk` does, so the last ranks may hold less or nothing. `_StridedShard` first cuts
+    it into `split` runs and takes its part of each, so a rank may end with several boxes.
 
     Args:
         layout: Mesh and placements.
         global_shape: Shape of the whole tensor, elements.
         coordinate: One number per mesh dimension.
+    Returns:
+        Pairs of a box in global and the same box in local coordinates; empty where the split leaves nothing.
     """
-    start = list((0,) * len(global_shape))
-    length = list(global_shape)
+    runs: list[list[Run]] = [[(0, length)] for length in global_shape]
     for ranks, at, placement in zip(layout.mesh_shape, coordinate, layout.placements, strict=True):
         dim = placement.dim
         if dim is None:
             continue
-        run = -(-length[dim] // ranks)
-        first = min(at * run, length[dim])
-        last = min(first + run, length[dim])
-        start[dim] += first
-        length[dim] = last - first
-        if last == first and (at or global_shape[dim]):
-            return None
-    return Box(tuple(start), tuple(a + n for a, n in zip(start, length, strict=True)))
+        if global_shape[dim] == 0:
+            # An empty tensor has one empty piece, held by the first rank of the split.
+            if at:
+                return ()
+            continue
+        runs[dim] = _taken(runs[dim], placement, ranks, at)
+        if not runs[dim]:
+            return ()
+    held = []
+    for numbers in product(*(range(len(each)) for each in runs)):
+        box = [runs[dim][number] for dim, number in enumerate(numbers)]
+        local = [_local(runs[dim], number) for dim, number in enumerate(numbers)]
+        held.append((_box(box), _box(local)))
+    return tuple(held)
+
+
+def boxes_at(layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return the boxes that the rank at a mesh coordinate holds, global coordinates."""
+    return tuple(box for box, _ in held_boxes(layout, global_shape, coordinate))
 
 
 def replica_ranks(layout: Layout, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that hold the same box as the one at `coordinate` through Replicate, ascending."""
+    """Return the ranks that hold the same boxes as the one at `coordinate` through Replicate, ascending."""
     choices = [
         range(ranks) if placement.dim is None else (at,)
         for ranks, at, placement in zip(layout.mesh_shape, coordinate, layout.placements, strict=True)
@@ -55,3 +73,48 @@ def replica_ranks(layout: Layout, coordinate: tuple[int, ...]) -> tuple[int, ...
     strides = [math.prod(layout.mesh_shape[d + 1 :]) for d in range(len(layout.mesh_shape))]
     numbers = (sum(at * stride for at, stride in zip(where, strides, strict=True)) for where in product(*choices))
     return tuple(sorted(layout.mesh_ranks[number] for number in numbers))
+
+
+def _taken(runs: list[Run], placement: Placement, ranks: int, at: int) -> list[Run]:
+    """Return what one rank of a mesh dimension takes of a dimension's runs, joined end to end."""
+    length = sum(b - a for a, b in runs)
+    cut = -(-length // placement.split)
+    taken: list[Run] = []
+    for first in range(0, length, cut):
+        last = min(first + cut, length)
+        share = -(-(last - first) // ranks)
+        start = min(first + at * share, last)
+        taken += _section(runs, start, min(start + share, last))
+    return _joined(taken)
+
+
+def _section(runs: list[Run], start: int, stop: int) -> list[Run]:
+    """Return the coordinates behind positions `[start, stop)` of runs joined end to end."""
+    found = []
+    position = 0
+    for a, b in runs:
+        low, high = max(start, position), min(stop, position + b - a)
+        if low < high:
+            found.append((a + low - position, a + high - position))
+        position += b - a
+    return found
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Return runs with neighbours merged."""
+    merged: list[Run] = []
+    for a, b in runs:
+        if merged and merged[-1][1] == a:
+            merged[-1] = (merged[-1][0], b)
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def _local(runs: list[Run], number: int) -> Run:
+    ends = list(accumulate(b - a for a, b in runs))
+    return (ends[number - 1] if number else 0), ends[number]
+
+
+def _box(runs: list[Run]) -> Box:
+    return Box(tuple(a for a, _ in runs), tuple(b for _, b in runs))

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.spec.box import Box
+from holdfast.spec.region import Region
 from holdfast.spec.tensor import TensorSpec
+
+APART = "enc/"
+"""Folder, inside an attempt's, of packs whose entries are bytes to stock readers (U8): flat ranges, foreign dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +19,8 @@ class PackItem:
     tensor: TensorSpec
     """The tensor the piece belongs to."""
 
-    box: Box
-    """Which part of it, global coordinates."""
+    region: Region
+    """Which part of it."""
 
     data_offset: int
     """Bytes from the end of the pack's header to the piece."""
@@ -27,7 +31,7 @@ class PackItem:
     @property
     def bytes(self) -> int:
         """Bytes of the piece."""
-        return self.box.numel * self.tensor.itemsize
+        return self.region.numel * self.tensor.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,11 @@ class PackPlan:
 
     items: tuple[PackItem, ...]
     """Pieces in file order; no FQN twice."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether entries are stated as bytes rather than as pieces of a dtype."""
+        return self.name.startswith(APART)
 
     @property
     def data_bytes(self) -> int:
@@ -53,8 +62,8 @@ class Piece:
     tensor: TensorSpec
     """The tensor it belongs to."""
 
-    box: Box
-    """Which part of it, global coordinates."""
+    region: Region
+    """Which part of it."""
 
     pack: str
     """Name of the pack that holds its bytes."""
@@ -71,7 +80,7 @@ class Piece:
     @property
     def bytes(self) -> int:
         """Bytes of the piece."""
-        return self.box.numel * self.tensor.itemsize
+        return self.region.numel * self.tensor.itemsize
 
 
 @dataclass(frozen=True, slots=True)

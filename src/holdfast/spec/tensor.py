@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.region import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,13 @@ class Placement:
     dim: int | None
     """Tensor dimension that is split; None for Replicate."""
 
+    split: int = 1
+    """Runs the dimension is cut into before each rank takes its part of every run (`_StridedShard`); 1 for Shard."""
+
     def __str__(self) -> str:
-        return "Replicate" if self.dim is None else f"Shard({self.dim})"
+        if self.dim is None:
+            return "Replicate"
+        return f"Shard({self.dim})" if self.split == 1 else f"_StridedShard({self.dim}, split={self.split})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,13 @@ class Shard:
     """The tensor."""
 
     layout: Layout | None
-    """Mesh and placements; None for a plain tensor."""
+    """Mesh and placements, for the record and for comparing ranks; None where there are none."""
+
+    holders: tuple[int, ...] | None
+    """Ranks stated to hold the same pieces, ascending; None for a plain tensor, of which nothing is stated."""
 
     role: Role
     """Whether copies of a plain tensor must agree."""
 
-    pieces: tuple[Box, ...]
-    """The boxes this rank holds, global coordinates; empty where the split leaves it nothing."""
+    pieces: tuple[Region, ...]
+    """What this rank holds, as boxes or flat ranges; empty where the split leaves it nothing."""

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from holdfast.errors import InvalidError
 from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Wanted
 from holdfast.spec.box import Box
-from holdfast.spec.placement import box_at, coordinate_of
+from holdfast.spec.placement import boxes_at, coordinate_of, replica_ranks
+from holdfast.spec.region import FlatRange, Region, contains, region_boxes
 from holdfast.spec.tensor import Layout, Role, Shard, TensorSpec
 from holdfast.spec.values import Group
 
@@ -33,14 +34,33 @@ class GlobalTensor:
     role: Role = Role.PARAMETER
     """Whether copies of a plain tensor must agree."""
 
-    def boxes_on(self, rank: int) -> tuple[Box, ...]:
-        """Return what a rank holds, global coordinates."""
+    declared: Mapping[int, tuple[Region, ...]] | None = None
+    """Instead of a layout: by rank, what it holds; equal entries are replicas."""
+
+    def regions_on(self, rank: int) -> tuple[Region, ...]:
+        """Return what a rank holds."""
+        if self.declared is not None:
+            return self.declared.get(rank, ())
         if self.layout is None:
             return (Box.whole(self.array.shape),)
         if rank not in self.layout.mesh_ranks:
             return ()
-        box = box_at(self.layout, self.array.shape, coordinate_of(self.layout, rank))
-        return () if box is None else (box,)
+        return boxes_at(self.layout, self.array.shape, coordinate_of(self.layout, rank))
+
+    def holders_with(self, rank: int) -> tuple[int, ...] | None:
+        """Return the ranks stated to hold what `rank` holds; None for a plain tensor."""
+        if self.declared is not None:
+            own = self.declared.get(rank)
+            return tuple(sorted(each for each, regions in self.declared.items() if regions == own))
+        if self.layout is None:
+            return None
+        return replica_ranks(self.layout, coordinate_of(self.layout, rank))
+
+    def names_on(self, rank: int) -> bool:
+        """Return whether a rank has any part in the tensor."""
+        if self.declared is not None:
+            return rank in self.declared
+        return self.layout is None or rank in self.layout.mesh_ranks
 
 
 class _Copied:
@@ -53,15 +73,15 @@ class _Copied:
 @dataclass(frozen=True, slots=True)
 class _ArraySource:
     array: NDArray[np.generic]
-    held: tuple[Box, ...]
+    held: tuple[Region, ...]
 
-    def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> _Copied:
-        assert any(box.contains(piece) for box in self.held), f"{piece} is read; held are {self.held}"
+    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> _Copied:
+        assert any(contains(region, piece) for region in self.held), f"{piece} is read; held are {self.held}"
         slab[: stop - start] = _bytes_of(self.array, piece)[start:stop]
         return _Copied()
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
-        data = b"".join(_bytes_of(self.array, box) for box in self.held)
+        data = b"".join(_bytes_of(self.array, region) for region in self.held)
         if len(data) <= blocks * block_bytes:
             return data
         starts = (number * (len(data) - block_bytes) // max(blocks - 1, 1) for number in range(blocks))
@@ -113,10 +133,11 @@ class NumpyFramework:
                 skipped.append(fqn)
             elif not isinstance(each, GlobalTensor):
                 items[fqn] = each
-            elif each.layout is None or self._rank in each.layout.mesh_ranks:
-                held = each.boxes_on(self._rank)
+            elif each.names_on(self._rank):
+                held = each.regions_on(self._rank)
                 spec = TensorSpec(fqn, each.dtype, each.array.shape)
-                shards.append(LocalShard(Shard(spec, each.layout, each.role, held), _ArraySource(each.array, held)))
+                shard = Shard(spec, each.layout, each.holders_with(self._rank), each.role, held)
+                shards.append(LocalShard(shard, _ArraySource(each.array, held)))
         return Collected(shards, Group("dict", items), {}, skipped)
 
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> _NumpyRestoration:
@@ -136,7 +157,8 @@ class NumpyFramework:
                     continue
                 if spec.global_shape != each.array.shape:
                     raise InvalidError(f"{fqn}: shape {each.array.shape} wanted, {spec.global_shape} saved")
-                held = each.boxes_on(self._rank)
+                regions = each.regions_on(self._rank)
+                held = tuple(box for region in regions for box in region_boxes(region, each.array.shape))
                 target = _ArrayTarget(each.array, held)
                 wanted.append(Wanted(fqn, each.dtype, each.array.shape, held, target, fqn))
             elif fqn in catalog.tree.items:
@@ -149,8 +171,10 @@ class NumpyFramework:
         return _NumpyRestoration(wanted, missing, unexpected, skipped, state, values)
 
 
-def _bytes_of(array: NDArray[np.generic], box: Box) -> bytes:
-    return array[box.relative_to((0,) * len(box.start))].tobytes()
+def _bytes_of(array: NDArray[np.generic], region: Region) -> bytes:
+    if isinstance(region, FlatRange):
+        return array.reshape(-1)[region.start : region.stop].tobytes()
+    return array[region.relative_to((0,) * len(region.start))].tobytes()
 
 
 def _takes_part(fqn: str, selection: Selection) -> bool:

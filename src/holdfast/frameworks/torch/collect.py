@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import take_apart
+from holdfast.frameworks.torch.held import RankOfGlobal, held_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.tensors import (
-    RankOfGlobal,
     TorchSource,
     dtype_name,
-    held_box,
-    layout_of,
     require_storable,
     storage_key,
 )
@@ -33,6 +30,7 @@ from holdfast.frameworks.torch.walk import (
 )
 from holdfast.ports.framework import Collected, LocalShard, Selection
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.sharded import Sharded
 from holdfast.spec.tensor import Role, Shard, TensorSpec
 from holdfast.spec.values import Group, Skipped, TensorRef, Value
 
@@ -44,20 +42,20 @@ def selected(selection: Selection, name: str) -> bool:
     return not any(fnmatchcase(name, pattern) for pattern in selection.skip)
 
 
-def collect(state: Mapping[str, object], selection: Selection, rank_of_global: RankOfGlobal) -> Collected:
+def collect(state: Mapping[str, object], selection: Selection, rank: int, rank_of_global: RankOfGlobal) -> Collected:
     """Take a state apart, touching nothing.
 
     Raises:
         InvalidError: Something in it cannot be saved; the message names its path, type and what to do.
     """
-    collector = _Collector(selection, rank_of_global)
+    collector = _Collector(selection, rank, rank_of_global)
     tree = collector.dict_group(walk(state))
     return Collected(collector.shards, tree, collector.aliases, collector.skipped)
 
 
 class _Collector:
-    def __init__(self, selection: Selection, rank_of_global: RankOfGlobal) -> None:
-        self._selection, self._rank_of_global = selection, rank_of_global
+    def __init__(self, selection: Selection, rank: int, rank_of_global: RankOfGlobal) -> None:
+        self._selection, self._rank, self._rank_of_global = selection, rank, rank_of_global
         self.shards: list[LocalShard] = []
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
@@ -78,7 +76,7 @@ class _Collector:
             case DictNode():
                 return self.dict_group(node)
             case TensorNode():
-                self._tensor(node.path, node.tensor, _loose_role(node.tensor))
+                self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared)
                 return None
             case ModuleNode():
                 return self._module(node)
@@ -98,8 +96,8 @@ class _Collector:
         return Group("module", {fqn: value for fqn, value in values.items() if not isinstance(value, Skipped)})
 
     def _optimizer(self, node: OptimizerNode) -> Group:
-        def on_state(fqn: str, tensor: torch.Tensor) -> Value:
-            return TensorRef(fqn) if self._tensor(fqn, tensor, Role.OPTIMIZER) else Skipped(fqn)
+        def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
+            return TensorRef(fqn) if self._tensor(fqn, tensor, Role.OPTIMIZER, declared) else Skipped(fqn)
 
         group = collect_optimizer(node.view, on_state)
         members = group.items["param_groups"]
@@ -122,7 +120,7 @@ class _Collector:
     def _reference(self, fqn: str, tensor: torch.Tensor) -> Value:
         return TensorRef(fqn) if self._tensor(fqn, tensor, _loose_role(tensor)) else Skipped(fqn)
 
-    def _tensor(self, fqn: str, tensor: torch.Tensor, role: Role) -> bool:
+    def _tensor(self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None = None) -> bool:
         """Add a tensor unless it is left out; return whether the checkpoint will have it."""
         if not self._takes_part(fqn):
             return False
@@ -137,13 +135,13 @@ class _Collector:
         if first != fqn and tensor.numel():
             self.aliases[fqn] = first
             return True
-        layout = layout_of(tensor, fqn, self._rank_of_global) if isinstance(tensor, DTensor) else None
-        box = held_box(tensor, layout, fqn)
-        if layout is not None and isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-            return True
-        spec = TensorSpec(fqn, dtype_name(tensor.dtype), tuple(tensor.shape))
-        pieces = (box,) if box is not None else ()
-        self.shards.append(LocalShard(Shard(spec, layout, role, pieces), TorchSource(tensor, box)))
+        held = held_of(tensor, declared, fqn, self._rank, self._rank_of_global)
+        if held.on_mesh:
+            spec = TensorSpec(fqn, dtype_name(tensor.dtype), held.global_shape)
+            regions = tuple(part.region for part in held.parts)
+            self.shards.append(
+                LocalShard(Shard(spec, held.layout, held.holders, role, regions), TorchSource(held.parts))
+            )
         return True
 
 

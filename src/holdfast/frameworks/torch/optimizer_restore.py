@@ -13,6 +13,7 @@ from holdfast.frameworks.torch.containers import put_together
 from holdfast.frameworks.torch.optimizers import OptimizerView, new_state_tensor
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.ports.framework import Catalog
+from holdfast.spec.sharded import Sharded
 from holdfast.spec.values import Group, TensorRef, Value
 
 
@@ -22,7 +23,7 @@ class TensorTaker(Protocol):
     missing: list[str]
     unexpected: list[str]
 
-    def want(self, fqn: str, tensor: torch.Tensor) -> bool:
+    def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it."""
         ...
 
@@ -112,10 +113,11 @@ class OptimizerRestoration:
             if not self._taker.takes_part(fqn):
                 continue
             spec = catalog.tensors[catalog.aliases.get(fqn, fqn)]
+            local_shape = view.local_shape(parameter, spec.global_shape)
             tensor = present.get(key)
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != spec.global_shape:
-                tensor = new_state_tensor(parameter, group, torch_dtype(spec.dtype), spec.global_shape)
-            self._taker.want(fqn, tensor)
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != local_shape:
+                tensor = new_state_tensor(parameter, group, torch_dtype(spec.dtype), local_shape)
+            self._taker.want(fqn, tensor, view.declared_for(parameter, tensor))
             state[key] = tensor
         values = self._values.get(name)
         for key, value in values.items() if isinstance(values, dict) else ():

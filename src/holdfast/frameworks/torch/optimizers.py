@@ -7,14 +7,16 @@ and let one group's learning rate win when groups differ; so none of them is use
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.containers import OnTensor, small_tensor, take_apart
+from holdfast.frameworks.torch.containers import small_tensor, take_apart
+from holdfast.frameworks.torch.held import declared_like
+from holdfast.spec.sharded import Sharded
 from holdfast.spec.values import Group, Value
 
 
@@ -30,6 +32,21 @@ class OptimizerView:
 
     names: Mapping[torch.Tensor, str]
     """FQN by parameter, in the order of the groups."""
+
+    declared: Mapping[int, Sharded]
+    """Layouts stated by hand, by the identity of the local tensor."""
+
+    def declared_for(self, parameter: torch.Tensor, state: torch.Tensor) -> Sharded | None:
+        """Return the layout that a parameter's declaration gives a tensor of its state, or None."""
+        declared = self.declared.get(id(parameter))
+        return None if declared is None else declared_like(declared, state)
+
+    def local_shape(self, parameter: torch.Tensor, global_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that a state tensor of `global_shape` has in this process's hands."""
+        declared = self.declared.get(id(parameter))
+        if declared is not None and tuple(declared.global_shape) == global_shape and global_shape:
+            return tuple(parameter.shape)
+        return global_shape
 
     def state_fqn(self, name: str, key: str) -> str:
         """Return the FQN of one entry of a parameter's state."""
@@ -75,7 +92,11 @@ def named_parameters_of(
     return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in found.items()}
 
 
-def collect_optimizer(view: OptimizerView, on_state: OnTensor) -> Group:
+OnState = Callable[[str, torch.Tensor, Sharded | None], Value]
+"""Called for each tensor of the state: its FQN, itself, and the layout stated by hand for it, if any."""
+
+
+def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
     """Return the non-tensor part of an optimizer, calling `on_state` for every tensor of its state.
 
     Hyperparameters go by FQN; equal ones are kept once under a key made of their content, so that what
@@ -111,28 +132,32 @@ def collect_optimizer(view: OptimizerView, on_state: OnTensor) -> Group:
     return Group("optimizer", {"hyperparameters": hyperparameters, "param_groups": members, "state": state})
 
 
-def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnTensor) -> dict[str, Value]:
+def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState) -> dict[str, Value]:
     """Return what a parameter's state holds besides tensors that stand in it directly."""
     kept: dict[str, Value] = {}
+
+    def on_tensor(fqn: str, tensor: torch.Tensor) -> Value:
+        return on_state(fqn, tensor, view.declared_for(parameter, tensor))
+
     for key, value in view.optimizer.state.get(parameter, {}).items():
         if not isinstance(key, str) or "." in key:
             raise InvalidError(f"{view.path}.state.{name}: key {key!r}; expected a name without dots")
-        neutral = take_apart(value, view.state_fqn(name, key), on_state)
+        neutral = take_apart(value, view.state_fqn(name, key), on_tensor)
         if not isinstance(value, torch.Tensor):
             kept[key] = neutral
     return kept
 
 
 def new_state_tensor(
-    parameter: torch.Tensor, group: Mapping[str, object], dtype: torch.dtype, global_shape: tuple[int, ...]
+    parameter: torch.Tensor, group: Mapping[str, object], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Return room for a state tensor that the optimizer has not made yet.
 
     A tensor shaped like the parameter lies as the parameter does. A 0-d one (a step count) lies in host memory,
     as PyTorch's optimizers put it, unless the group is capturable or fused.
     """
-    if tuple(parameter.shape) == global_shape and global_shape:
+    if tuple(parameter.shape) == shape and shape:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
-    on_device = bool(group.get("capturable")) or bool(group.get("fused")) or bool(global_shape)
+    on_device = bool(group.get("capturable")) or bool(group.get("fused")) or bool(shape)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return torch.zeros(global_shape, dtype=dtype, device=local.device if on_device else "cpu")
+    return torch.zeros(shape, dtype=dtype, device=local.device if on_device else "cpu")

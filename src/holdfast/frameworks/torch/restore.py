@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.collect import selected
 from holdfast.frameworks.torch.containers import put_together, take_apart
+from holdfast.frameworks.torch.held import RankOfGlobal, held_of, local_of
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.tensors import (
-    RankOfGlobal,
     TorchTarget,
-    held_box,
-    layout_of,
-    local_of,
     require_storable,
     storage_key,
     torch_dtype,
@@ -33,6 +29,7 @@ from holdfast.frameworks.torch.walk import (
     walk,
 )
 from holdfast.ports.framework import Catalog, Selection, Wanted
+from holdfast.spec.sharded import Sharded
 from holdfast.spec.values import Group, Skipped, TensorRef, Value
 
 
@@ -40,9 +37,15 @@ class TorchRestoration:
     """A load under way."""
 
     def __init__(
-        self, state: Mapping[str, object], catalog: Catalog, selection: Selection, rank_of_global: RankOfGlobal
+        self,
+        state: Mapping[str, object],
+        catalog: Catalog,
+        selection: Selection,
+        rank: int,
+        rank_of_global: RankOfGlobal,
     ) -> None:
-        self._catalog, self._selection, self._rank_of_global = catalog, selection, rank_of_global
+        self._catalog, self._selection = catalog, selection
+        self._rank, self._rank_of_global = rank, rank_of_global
         self.wanted: list[Wanted] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -60,7 +63,7 @@ class TorchRestoration:
         for each in self._finishes:
             each()
 
-    def want(self, fqn: str, tensor: torch.Tensor) -> bool:
+    def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it.
 
         Raises:
@@ -86,18 +89,15 @@ class TorchRestoration:
                 "pass tensor.contiguous() or what it was expanded from"
             )
         self._used.add(stored)
-        layout = layout_of(tensor, fqn, self._rank_of_global) if isinstance(tensor, DTensor) else None
-        box = held_box(tensor, layout, fqn)
-        if tuple(tensor.shape) != spec.global_shape:
+        held = held_of(tensor, declared, fqn, self._rank, self._rank_of_global)
+        if held.global_shape != spec.global_shape:
             raise InvalidError(
-                f"{fqn}: the target has shape {tuple(tensor.shape)}, the checkpoint {spec.global_shape}; "
+                f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
                 "expected the same. Build the model it was saved from, or leave it out with skip="
             )
-        if not self._is_first_of_tie(fqn, stored, tensor):
-            return True
-        target = TorchTarget(tensor, box, spec.dtype) if box is not None else _Nothing()
-        boxes = (box,) if box is not None else ()
-        self.wanted.append(Wanted(stored, name_of(tensor.dtype), tuple(tensor.shape), boxes, target, fqn))
+        if self._is_first_of_tie(fqn, stored, tensor):
+            target = TorchTarget(held, spec.dtype)
+            self.wanted.append(Wanted(stored, name_of(tensor.dtype), held.global_shape, target.boxes, target, fqn))
         return True
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
@@ -154,7 +154,7 @@ class TorchRestoration:
             case DictNode():
                 self._dict(node, saved)
             case TensorNode():
-                if not self.want(node.path, node.tensor):
+                if not self.want(node.path, node.tensor, node.declared):
                     self.missing.append(node.path)
             case ModuleNode():
                 self._module(node, saved)
@@ -241,12 +241,6 @@ class TorchRestoration:
                 continue
             if any(fqn == key or fqn.startswith(f"{key}.") for key in state):
                 self.unexpected.append(fqn)
-
-
-class _Nothing:
-    def place(self, part: object, source: memoryview, source_box: object) -> None:
-        """Never called: a rank that wants nothing of a tensor has no box to fill."""
-        raise AssertionError("nothing was wanted here")
 
 
 _ABSENT = object()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.held import Held, HeldPart
 from holdfast.ports.framework import Ticket
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES, dtype_named
-from holdfast.spec.placement import box_at
-from holdfast.spec.tensor import Layout, Placement
-
-RankOfGlobal = Callable[[int], int | None]
+from holdfast.spec.region import FlatRange, Region, contains, region_boxes
 
 
 class _Done:
@@ -60,79 +57,18 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
     dtype_named(dtype_name(tensor.dtype), fqn)
 
 
-def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout:
-    """Return mesh and placements of a DTensor in ranks of the process group.
-
-    Raises:
-        InvalidError: A placement other than Shard and Replicate, or a mesh reaching outside the group.
-    """
-    placements = []
-    for placement in tensor.placements:
-        if type(placement) is ShardPlacement:
-            placements.append(Placement(placement.dim % max(tensor.ndim, 1)))
-        elif type(placement) is Replicate:
-            placements.append(Placement(None))
-        else:
-            advice = "reduce it first, e.g. tensor.redistribute()" if placement.is_partial() else "redistribute it"
-            raise InvalidError(
-                f"{fqn}: placement {type(placement).__name__} {placement} cannot be saved or loaded; "
-                f"expected Shard or Replicate. {advice[0].upper()}{advice[1:]}"
-            )
-    mesh = tensor.device_mesh.mesh
-    ranks = []
-    for each in mesh.flatten().tolist():
-        rank = rank_of_global(each)
-        if rank is None:
-            raise InvalidError(
-                f"{fqn}: its mesh holds rank {each}, which is not in process_group; "
-                "expected every rank of the mesh to take part. Pass the group that holds the whole mesh"
-            )
-        ranks.append(rank)
-    return Layout(tuple(mesh.shape), tuple(ranks), tuple(placements))
-
-
-def held_box(tensor: torch.Tensor, layout: Layout | None, fqn: str) -> Box | None:
-    """Return the box this rank holds of a tensor, or None if the split leaves it nothing or it is off the mesh.
-
-    Raises:
-        InvalidError: The local tensor is not as large as mesh and placements say.
-    """
-    if layout is None or not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape))
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    box = box_at(layout, tuple(tensor.shape), tuple(coordinate))
-    local_shape: tuple[int, ...] = tuple(tensor.to_local().shape)
-    expected = box.shape if box is not None else None
-    if local_shape != expected and (expected is not None or 0 not in local_shape):
-        raise InvalidError(
-            f"{fqn}: the local tensor has shape {local_shape}; mesh {layout.mesh_shape} and placements "
-            f"{[str(p) for p in layout.placements]} of {tuple(tensor.shape)} give {expected}"
-        )
-    return box
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the dense tensor that holds this rank's elements, without gradient history."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
-
-
 class TorchSource:
-    """The bytes of one held box."""
+    """The bytes of what a rank holds of one tensor."""
 
-    def __init__(self, tensor: torch.Tensor, box: Box | None) -> None:
-        self._tensor = tensor
-        self._box = box
-        self._bytes: torch.Tensor | None = None
+    def __init__(self, parts: Sequence[HeldPart]) -> None:
+        self._parts = parts
+        self._bytes: dict[int, torch.Tensor] = {}
 
-    def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> Ticket:
-        """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of the held box."""
-        assert self._box is not None, "a rank that holds nothing owns nothing"
-        data = self._flat()
-        offset = self._first_element(piece) * self._tensor.element_size()
-        run = data[offset + start : offset + stop]
+    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
+        """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
+        number, part = next((n, each) for n, each in enumerate(self._parts) if contains(each.region, piece))
+        offset = _first_element(part.region, piece) * part.local.element_size()
+        run = self._flat(number)[offset + start : offset + stop]
         if run.device.type == "cpu":
             slab[: stop - start] = run.numpy().data
         else:
@@ -141,46 +77,83 @@ class TorchSource:
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         """Return at most `blocks` blocks spread evenly over the held bytes."""
-        data = self._flat()
-        total = data.numel()
-        if total <= blocks * block_bytes:
-            return data.cpu().numpy().tobytes()
-        stride = (total - block_bytes) / max(blocks - 1, 1)
-        starts = [int(number * stride) for number in range(blocks)]
-        return torch.cat([data[start : start + block_bytes] for start in starts]).cpu().numpy().tobytes()
+        return b"".join(_sampled(self._flat(number), blocks, block_bytes) for number in range(len(self._parts)))
 
-    def _flat(self) -> torch.Tensor:
-        if self._bytes is None:
-            local = local_of(self._tensor).resolve_conj().resolve_neg()
-            self._bytes = local.contiguous().reshape(-1).view(torch.uint8)
-        return self._bytes
+    def _flat(self, number: int) -> torch.Tensor:
+        if number not in self._bytes:
+            local = self._parts[number].local.resolve_conj().resolve_neg()
+            self._bytes[number] = local.contiguous().reshape(-1).view(torch.uint8)
+        return self._bytes[number]
 
-    def _first_element(self, piece: Box) -> int:
-        assert self._box is not None
-        element = 0
-        for at, origin, length in zip(piece.start, self._box.start, self._box.shape, strict=True):
-            element = element * length + at - origin
-        return element
+
+def _sampled(data: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
+    total = data.numel()
+    if total <= blocks * block_bytes:
+        return data.cpu().numpy().tobytes()
+    stride = (total - block_bytes) / max(blocks - 1, 1)
+    starts = [int(number * stride) for number in range(blocks)]
+    return torch.cat([data[start : start + block_bytes] for start in starts]).cpu().numpy().tobytes()
+
+
+def _first_element(held: Region, piece: Region) -> int:
+    """Return where a piece begins in a held region, in elements of the region's own order."""
+    if isinstance(held, FlatRange):
+        assert isinstance(piece, FlatRange), "a piece is of the kind of the region it is cut from"
+        return piece.start - held.start
+    assert isinstance(piece, Box), "a piece is of the kind of the region it is cut from"
+    element = 0
+    for at, origin, length in zip(piece.start, held.start, held.shape, strict=True):
+        element = element * length + at - origin
+    return element
 
 
 class TorchTarget:
-    """A held box of a tensor, to be filled in place."""
+    """What a rank holds of a tensor, to be filled in place."""
 
-    def __init__(self, tensor: torch.Tensor, box: Box, stored_dtype: str) -> None:
-        self._local = local_of(tensor)
-        self._box = box
+    def __init__(self, held: Held, stored_dtype: str) -> None:
+        self._views = [_View(box, local, stored_dtype) for box, local in _boxes(held)]
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What is wanted, global coordinates."""
+        return tuple(view.box for view in self._views)
+
+    def place(self, part: Box, source: memoryview, source_box: Box) -> None:
+        """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
+        view = self._views[0] if len(self._views) == 1 else next(v for v in self._views if v.box.contains(part))
+        view.place(part, source, source_box)
+
+
+def _boxes(held: Held) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield every box of what is held with its memory; a flat range falls into a few, each a run of it."""
+    for each in held.parts:
+        if isinstance(each.region, Box):
+            yield each.region, each.local
+            continue
+        at = 0
+        for box in region_boxes(each.region, held.global_shape):
+            yield box, each.local[at : at + box.numel].view(box.shape)
+            at += box.numel
+
+
+class _View:
+    """One box of a target."""
+
+    def __init__(self, box: Box, local: torch.Tensor, stored_dtype: str) -> None:
+        self.box = box
+        self._local = local
         self._stored = torch_dtype(stored_dtype)
         # In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch
         # would spread each copy over its own threads, which fight with the reading ones for the same cores.
         # What shows its memory conjugated or negated is left to torch, which knows what to write there.
-        lazy = self._local.is_conj() or self._local.is_neg()
-        plain = self._local.device.type == "cpu" and self._local.dtype == self._stored and not lazy
-        self._bits = self._local.view(_BITS[self._stored.itemsize]).numpy() if plain else None
+        lazy = local.is_conj() or local.is_neg()
+        plain = local.device.type == "cpu" and local.dtype == self._stored and not lazy
+        bits = _BITS.get(self._stored.itemsize)
+        self._bits = local.view(bits).numpy() if plain and bits is not None else None
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
-        """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
         taken = part.relative_to(source_box.start)
-        given = part.relative_to(self._box.start)
+        given = part.relative_to(self.box.start)
         if self._bits is not None:
             self._bits[given] = np.frombuffer(source, dtype=self._bits.dtype).reshape(source_box.shape)[taken]
             return

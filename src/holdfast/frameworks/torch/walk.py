@@ -11,8 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import holds_tensor
+from holdfast.frameworks.torch.held import tensors_of
 from holdfast.frameworks.torch.naming import module_entries, require_fqn
 from holdfast.frameworks.torch.optimizers import OptimizerView, named_parameters_of
+from holdfast.spec.sharded import Sharded
 
 
 @runtime_checkable
@@ -60,6 +62,7 @@ class TensorNode:
 
     path: str
     tensor: torch.Tensor
+    declared: Sharded | None = None
 
 
 @dataclass(slots=True)
@@ -92,11 +95,12 @@ def walk(state: Mapping[str, object]) -> DictNode:
     optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = []
     modules: dict[str, ModuleNode] = {}
     loose: dict[str, torch.Tensor] = {}
-    _fill(root, optimizers, modules, loose, set())
+    declared: dict[int, Sharded] = {}
+    _fill(root, optimizers, modules, loose, declared, set())
     for parent, key, optimizer in optimizers:
         path = _joined(parent.path, key)
         names = named_parameters_of(optimizer, path, {each: node.tensors for each, node in modules.items()}, loose)
-        parent.children[key] = OptimizerNode(path, OptimizerView(optimizer, path, names))
+        parent.children[key] = OptimizerNode(path, OptimizerView(optimizer, path, names, declared))
     return root
 
 
@@ -105,6 +109,7 @@ def _fill(
     optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]],
     modules: dict[str, ModuleNode],
     loose: dict[str, torch.Tensor],
+    declared: dict[int, Sharded],
     above: set[int],
 ) -> None:
     if id(node.mapping) in above:
@@ -127,9 +132,15 @@ def _fill(
             require_fqn(path)
             loose[path] = value
             node.children[key] = TensorNode(path, value)
+        elif isinstance(value, Sharded):
+            require_fqn(path)
+            tensor = tensors_of(value, path)[0]
+            loose[path] = tensor
+            declared[id(tensor)] = value
+            node.children[key] = TensorNode(path, tensor, value)
         elif isinstance(value, dict) and _is_branch(value):
             child = DictNode(path, value)
-            _fill(child, optimizers, modules, loose, above | {id(node.mapping)})
+            _fill(child, optimizers, modules, loose, declared, above | {id(node.mapping)})
             node.children[key] = child
         elif not isinstance(value, type) and isinstance(value, Stateful):
             node.children[key] = StatefulNode(path, value)
@@ -175,7 +186,7 @@ def _is_branch(value: dict[object, object]) -> bool:
     if not all(isinstance(key, str) for key in value):
         return False
     return any(
-        isinstance(each, torch.Tensor | torch.nn.Module | torch.optim.Optimizer)
+        isinstance(each, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | Sharded)
         or (isinstance(each, dict) and _is_branch(each))
         or (isinstance(each, list | tuple) and holds_tensor(each))
         or (not isinstance(each, type) and isinstance(each, Stateful))

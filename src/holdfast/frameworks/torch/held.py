@@ -1,0 +1,196 @@
+"""What this rank holds of a tensor: which regions, and the memory of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from holdfast.errors import InvalidError
+from holdfast.spec.box import Box
+from holdfast.spec.placement import held_boxes, replica_ranks
+from holdfast.spec.region import FlatRange, Region
+from holdfast.spec.sharded import Sharded
+from holdfast.spec.tensor import Layout, Placement
+
+RankOfGlobal = Callable[[int], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """One region and its memory."""
+
+    region: Region
+    """Which part of the tensor."""
+
+    local: torch.Tensor
+    """Its elements: of the box's shape, or 1-d for a flat range; a view, so that filling it fills the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this rank holds of one tensor."""
+
+    global_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    layout: Layout | None
+    """Mesh and placements, where there are any."""
+
+    holders: tuple[int, ...] | None
+    """Ranks stated to hold the same; None for a plain tensor."""
+
+    parts: tuple[HeldPart, ...]
+    """Regions and memory; empty where the split leaves nothing."""
+
+    on_mesh: bool = True
+    """Whether this rank has any part in the tensor at all."""
+
+
+def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, rank: int, rank_of_global: RankOfGlobal) -> Held:
+    """Return what this rank holds of a tensor.
+
+    Raises:
+        InvalidError: The layout cannot be kept, or the local tensor is not as large as it says.
+    """
+    if declared is not None:
+        return _declared(declared, fqn, rank)
+    local = local_of(tensor)
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
+    layout = layout_of(tensor, fqn, rank_of_global)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Held(shape, layout, (), (), on_mesh=False)
+    boxes = held_boxes(layout, shape, tuple(coordinate))
+    _require_local_shape(local, boxes, layout, shape, fqn)
+    parts = tuple(HeldPart(box, local[where.relative_to((0,) * len(shape))]) for box, where in boxes)
+    return Held(shape, layout, replica_ranks(layout, tuple(coordinate)), parts)
+
+
+def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout:
+    """Return mesh and placements of a DTensor in ranks of the process group.
+
+    Raises:
+        InvalidError: A placement that cannot be kept, or a mesh reaching outside the group.
+    """
+    placements = []
+    for placement in tensor.placements:
+        if type(placement) is ShardPlacement:
+            placements.append(Placement(placement.dim % max(tensor.ndim, 1)))
+        elif type(placement) is _StridedShard:
+            placements.append(Placement(placement.dim % max(tensor.ndim, 1), int(placement.split_factor)))
+        elif type(placement) is Replicate:
+            placements.append(Placement(None))
+        else:
+            advice = "Reduce it first, e.g. tensor.redistribute()" if placement.is_partial() else "Redistribute it"
+            raise InvalidError(
+                f"{fqn}: placement {type(placement).__name__} {placement} cannot be saved or loaded; "
+                f"expected Shard, _StridedShard or Replicate. {advice}"
+            )
+    mesh = tensor.device_mesh.mesh
+    ranks = []
+    for each in mesh.flatten().tolist():
+        rank = rank_of_global(each)
+        if rank is None:
+            raise InvalidError(
+                f"{fqn}: its mesh holds rank {each}, which is not in process_group; "
+                "expected every rank of the mesh to take part. Pass the group that holds the whole mesh"
+            )
+        ranks.append(rank)
+    return Layout(tuple(mesh.shape), tuple(ranks), tuple(placements))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the dense tensor that holds this rank's elements, without gradient history."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def tensors_of(declared: Sharded, fqn: str) -> list[torch.Tensor]:
+    """Return the local tensors of a declaration.
+
+    Raises:
+        InvalidError: They are no tensors.
+    """
+    tensors = list(declared.tensor) if isinstance(declared.tensor, list | tuple) else [declared.tensor]
+    for each in tensors:
+        if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
+            raise InvalidError(f"{fqn}: Sharded holds {type(each).__name__}; expected plain torch tensors")
+    return [each for each in tensors if isinstance(each, torch.Tensor)]
+
+
+def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
+    """Return the declaration of a tensor that lies as a declared one does (its optimizer state), or None.
+
+    Only a declaration of one local tensor can be carried over, to a tensor of the same local shape.
+    """
+    own = declared.tensor
+    if isinstance(own, torch.Tensor) and own.shape == tensor.shape and tensor.ndim:
+        return Sharded(tensor, declared.global_shape, declared.start, declared.flat_start, declared.replicas)
+    return None
+
+
+def _declared(declared: Sharded, fqn: str, rank: int) -> Held:
+    tensors = tensors_of(declared, fqn)
+    shape = tuple(int(length) for length in declared.global_shape)
+    if (declared.start is None) == (declared.flat_start is None):
+        raise InvalidError(f"{fqn}: Sharded needs either start or flat_start, and not both")
+    several = isinstance(declared.tensor, list | tuple)
+    stated = declared.flat_start if declared.start is None else declared.start
+    starts = list(stated) if several and isinstance(stated, Sequence) else [stated]
+    if len(starts) != len(tensors):
+        raise InvalidError(f"{fqn}: Sharded holds {len(tensors)} tensors and {len(starts)} starts; expected one each")
+    parts = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        local = local_of(tensor)
+        if declared.start is None:
+            parts.append(HeldPart(_flat_range(start, local, shape, fqn), local))
+        else:
+            parts.append(HeldPart(_box(start, local, shape, fqn), local))
+    replicas = (rank,) if declared.replicas is None else tuple(sorted(set(map(int, declared.replicas))))
+    if rank not in replicas:
+        raise InvalidError(
+            f"{fqn}: replicas={list(replicas)} lacks this rank, {rank}; expected every rank that holds it"
+        )
+    held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
+    return Held(shape, None, replicas, held)
+
+
+def _flat_range(start: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> FlatRange:
+    numel = torch.Size(shape).numel()
+    if not isinstance(start, int) or local.ndim != 1 or not 0 <= start <= start + local.numel() <= numel:
+        raise InvalidError(
+            f"{fqn}: flat_start={start!r} with a local tensor of shape {tuple(local.shape)}; expected a 1-d tensor "
+            f"and a run inside the {numel} elements of {shape}"
+        )
+    return FlatRange(start, start + local.numel())
+
+
+def _box(start: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> Box:
+    fits = isinstance(start, Sequence) and len(start) == len(shape) == local.ndim
+    if fits and isinstance(start, Sequence):
+        first = tuple(int(each) for each in start)
+        box = Box(first, tuple(a + n for a, n in zip(first, local.shape, strict=True)))
+        if Box.whole(shape).contains(box):
+            return box
+    raise InvalidError(
+        f"{fqn}: start={start!r} with a local tensor of shape {tuple(local.shape)}; expected a box inside {shape}"
+    )
+
+
+def _require_local_shape(
+    local: torch.Tensor, boxes: Sequence[tuple[Box, Box]], layout: Layout, shape: tuple[int, ...], fqn: str
+) -> None:
+    expected = tuple(max(where.stop[dim] for _, where in boxes) for dim in range(len(shape))) if boxes else None
+    found: tuple[int, ...] = tuple(local.shape)
+    if found != expected and (expected is not None or 0 not in found):
+        raise InvalidError(
+            f"{fqn}: the local tensor has shape {found}; mesh {layout.mesh_shape} and placements "
+            f"{[str(p) for p in layout.placements]} of {shape} give {expected}"
+        )
