@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from holdfast.settings import Settings
+    from holdfast.spec.per_rank import PerRank, RngState
     from holdfast.spec.sharded import Sharded
 
 __version__ = "0.1.0"
@@ -31,6 +32,8 @@ __all__ = [
     "open_checkpoint",
     "CheckpointManager",
     "SaveHandle",
+    "PerRank",
+    "RngState",
     "Sharded",
     "Settings",
     "CheckpointError",
@@ -49,6 +52,8 @@ _HOME = {
     "open_checkpoint": "holdfast.api",
     "CheckpointManager": "holdfast.api",
     "SaveHandle": "holdfast.api",
+    "PerRank": "holdfast.spec.per_rank",
+    "RngState": "holdfast.spec.per_rank",
     "Sharded": "holdfast.spec.sharded",
     "Settings": "holdfast.settings",
     "CheckpointError": "holdfast.errors",

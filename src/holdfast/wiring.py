@@ -74,9 +74,10 @@ def framework_of(comm: Comm) -> Framework:
     """Return the framework whose objects a state is made of."""
     from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
     from holdfast.frameworks.torch.framework import TorchFramework
+    from holdfast.frameworks.torch.held import Ranks
 
     assert isinstance(comm, ProcessGroupComm | SoloComm)
-    return TorchFramework(comm.rank, comm.rank_of_global)
+    return TorchFramework(Ranks(comm.rank, comm.world_size, comm.rank_of_global))
 
 
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:

@@ -13,6 +13,7 @@ from holdfast.engine.host import HostTarget
 from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
 from holdfast.errors import InvalidError, MissingError
+from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.observer import Observer
@@ -124,6 +125,14 @@ class Checkpoint:
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
+
+    def per_rank(self, rank: int) -> Mapping[str, object]:
+        """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
+
+        Raises:
+            MissingError: Fewer ranks saved it.
+        """
+        return per_rank_values(self._place.store, self._place.folder, self.manifest, rank)
 
     def pieces(self, fqn: str) -> list[Piece]:
         """Return the stored pieces of a tensor: which box lies in which pack, and so which rank wrote it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.read import carry_out
-from holdfast.errors import CheckpointError, InvalidError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.job import error_from, error_text, raise_together
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.plan.intersect import WantedBoxes, load_plan
@@ -16,13 +16,17 @@ from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
 from holdfast.ports.store import Store
+from holdfast.repository import values
 from holdfast.repository.catalog import index_from, manifest_in, read_file
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
+from holdfast.repository.names import part_name
+from holdfast.repository.part import decode_part
 from holdfast.settings import Settings
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import LoadPlan
+from holdfast.spec.values import Value
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +107,7 @@ def load(
     place, manifest, index = resolved
     restoration, plan, own = None, LoadPlan(()), None
     try:
-        restoration = framework.restoration(request.state, _catalog(manifest, index), request.selection)
+        restoration = framework.restoration(request.state, _catalog(place, manifest, index), request.selection)
         plan = _plan(restoration, index, request, settings)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
@@ -187,14 +191,42 @@ def _decoded(frames: Sequence[bytes], place: Place) -> tuple[Manifest, Index]:
     return manifest, index_from(manifest, list(frames[1:]), f"{place.store.url}/{place.folder}")
 
 
-def _catalog(manifest: Manifest, index: Index) -> Catalog:
+def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) -> Mapping[str, Value]:
+    """Return what one of the ranks that saved kept as its own, by path.
+
+    Raises:
+        MissingError: The checkpoint was saved by fewer ranks.
+        CorruptError: Its part is not what was saved.
+    """
+    record = next((part for part in manifest.parts if part.name == part_name(rank)), None)
+    if record is None:
+        raise MissingError(f"{store.url}/{folder}: no part of rank {rank}; {manifest.world_size} ranks saved it")
+    part = decode_part(read_file(store, folder, manifest.attempt, record), record.name)
+    kept = values.decode(values.loads(part.per_rank), "") if part.per_rank is not None else {}
+    if not isinstance(kept, dict):
+        raise CorruptError(
+            f"{store.url}/{folder}{record.name}: its own values are {type(kept).__name__}; expected a dict"
+        )
+    return {str(path): value for path, value in kept.items()}
+
+
+def _catalog(place: Place, manifest: Manifest, index: Index) -> Catalog:
     def same_content(first: str, second: str) -> bool:
         def content(fqn: str) -> list[tuple[object, bytes]]:
             return [(piece.region, piece.digests) for piece in index.pieces_of(fqn)]
 
         return content(first) == content(second)
 
-    return Catalog(index.tensors, manifest.aliases, manifest.tree, same_content)
+    return Catalog(
+        tensors=index.tensors,
+        aliases=manifest.aliases,
+        tree=manifest.tree,
+        run_id=manifest.run_id,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        per_rank=lambda rank: per_rank_values(place.store, place.folder, manifest, rank),
+        same_content=same_content,
+    )
 
 
 def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings: Settings) -> LoadPlan:

@@ -144,6 +144,7 @@ class Save:
             tree=digests.tree_bytes if agreement.speaks else None,
             aliases=dict(collected.aliases) if agreement.speaks else {},
             layouts=_layouts(collected) if agreement.speaks else (),
+            per_rank=digests.per_rank_bytes,
         )
         staged_seconds = job.clock.monotonic_seconds() - self._start
         report = SaveReport(

@@ -26,6 +26,9 @@ class Digests:
         self._collected, self._place, self._settings = collected, place, job.settings
         self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
         """The non-tensor state, encoded."""
+        own = dict(collected.per_rank)
+        self.per_rank_bytes = values.dumps(values.encode(own, "")) if own else None
+        """What this rank keeps as its own, encoded; None if nothing."""
         # Alone there is nobody to compare with.
         self._samples = dict(self._sampled()) if job.comm.world_size > 1 else {}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.spec.box import Box
 from holdfast.spec.region import Region
 from holdfast.spec.tensor import Shard, TensorSpec
-from holdfast.spec.values import Group
+from holdfast.spec.values import Group, Value
 
 
 class Ticket(Protocol):
@@ -79,6 +79,9 @@ class Collected:
     skipped: Sequence[str]
     """FQNs and paths that `only` and `skip` left out."""
 
+    per_rank: Mapping[str, Value] = field(default_factory=dict)
+    """This rank's own values by path; the tree holds a `PerRankRef` in their place."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -143,6 +146,18 @@ class Catalog:
 
     tree: Group
     """The non-tensor state."""
+
+    run_id: str
+    """Run the checkpoint belongs to."""
+
+    step: int | None
+    """Its step."""
+
+    world_size: int
+    """Ranks that saved it."""
+
+    per_rank: Callable[[int], Mapping[str, Value]]
+    """Reads what one of those ranks kept as its own, by path."""
 
     same_content: Callable[[str, str], bool]
     """Whether two stored FQNs are known, by their digests, to hold the same bytes."""

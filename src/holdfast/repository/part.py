@@ -20,6 +20,7 @@ class _PartDocument(msgspec.Struct):
     tree: bytes | None
     aliases: dict[str, str]
     layouts: list[tuple[list[int], list[str], int]]
+    per_rank: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class RankPart:
     layouts: tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]
     """Distinct (mesh shape, placements, count of tensors); from the same ranks as `tree`."""
 
+    per_rank: bytes | None = None
+    """This rank's own values by path, encoded; None if it has none."""
+
 
 def encode_part(part: RankPart) -> bytes:
     """Return the bytes of a part file."""
@@ -59,6 +63,7 @@ def encode_part(part: RankPart) -> bytes:
             part.tree,
             part.aliases,
             [(list(mesh), list(placements), count) for mesh, placements, count in part.layouts],
+            part.per_rank,
         )
     )
 
@@ -84,4 +89,5 @@ def decode_part(data: bytes, where: str) -> RankPart:
         document.tree,
         document.aliases,
         tuple((tuple(mesh), tuple(placements), count) for mesh, placements, count in document.layouts),
+        document.per_rank,
     )

@@ -18,7 +18,7 @@ from holdfast.repository.arrays import decode_array, decode_scalar, encode_array
 from holdfast.repository.leaves import LEAVES, Leaf, text_document, text_value
 from holdfast.repository.text import dumps, loads, plain
 from holdfast.settings import MIB
-from holdfast.spec.values import FrameworkValue, Group, GroupKind, Skipped, TensorRef
+from holdfast.spec.values import FrameworkValue, Group, GroupKind, PerRankRef, Skipped, TensorRef
 
 __all__ = ["DEPTH_MAX", "ENCODED_BYTES_MAX", "decode", "dumps", "encode", "loads"]
 
@@ -35,6 +35,7 @@ _LEAVES: dict[type, Leaf] = {
     **LEAVES,
     np.ndarray: Leaf("$ndarray", encode_array, decode_array),
     TensorRef: Leaf("$tensor", lambda ref: _name(ref.fqn), lambda content: TensorRef(text_value(content))),
+    PerRankRef: Leaf("$per_rank", lambda ref: _name(ref.path), lambda content: PerRankRef(text_value(content))),
     Skipped: Leaf("$skipped", lambda gap: _name(gap.path), lambda content: Skipped(text_value(content))),
 }
 _SCALAR = Leaf("$scalar", encode_scalar, decode_scalar)

@@ -43,6 +43,14 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class PerRankRef:
+    """Stands in the tree for a value of which every rank keeps its own, in its part."""
+
+    path: str
+    """Dotted name of the leaf, and its name in each rank's part."""
+
+
+@dataclass(frozen=True, slots=True)
 class FrameworkValue:
     """A value only a framework can build, kept as text or bytes so that it can be shown without it."""
 

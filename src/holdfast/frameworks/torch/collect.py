@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 import torch
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.containers import take_apart
-from holdfast.frameworks.torch.held import RankOfGlobal, held_of
+from holdfast.frameworks.torch import rng
+from holdfast.frameworks.torch.containers import small_tensor, take_apart
+from holdfast.frameworks.torch.held import Ranks, held_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.tensors import (
@@ -23,6 +24,7 @@ from holdfast.frameworks.torch.walk import (
     ModuleNode,
     Node,
     OptimizerNode,
+    Stateful,
     StatefulNode,
     TensorNode,
     ValueNode,
@@ -30,9 +32,10 @@ from holdfast.frameworks.torch.walk import (
 )
 from holdfast.ports.framework import Collected, LocalShard, Selection
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.per_rank import PerRank, RngState
 from holdfast.spec.sharded import Sharded
 from holdfast.spec.tensor import Role, Shard, TensorSpec
-from holdfast.spec.values import Group, Skipped, TensorRef, Value
+from holdfast.spec.values import Group, PerRankRef, Skipped, TensorRef, Value
 
 
 def selected(selection: Selection, name: str) -> bool:
@@ -42,23 +45,24 @@ def selected(selection: Selection, name: str) -> bool:
     return not any(fnmatchcase(name, pattern) for pattern in selection.skip)
 
 
-def collect(state: Mapping[str, object], selection: Selection, rank: int, rank_of_global: RankOfGlobal) -> Collected:
+def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> Collected:
     """Take a state apart, touching nothing.
 
     Raises:
         InvalidError: Something in it cannot be saved; the message names its path, type and what to do.
     """
-    collector = _Collector(selection, rank, rank_of_global)
+    collector = _Collector(selection, ranks)
     tree = collector.dict_group(walk(state))
-    return Collected(collector.shards, tree, collector.aliases, collector.skipped)
+    return Collected(collector.shards, tree, collector.aliases, collector.skipped, collector.per_rank)
 
 
 class _Collector:
-    def __init__(self, selection: Selection, rank: int, rank_of_global: RankOfGlobal) -> None:
-        self._selection, self._rank, self._rank_of_global = selection, rank, rank_of_global
+    def __init__(self, selection: Selection, ranks: Ranks) -> None:
+        self._selection, self._ranks = selection, ranks
         self.shards: list[LocalShard] = []
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
+        self.per_rank: dict[str, Value] = {}
         self._names: set[str] = set()
         self._stored: dict[tuple[object, ...], str] = {}
 
@@ -109,6 +113,9 @@ class _Collector:
     def _value(self, path: str, value: object) -> Value:
         if not self._takes_part(path):
             return Skipped(path)
+        if isinstance(value, PerRank | RngState):
+            self.per_rank[path] = take_apart(own_value(value), path, _value_tensor)
+            return PerRankRef(path)
         return take_apart(value, path, self._reference)
 
     def _takes_part(self, path: str) -> bool:
@@ -135,7 +142,7 @@ class _Collector:
         if first != fqn and tensor.numel():
             self.aliases[fqn] = first
             return True
-        held = held_of(tensor, declared, fqn, self._rank, self._rank_of_global)
+        held = held_of(tensor, declared, fqn, self._ranks)
         if held.on_mesh:
             spec = TensorSpec(fqn, dtype_name(tensor.dtype), held.global_shape)
             regions = tuple(part.region for part in held.parts)
@@ -143,6 +150,18 @@ class _Collector:
                 LocalShard(Shard(spec, held.layout, held.holders, role, regions), TorchSource(held.parts))
             )
         return True
+
+
+def own_value(value: PerRank | RngState) -> object:
+    """Return what a rank keeps as its own."""
+    if isinstance(value, RngState):
+        return rng.captured()
+    own = value.value
+    return own.state_dict() if isinstance(own, Stateful) and not isinstance(own, type) else own
+
+
+def _value_tensor(path: str, tensor: torch.Tensor) -> Value:
+    return small_tensor(path, tensor, numel_max=16 << 20)
 
 
 def _loose_role(tensor: torch.Tensor) -> Role:

@@ -73,15 +73,18 @@ def holds_tensor(value: object, depth: int = 0) -> bool:
     return False
 
 
-def small_tensor(path: str, tensor: torch.Tensor) -> FrameworkValue:
-    """Return a tensor of a few elements as a value: a hyperparameter such as a learning rate kept as a tensor.
+def small_tensor(path: str, tensor: torch.Tensor, numel_max: int = 1024) -> FrameworkValue:
+    """Return a tensor of a few elements as a value: a learning rate kept as a tensor, a random state.
 
     Raises:
-        InvalidError: It has over 1,024 elements or cannot be stored.
+        InvalidError: It has over `numel_max` elements or cannot be stored.
     """
     require_storable(tensor, path)
-    if tensor.numel() > 1024:
-        raise InvalidError(f"{path}: a tensor of {tensor.numel()} elements as a hyperparameter; expected at most 1024")
+    if tensor.numel() > numel_max:
+        raise InvalidError(
+            f"{path}: a tensor of {tensor.numel()} elements as a value; expected at most {numel_max}. "
+            "Let it stand in the state as a tensor"
+        )
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return FrameworkValue(
         "torch.tensor", {"dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape), "data": data}

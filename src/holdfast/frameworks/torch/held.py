@@ -21,6 +21,20 @@ RankOfGlobal = Callable[[int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that save and load together."""
+
+    rank: int
+    """Its rank in the group."""
+
+    world_size: int
+    """Ranks in the group."""
+
+    rank_of_global: RankOfGlobal
+    """The group's rank of a global rank, or None if it is not a member."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeldPart:
     """One region and its memory."""
 
@@ -51,19 +65,19 @@ class Held:
     """Whether this rank has any part in the tensor at all."""
 
 
-def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, rank: int, rank_of_global: RankOfGlobal) -> Held:
+def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ranks) -> Held:
     """Return what this rank holds of a tensor.
 
     Raises:
         InvalidError: The layout cannot be kept, or the local tensor is not as large as it says.
     """
     if declared is not None:
-        return _declared(declared, fqn, rank)
+        return _declared(declared, fqn, ranks.rank)
     local = local_of(tensor)
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
-    layout = layout_of(tensor, fqn, rank_of_global)
+    layout = layout_of(tensor, fqn, ranks.rank_of_global)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return Held(shape, layout, (), (), on_mesh=False)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch
 
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.collect import selected
 from holdfast.frameworks.torch.containers import put_together, take_apart
-from holdfast.frameworks.torch.held import RankOfGlobal, held_of, local_of
+from holdfast.frameworks.torch.held import Ranks, held_of, local_of
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.tensors import (
     TorchTarget,
@@ -23,14 +24,16 @@ from holdfast.frameworks.torch.walk import (
     ModuleNode,
     Node,
     OptimizerNode,
+    Stateful,
     StatefulNode,
     TensorNode,
     ValueNode,
     walk,
 )
 from holdfast.ports.framework import Catalog, Selection, Wanted
+from holdfast.spec.per_rank import PerRank, RngState
 from holdfast.spec.sharded import Sharded
-from holdfast.spec.values import Group, Skipped, TensorRef, Value
+from holdfast.spec.values import Group, PerRankRef, Skipped, TensorRef, Value
 
 
 class TorchRestoration:
@@ -41,11 +44,10 @@ class TorchRestoration:
         state: Mapping[str, object],
         catalog: Catalog,
         selection: Selection,
-        rank: int,
-        rank_of_global: RankOfGlobal,
+        ranks: Ranks,
     ) -> None:
         self._catalog, self._selection = catalog, selection
-        self._rank, self._rank_of_global = rank, rank_of_global
+        self._ranks = ranks
         self.wanted: list[Wanted] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -89,7 +91,7 @@ class TorchRestoration:
                 "pass tensor.contiguous() or what it was expanded from"
             )
         self._used.add(stored)
-        held = held_of(tensor, declared, fqn, self._rank, self._rank_of_global)
+        held = held_of(tensor, declared, fqn, self._ranks)
         if held.global_shape != spec.global_shape:
             raise InvalidError(
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
@@ -215,6 +217,9 @@ class TorchRestoration:
         if saved is _ABSENT or isinstance(saved, Group):
             self.missing.append(node.path)
             return
+        if isinstance(node.value, PerRank | RngState):
+            self._own_value(node.path, node.value, saved)
+            return
         current: dict[str, object] = {}
         take_apart(node.value, node.path, lambda path, tensor: current.setdefault(path, tensor))
         loaded = put_together(saved, self._leaf(current))
@@ -222,6 +227,51 @@ class TorchRestoration:
         if not isinstance(mapping, MutableMapping):
             raise InvalidError(f"{node.path}: stands in a read-only {type(mapping).__name__}; expected a dict")
         self._finishes.append(lambda: mapping.__setitem__(key, loaded))
+
+    def _own_value(self, path: str, value: PerRank | RngState, saved: Value) -> None:
+        """Take back what this rank kept as its own, or what stands in for it on another number of ranks."""
+        if not isinstance(saved, PerRankRef):
+            raise InvalidError(
+                f"{path}: was saved once for all ranks, not by rank; expected a plain value in the state to load into"
+            )
+        catalog = self._catalog
+
+        def kept_by(rank: int) -> object:
+            kept = catalog.per_rank(rank)
+            if saved.path not in kept:
+                raise InvalidError(
+                    f"{path}: rank {rank} kept nothing under this name when step {catalog.step} was saved"
+                )
+            return put_together(kept[saved.path], lambda leaf: leaf)
+
+        if isinstance(value, RngState):
+            if self._ranks.rank < catalog.world_size:
+                own = kept_by(self._ranks.rank)
+                self._finishes.append(lambda: rng.restore(own, path))
+            else:
+                self._finishes.append(lambda: rng.seed(catalog.run_id, catalog.step, self._ranks.rank))
+        elif self._ranks.world_size == catalog.world_size:
+            self._set_own(path, value, kept_by(self._ranks.rank))
+        elif value.resize == "error":
+            raise InvalidError(
+                f"{path}: kept by each of {catalog.world_size} ranks, and there are {self._ranks.world_size} now; pass "
+                "PerRank(…, resize='first') or a function that makes one rank's value of all, or skip= it"
+            )
+        elif value.resize == "first":
+            self._set_own(path, value, kept_by(0))
+        else:
+            everybody = [kept_by(rank) for rank in range(catalog.world_size)]
+            self._set_own(path, value, value.resize(everybody, self._ranks.rank, self._ranks.world_size))
+
+    def _set_own(self, path: str, value: PerRank, loaded: object) -> None:
+        own = value.value
+        if isinstance(own, Stateful) and not isinstance(own, type):
+            if not isinstance(loaded, dict):
+                raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict")
+            node = StatefulNode(path, own)
+            self._finishes.append(lambda: _load_stateful(node, loaded))
+        else:
+            self._finishes.append(lambda: setattr(value, "value", loaded))
 
     def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
         def on_leaf(value: Value) -> object:

@@ -14,6 +14,7 @@ from holdfast.frameworks.torch.containers import holds_tensor
 from holdfast.frameworks.torch.held import tensors_of
 from holdfast.frameworks.torch.naming import module_entries, require_fqn
 from holdfast.frameworks.torch.optimizers import OptimizerView, named_parameters_of
+from holdfast.spec.per_rank import PerRank, RngState
 from holdfast.spec.sharded import Sharded
 
 
@@ -186,7 +187,7 @@ def _is_branch(value: dict[object, object]) -> bool:
     if not all(isinstance(key, str) for key in value):
         return False
     return any(
-        isinstance(each, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | Sharded)
+        isinstance(each, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | Sharded | PerRank | RngState)
         or (isinstance(each, dict) and _is_branch(each))
         or (isinstance(each, list | tuple) and holds_tensor(each))
         or (not isinstance(each, type) and isinstance(each, Stateful))

@@ -1,0 +1,51 @@
+"""Random generators of this process: Python's, numpy's, torch's, and each device's."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+from holdfast.errors import InvalidError
+
+
+def captured() -> dict[str, object]:
+    """Return the state of every generator, as plain values and byte tensors; changes none of them."""
+    state: dict[str, object] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = [torch.cuda.get_rng_state(number) for number in range(torch.cuda.device_count())]
+    return state
+
+
+def restore(state: object, path: str) -> None:
+    """Put every generator back that exists here.
+
+    Raises:
+        InvalidError: The state is not one that `captured` returned.
+    """
+    if not isinstance(state, dict):
+        raise InvalidError(f"{path}: a random state of type {type(state).__name__}; expected one saved by RngState")
+    try:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for number, each in enumerate(state.get("cuda", [])[:devices]):
+            torch.cuda.set_rng_state(each, number)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InvalidError(f"{path}: the random state does not fit this Python, numpy or torch: {error}") from error
+
+
+def seed(run_id: str, step: int | None, rank: int) -> None:
+    """Seed every generator from (run, step, rank), for a rank that has no state of its own."""
+    digest = hashlib.blake2b(f"{run_id}/{step}/{rank}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    torch.manual_seed(number)
