@@ -7,6 +7,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.repository.digest import hex_digest_of
 from holdfast.settings import PAGE_BYTES
@@ -46,7 +48,7 @@ def header_of(pack: PackPlan, provenance: dict[str, str]) -> bytes:
             "shape": list(shape),
             "data_offsets": [item.data_offset, item.data_offset + item.bytes],
         }
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "strict")
+    text = msgspec.json.encode(document)
     padded = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
     if padded > HEADER_BYTES_MAX:
         raise InvalidError(
@@ -76,7 +78,7 @@ def _start(region: Region) -> list[int]:
 
 
 def _compact(document: object) -> str:
-    return json.dumps(document, separators=(",", ":"))
+    return msgspec.json.encode(document).decode()
 
 
 def pack_digest(header: bytes, chunk_digests: bytes) -> str:

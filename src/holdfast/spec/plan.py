@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.spec.box import Box
 from holdfast.spec.region import Region
@@ -28,10 +28,12 @@ class PackItem:
     shard_number: int
     """Which of the rank's shards its bytes come from."""
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the piece."""
-        return self.region.numel * self.tensor.itemsize
+    bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the piece."""
+
+    def __post_init__(self) -> None:
+        # Asked for many times a piece, and there may be a hundred thousand of them.
+        object.__setattr__(self, "bytes", self.region.numel * self.tensor.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,12 @@ class Piece:
     chunk_bytes: int
     """Bytes of each chunk but the last."""
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the piece."""
-        return self.region.numel * self.tensor.itemsize
+    bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the piece."""
+
+    def __post_init__(self) -> None:
+        # Asked for many times a piece, and there may be a hundred thousand of them.
+        object.__setattr__(self, "bytes", self.region.numel * self.tensor.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

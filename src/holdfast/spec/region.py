@@ -40,6 +40,9 @@ def run_boxes(region: Region, global_shape: tuple[int, ...], start: int, stop: i
     if isinstance(region, FlatRange):
         yield from flat_range_boxes(global_shape, region.start + start, region.start + stop)
         return
+    if start == 0 and stop == region.numel:
+        yield region
+        return
     for box in flat_range_boxes(region.shape, start, stop):
         yield Box(
             tuple(a + o for a, o in zip(box.start, region.start, strict=True)),

@@ -40,6 +40,8 @@ from holdfast.spec.values import Group, PerRankRef, Skipped, TensorRef, Value
 
 def selected(selection: Selection, name: str) -> bool:
     """Return whether a name takes part."""
+    if selection.only is None and not selection.skip:
+        return True
     if selection.only is not None and not any(fnmatchcase(name, pattern) for pattern in selection.only):
         return False
     return not any(fnmatchcase(name, pattern) for pattern in selection.skip)

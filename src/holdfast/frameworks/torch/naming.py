@@ -21,6 +21,8 @@ def require_fqn(fqn: str) -> None:
     """
     if not fqn or fqn == "__metadata__" or "\0" in fqn:
         raise InvalidError(f"{fqn!r} cannot be the name of a tensor; rename the key of the state")
+    if fqn.isascii():
+        return
     try:
         fqn.encode("utf-8")
     except UnicodeEncodeError as error:

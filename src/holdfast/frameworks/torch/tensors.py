@@ -66,8 +66,11 @@ class TorchSource:
 
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
-        number, part = next((n, each) for n, each in enumerate(self._parts) if contains(each.region, piece))
-        offset = _first_element(part.region, piece) * part.local.element_size()
+        number = 0
+        if len(self._parts) > 1:
+            number = next(n for n, each in enumerate(self._parts) if contains(each.region, piece))
+        part = self._parts[number]
+        offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
         run = self._flat(number)[offset + start : offset + stop]
         if run.device.type == "cpu":
             slab[: stop - start] = run.numpy().data

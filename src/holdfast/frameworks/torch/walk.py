@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import holds_tensor
 from holdfast.frameworks.torch.held import tensors_of
-from holdfast.frameworks.torch.naming import module_entries, require_fqn
+from holdfast.frameworks.torch.naming import module_entries
 from holdfast.frameworks.torch.optimizers import OptimizerView, named_parameters_of
 from holdfast.spec.per_rank import PerRank, RngState
 from holdfast.spec.sharded import Sharded
@@ -130,11 +130,9 @@ def _fill(
             modules[path] = module_node(path, value)
             node.children[key] = modules[path]
         elif isinstance(value, torch.Tensor):
-            require_fqn(path)
             loose[path] = value
             node.children[key] = TensorNode(path, value)
         elif isinstance(value, Sharded):
-            require_fqn(path)
             tensor = tensors_of(value, path)[0]
             loose[path] = tensor
             declared[id(tensor)] = value
@@ -164,7 +162,6 @@ def module_node(path: str, module: torch.nn.Module) -> ModuleNode:
     values: dict[str, object] = {}
     for fqn, value in module_entries(module, path):
         if isinstance(value, torch.Tensor):
-            require_fqn(f"{path}.{fqn}")
             tensors[fqn] = value
         else:
             values[fqn] = value
