@@ -237,11 +237,12 @@ def test_a_store_that_fails_at_any_operation_leaves_every_rank_with_the_truth(fa
 
 def test_a_committer_slower_than_the_deadline_and_later_saves_never_loses_its_files() -> None:
     """While one rank is publishing, the others lose patience and save on; then it publishes all the same."""
-    release = threading.Event()
+    release, stalled = threading.Event(), threading.Event()
     world = World(2, settings=HASTY)
 
     def stall(operation: Operation) -> None:
         if operation.subject == f"{step_folder(1)}manifest.json":
+            stalled.set()
             stall_until(release)(operation)
 
     class Stalled(Faults):
@@ -255,6 +256,7 @@ def test_a_committer_slower_than_the_deadline_and_later_saves_never_loses_its_fi
 
     def part(rank: int, run: Run) -> object:
         first = run.save(1, {"w": sharded(2), "b": plain(2.0)}, ANYTHING)
+        assert stalled.wait(10.0)
         later = [run.save(step, {"w": sharded(2), "b": plain(2.0)}, ANYTHING) for step in (2, 3, 4, 5)]
         time.sleep(3 * HASTY.commit_timeout_seconds)
         release.set()
@@ -289,7 +291,9 @@ def test_a_rank_whose_commit_thread_sleeps_through_later_saves_loses_nothing() -
     state = {"w": sharded(2), "b": plain(2.0)}
 
     def part(rank: int, run: Run) -> object:
-        handles = [run.save(step, state, ANYTHING) for step in (1, 2, 3, 4, 5)]
+        handles = [run.save(1, state, ANYTHING)]
+        assert held.wait(10.0)
+        handles += [run.save(step, state, ANYTHING) for step in (2, 3, 4, 5)]
         time.sleep(3 * HASTY.commit_timeout_seconds)
         release.set()
         found = []
