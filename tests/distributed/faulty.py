@@ -71,9 +71,9 @@ def die_first(marker: Path) -> Action:
 class BoardedComm:
     """A comm whose board meets faults."""
 
-    def __init__(self, inner: Comm, faults: Faults) -> None:
+    def __init__(self, inner: Comm, board: Board, faults: Faults) -> None:
         self._inner = inner
-        self._board = FaultyBoard(inner.board, faults)
+        self._board = FaultyBoard(board, faults)
 
     @property
     def rank(self) -> int:
@@ -99,15 +99,25 @@ def run_with(
     *,
     store: Trigger | None = None,
     board: Trigger | None = None,
+    over: Board | None = None,
     process_group: object = None,
     settings: Settings = SETTINGS,
 ) -> Run:
-    """Return a run over a root; making it is a collective."""
+    """Return a run over a root; making it is a collective.
+
+    Args:
+        root: Its folder.
+        store: A fault of the store.
+        board: A fault of the key-value store.
+        over: The key-value store that `board` stands before, if not the group's own.
+        process_group: As for the public verbs.
+        settings: How to save.
+    """
     inner: Store = wiring.store_at(str(root), settings)
     if store is not None:
         inner = FaultyStore(inner, store.faults())
     real = wiring.comm_of(process_group)
-    comm: Comm = BoardedComm(real, board.faults()) if board is not None else real
+    comm: Comm = BoardedComm(real, over or real.board, board.faults()) if board is not None else real
     return Run(inner, Job(comm, wiring.clock(), settings), wiring.framework_of(real))
 
 
