@@ -1,4 +1,4 @@
-"""A rank under torchrun: its first life ends in the middle of saving step 2, its second one resumes and saves it again."""
+"""A rank under torchrun: it dies in the middle of saving step 2; in its second life it resumes and saves it again."""
 
 from __future__ import annotations
 

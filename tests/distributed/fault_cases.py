@@ -68,8 +68,10 @@ class Stubborn:
 
 def one_cannot_give_its_state(world: World, root: str, failing: int) -> dict[str, object]:
     run = run_with(root)
-    broken = Stubborn() if world.rank == failing else torch.optim.lr_scheduler.StepLR(
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3
+    broken = (
+        Stubborn()
+        if world.rank == failing
+        else torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3)
     )
     start = time.monotonic()
     failed = said_of(lambda: run.save(1, {"a": torch.ones(3), "loader": broken}, Selection()))
@@ -123,7 +125,7 @@ class NoCollectives(TorchDispatchMode):
 COLLECTIVES = [
     name
     for name in dir(dist)
-    if name.startswith(("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv", "isend", "irecv"))
+    if name.startswith(("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv", "isend", "irec"))
     or name in ("monitored_barrier", "batch_isend_irecv", "new_group", "new_subgroups")
 ]
 

@@ -1,4 +1,4 @@
-"""Ranks that disagree, stay away or fail while all of them live: every rank hears the truth, and the next save works."""
+"""Ranks that disagree, stay away or fail while all live: every rank hears the truth, and the next save works."""
 
 from __future__ import annotations
 

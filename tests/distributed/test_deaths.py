@@ -78,9 +78,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple
                 launched[name] = (
                     root,
                     stack.enter_context(
-                        Launch(
-                            death.size, [case], base / f"world-{number}", store_host=death.host, deadline_seconds=75
-                        )
+                        Launch(death.size, [case], base / f"world-{number}", store_host=death.host, deadline_seconds=75)
                     ),
                 )
             for name, (root, launch) in launched.items():

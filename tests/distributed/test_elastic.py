@@ -37,7 +37,8 @@ def test_an_elastic_restart_saves_the_step_again_and_no_vote_of_the_first_life_c
                 agent.wait()
     said = (tmp_path / "log").read_text(errors="replace")[-6000:]
     assert status == 0, f"exit {status}\n{said}"
-    assert sorted(path.name for path in scratch.iterdir()) == ["died-after-rank-0-voted", "life-1.0.json", "life-1.1.json"], said
+    names = sorted(path.name for path in scratch.iterdir())
+    assert names == ["died-after-rank-0-voted", "life-1.0.json", "life-1.1.json"], said
     first, second = (json.loads((scratch / f"life-1.{rank}.json").read_text()) for rank in (0, 1))
     assert first["resumed"] == second["resumed"] == 1
     assert second["manifest_before_vote"] == [False], "rank 0's vote of the first life completed the count"

@@ -73,7 +73,6 @@ def test_a_failed_save_never_ends_training_and_is_said_once(tmp_path: Path) -> N
     assert not (tmp_path / "run" / "step-000000000001" / "manifest.json").exists()
 
 
-
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
