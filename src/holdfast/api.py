@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Self
 
@@ -254,7 +255,7 @@ class CheckpointManager:
 
 def _require_state(state: object, call: str) -> None:
     if not isinstance(state, Mapping):
-        hint = "; the arguments are swapped" if isinstance(state, str | int) else ""
+        hint = "; the arguments are swapped" if isinstance(state, str | int | PathLike) else ""
         raise InvalidError(f"{call}: state is {type(state).__name__}; expected a dict of what to keep{hint}")
 
 
@@ -265,6 +266,8 @@ def _selection(only: Globs, skip: Globs) -> Selection:
 
 
 def _patterns(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
+    if not isinstance(globs, Iterable):
+        raise InvalidError(f"{name}: {type(globs).__name__}; expected FQN patterns such as 'optimizer.*'")
     patterns = (globs,) if isinstance(globs, str) else tuple(globs)
     for pattern in patterns:
         if not isinstance(pattern, str):

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
-from holdfast.testing.faults import Faults, Operation
+from holdfast.stores.local import LocalStore
+from holdfast.stores.syscalls import Syscalls
+from holdfast.testing.faults import Faults, FaultySyscalls, Operation
 from tests.crash.mounts import cut_power, mounted, new_image, workplace
 from tests.crash.rig import (
     EVERYTHING,
     NEW,
     NEXT,
     OLD,
+    SETTINGS,
     committed_at,
     local_store,
     paths_under,
@@ -57,26 +62,34 @@ def template(place: Path) -> Path:
     return image
 
 
-def operations_of_a_save(place: Path) -> int:
+class Buffered(Syscalls):
+    """A file system that refuses direct writing, so that data waits in the page cache until it is synced."""
+
+    def set_direct(self, fd: int, direct: bool) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def operations_of_a_save(place: Path, syscalls: Syscalls) -> int:
     committed_at(place / "counted", OLD)
     faults = Faults()
-    save(place / "counted", faults)
+    save(place / "counted", syscalls, faults)
     shutil.rmtree(place / "counted")
     return faults.counted
 
 
-def save(root: Path, faults: Faults) -> None:
-    run_at(local_store(root, faults)).save(NEW, training_state(NEW), EVERYTHING).wait()
+def save(root: Path, syscalls: Syscalls, faults: Faults) -> None:
+    store = LocalStore(root, settings=SETTINGS, syscalls=cast(Syscalls, FaultySyscalls(syscalls, faults)))
+    run_at(store).save(NEW, training_state(NEW), EVERYTHING).wait()
 
 
-def save_until_the_power_goes(mount: Path, at: int) -> bool:
+def save_until_the_power_goes(mount: Path, syscalls: Syscalls, at: int) -> bool:
     """Save in another process up to its n-th operation, then cut the power; return whether it was acknowledged."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             torch.set_num_threads(1)
-            save(mount / "root", Faults(stop_here, at=at))
+            save(mount / "root", syscalls, Faults(stop_here, at=at))
             os.write(writing, b"!")
         finally:
             os._exit(0)
@@ -92,8 +105,9 @@ def save_until_the_power_goes(mount: Path, at: int) -> bool:
         return pipe.read() == b"!"
 
 
-def test_returned_save_survives_power_cut(place: Path, template: Path) -> None:
-    total = operations_of_a_save(place)
+@pytest.mark.parametrize("syscalls", [Syscalls(), Buffered()], ids=["direct", "buffered"])
+def test_returned_save_survives_power_cut(place: Path, template: Path, syscalls: Syscalls) -> None:
+    total = operations_of_a_save(place, syscalls)
     # The last ones lie behind the save: it returned, and at once the power went.
     points = sorted({1 + round(number * (total + 1) / (POINTS - 1)) for number in range(POINTS)})
     assert len(points) == POINTS
@@ -102,7 +116,7 @@ def test_returned_save_survives_power_cut(place: Path, template: Path) -> None:
         image = place / "image"
         shutil.copyfile(template, image)
         with mounted(image, place / "m", options="loop") as mount:
-            returned = save_until_the_power_goes(mount, at)
+            returned = save_until_the_power_goes(mount, syscalls, at)
         with mounted(image, place / "m", options="loop") as mount:
             root = mount / "root"
             try:

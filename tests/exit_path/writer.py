@@ -31,7 +31,8 @@ SHAPES = {
     "point": ((), Replicate()),
 }
 EMPTY = (4, 0, 3)
-SETTINGS = Settings(chunk_bytes=4096)
+SETTINGS = Settings(chunk_bytes=4096, pack_header_bytes_max=16 * 1024)
+"""So small that the state of every dtype takes several packs per rank."""
 
 
 def value_of(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -42,7 +42,11 @@ def _checked(checkpoint: api.Checkpoint) -> tuple[list[api.Damage], int]:
     """Return what is damaged, and how many bytes the manifest names."""
     screen = stderr()
     with ExitStack() as stack:
-        bar = stack.enter_context(_Bar(screen)) if screen.interactive else None
+        bar = _Bar(screen) if screen.interactive else None
+        if bar is not None:
+            # An interrupt in the middle of starting leaves nothing that could be stopped but a hidden cursor.
+            stack.callback(screen.console.show_cursor, True)
+            stack.enter_context(bar)
         verification = checkpoint.verification(bar)
         return list(verification.damages()), verification.total_bytes
 
@@ -62,9 +66,8 @@ class _Bar:
         )
         self._task = self._bar.add_task("", total=None)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> None:
         self._bar.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

@@ -16,7 +16,10 @@ def new_slab(slab_bytes: int) -> memoryview:
     Huge pages are asked for where the kernel has them: one fault instead of five hundred.
     """
     memory = mmap.mmap(-1, -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel built without them
     return memoryview(memory)
 
 

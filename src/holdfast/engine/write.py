@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -159,13 +159,7 @@ class _Windows:
         slab, count, offset = self._slab, self._filled, self._offset
         self._slab, self._filled, self._offset = None, 0, offset + count
         self._writes = [write for write in self._writes if not write.done() or write.exception()]
-        self._writes.append(self._threads.submit(_write_and_give, self._upload, offset, slab, count, self._slabs.give))
-
-
-def _write_and_give(
-    upload: Upload, offset: int, slab: memoryview, count: int, give: Callable[[memoryview], None]
-) -> None:
-    try:
-        upload.write(offset, slab[:count])
-    finally:
-        give(slab)
+        write = self._threads.submit(self._upload.write, offset, slab[:count])
+        # A write that is cancelled never runs, and must give its slab back all the same.
+        write.add_done_callback(lambda _: self._slabs.give(slab))
+        self._writes.append(write)

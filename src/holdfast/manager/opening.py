@@ -139,7 +139,8 @@ class Opening:
             job.board.set(key, _REFUSAL + error_text(error).encode(), job.left(self._deadline))
             job.remember(self._sequence, [key])
             if job.comm.rank == 0:
-                self._settle("verdict", {"refused": error_text(error)})
+                text = error_text(error)
+                self._settle("verdict", _refusal(error_from(text, f"{self._name}: rank 0 refused: ")))
         except (CheckpointError, TimeoutError):
             return
 

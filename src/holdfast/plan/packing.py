@@ -14,6 +14,10 @@ from holdfast.spec.tensor import Shard
 _ENTRY_BYTES = 160
 """Upper bound of a header entry without its FQN and numbers, the sharding note for other readers included."""
 
+_CHARACTER_BYTES = 32
+"""Upper bound of one character of an FQN in a header, which names it three times: once as it is (4 bytes), twice
+in JSON inside JSON, where beyond ASCII it is two escapes of seven."""
+
 
 def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
     """Return the packs that hold everything a rank writes, pieces in file order.
@@ -45,7 +49,8 @@ def _packs(names: _Names, shards: Sequence[Shard], owned: Sequence[Owned], heade
         header_bytes = PAGE_BYTES
         for each in rest:
             tensor = shards[each.shard_number].tensor
-            entry_bytes = _ENTRY_BYTES + 12 * len(tensor.fqn) + 66 * len(tensor.global_shape)
+            name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
+            entry_bytes = _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
             if tensor.fqn in fqns or (taken and header_bytes + entry_bytes > header_bytes_max):
                 left.append(each)
                 continue
@@ -55,6 +60,11 @@ def _packs(names: _Names, shards: Sequence[Shard], owned: Sequence[Owned], heade
         packs.append(PackPlan(names.next(), _in_file_order(shards, taken)))
         rest = left
     return packs
+
+
+def _written_as_is(fqn: str) -> bool:
+    """Return whether JSON writes an FQN without escapes, as it does nearly every one."""
+    return fqn.isascii() and fqn.isprintable() and '"' not in fqn and "\\" not in fqn
 
 
 class _Names:

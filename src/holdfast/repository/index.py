@@ -28,6 +28,9 @@ _BOX, _FLAT = 0, 1
 NDIM_MAX = 64
 """Dimensions of a tensor, as in torch and numpy."""
 
+_CHUNK_ALIGNMENT = 16
+"""At least the size of the largest element there is, or is likely to be."""
+
 
 class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
     """The index as it lies in a file: some columns go by tensor, `piece_*` by piece, ordered by tensor."""
@@ -188,8 +191,9 @@ def index_of(document: IndexDocument, where: str) -> Index:
     Raises:
         CorruptError: A count, name, shape or range is impossible; the message says which.
     """
-    if not 1 <= document.chunk_bytes <= 1 << 40:
-        raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected a positive number")
+    if not 1 <= document.chunk_bytes <= 1 << 40 or document.chunk_bytes % _CHUNK_ALIGNMENT:
+        expected = f"a positive multiple of {_CHUNK_ALIGNMENT}, so that a chunk holds whole elements"
+        raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}")
     tensors = _tensors(document, where)
     for origin, name in document.packs:
         if origin != "own" or not is_pack_name(name):

@@ -7,11 +7,11 @@ import re
 RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
 
-_STEP_FOLDER = re.compile(r"step-(\d{12})")
+_STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
-_PACK = re.compile(r"(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors")
-_PART = re.compile(r"parts/r(\d{5})\.msgpack")
-_INDEX = re.compile(r"index-\d{5}\.msgpack")
+_PACK = re.compile(r"(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
+_PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
+_INDEX = re.compile(r"index-\d{5}\.msgpack", re.ASCII)
 
 STEP_MAX = 10**12 - 1
 """The largest step its folder can name."""

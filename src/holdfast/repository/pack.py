@@ -123,6 +123,8 @@ def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
                 continue
             start, stop = entry["data_offsets"]
             dtype = BY_SAFETENSORS[entry["dtype"]].safetensors
+            if not all(type(number) is int for number in (start, stop, *entry["shape"])):
+                raise TypeError(f"{fqn!r:.80}: shape and offsets are not whole numbers")
             entries.append(HeaderEntry(fqn, dtype, tuple(entry["shape"]), len(header) + start, len(header) + stop))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{where}: the header is not a safetensors header ({error})") from error

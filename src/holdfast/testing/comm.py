@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import pytest
@@ -183,11 +184,11 @@ def run_ranks(
     Raises:
         ExceptionGroup: One error per rank that failed, its rank in a note.
     """
-    outcomes = outcomes_of_ranks(world_size, function, group=group, board_of=board_of, timeout_seconds=timeout_seconds)
-    failures = [each for each in outcomes if isinstance(each, BaseException)]
+    outcomes = _outcomes(world_size, function, group, board_of, timeout_seconds)
+    failures = [each.error for each in outcomes if isinstance(each, _Raised)]
     if failures:
         raise BaseExceptionGroup(f"{len(failures)} of {world_size} ranks failed", failures)
-    return [each for each in outcomes if not isinstance(each, BaseException)]
+    return [each for each in outcomes if not isinstance(each, _Raised)]
 
 
 def outcomes_of_ranks(
@@ -199,8 +200,24 @@ def outcomes_of_ranks(
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> list[_Result | BaseException]:
     """Return for each rank what `function` returned or raised; arguments as `run_ranks`."""
+    outcomes = _outcomes(world_size, function, group, board_of, timeout_seconds)
+    return [each.error if isinstance(each, _Raised) else each for each in outcomes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    error: BaseException
+
+
+def _outcomes(
+    world_size: int,
+    function: Callable[[ThreadComm], _Result],
+    group: ThreadGroup | None,
+    board_of: Callable[[int, Board], Board],
+    timeout_seconds: float,
+) -> list[_Result | _Raised]:
     shared = ThreadGroup(world_size, timeout_seconds=timeout_seconds) if group is None else group
-    outcomes: list[_Result | BaseException] = [TimeoutError("still running")] * world_size
+    outcomes: list[_Result | _Raised] = [_Raised(TimeoutError("still running"))] * world_size
 
     def work(rank: int) -> None:
         comm = ThreadComm(shared, rank, board_of(rank, shared.board))
@@ -208,7 +225,7 @@ def outcomes_of_ranks(
             outcomes[rank] = function(comm)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever started the ranks
             error.add_note(f"on rank {rank}")
-            outcomes[rank] = error
+            outcomes[rank] = _Raised(error)
             shared.rank_died()
 
     threads = [
@@ -220,7 +237,7 @@ def outcomes_of_ranks(
     for rank, thread in enumerate(threads):
         thread.join(max(deadline - time.monotonic(), 0.0))
         if thread.is_alive():
-            outcomes[rank] = TimeoutError(f"rank {rank} is still running after {timeout_seconds} s")
+            outcomes[rank] = _Raised(TimeoutError(f"rank {rank} is still running after {timeout_seconds} s"))
             shared.rank_died()
     return outcomes
 

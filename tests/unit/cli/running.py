@@ -30,6 +30,8 @@ sys.meta_path.insert(0, Absent())
 sys.path.insert(0, {source!r})
 import warnings
 warnings.simplefilter("error")
+# An interrupt in the middle of an import leaves the module's file to the collector.
+warnings.simplefilter("ignore", ResourceWarning)
 from holdfast.cli import main
 main()
 """

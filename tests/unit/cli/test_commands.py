@@ -329,6 +329,7 @@ def test_an_interrupt_is_quiet_and_130(pristine: Path, tmp_path: Path) -> None:
     assert ended.status == 130
     assert "Traceback" not in ended.out
     assert "Aborted" not in ended.out
+    assert ended.out.rfind("\x1b[?25h") >= ended.out.rfind("\x1b[?25l"), "the cursor is shown again"
 
 
 def np_tensor(array: object) -> object:

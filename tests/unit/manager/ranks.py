@@ -26,7 +26,7 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 
 ANYTHING = Selection()
 PATIENT = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
-HASTY = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=0.4)
+HASTY = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=1.0)
 
 State = Mapping[str, object]
 

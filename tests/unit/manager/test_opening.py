@@ -87,7 +87,7 @@ def test_who_never_called_is_named_even_if_rank_0_itself_came_late() -> None:
         if rank == 2:
             return None
         # Within the patience of rank 1 and its grace, but so late that rank 0's own ends after them.
-        time.sleep(2.25 if rank == 0 else 0.0)
+        time.sleep(2.5 if rank == 0 else 0.0)
         return saved(run, 1, {"w": sharded(3)})
 
     outcomes = world.play(part)
@@ -99,7 +99,7 @@ def test_ranks_that_missed_many_saves_find_their_place_again() -> None:
     done = threading.Barrier(2, timeout=30.0)
 
     def part(rank: int, run: Run) -> object:
-        alone = [saved(run, step, {"w": sharded(2)}) for step in range(6)] if rank == 0 else []
+        alone = [saved(run, step, {"w": sharded(2)}) for step in range(4)] if rank == 0 else []
         done.wait()
         return alone, saved(run, 10, {"w": sharded(2)})
 

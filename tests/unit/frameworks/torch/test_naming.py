@@ -160,9 +160,7 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     report = holdfast.load(tmp_path / "c", {"model": fresh, "optimizer": second})
     assert fresh.head.weight is fresh.embed.weight
     assert torch.equal(fresh.embed.weight, model.embed.weight)
-    assert torch.equal(
-        second.state[fresh.embed.weight]["exp_avg"], optimizer.state[model.embed.weight]["exp_avg"]
-    )
+    assert torch.equal(second.state[fresh.embed.weight]["exp_avg"], optimizer.state[model.embed.weight]["exp_avg"])
     assert report.missing == report.unexpected == ()
 
 

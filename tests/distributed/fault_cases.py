@@ -1,0 +1,265 @@
+"""What ranks do in the tests of deaths, absences and failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import holdfast
+from holdfast.errors import UnavailableError
+from holdfast.manager.run import Run
+from holdfast.ports.framework import Selection
+from holdfast.testing.faults import Operation, kill_process, raise_error
+from tests.distributed.faulty import SETTINGS, Trigger, die_first, run_with, said_of, said_of_save, save, state_of
+from tests.distributed.launch import World, write_whole
+from tests.distributed.networks import NormNet, adamw, sharded, train
+
+# ------------------------------------------------------------------------------------- nobody dies, two ranks
+
+
+def skewed_steps(world: World, root: str) -> dict[str, object]:
+    run = run_with(root)
+    skewed = said_of_save(run, 10 + world.rank)
+    after = said_of_save(run, 20)
+    return {"skewed": skewed, "after": after, "steps": run.steps()}
+
+
+def skewed_paths(world: World, root: str) -> str:
+    try:
+        holdfast.save(f"{root}-{world.rank}", {"a": torch.ones(2)})
+    except holdfast.InvalidError as error:
+        return str(error)
+    return ""
+
+
+def one_never_calls(world: World, root: str, absent: int) -> dict[str, object]:
+    """A rank leaves out one save (a branch that only some ranks take); the next one is called by all."""
+    run = run_with(root)
+    lonely = {} if world.rank == absent else said_of_save(run, 5)
+    dist.barrier()
+    return {"lonely": lonely, "after": said_of_save(run, 6), "again": said_of_save(run, 7), "steps": run.steps()}
+
+
+def one_calls_late(world: World, root: str, late: int) -> dict[str, object]:
+    """A rank calls the same save once the others have given up: it hears so, and all count on together."""
+    run = run_with(root)
+    if world.rank == late:
+        time.sleep(SETTINGS.commit_timeout_seconds + 3)
+    first = said_of_save(run, 5)
+    return {"first": first, "retried": said_of_save(run, 5), "after": said_of_save(run, 6), "steps": run.steps()}
+
+
+class Stubborn:
+    def state_dict(self) -> dict[str, object]:
+        raise ZeroDivisionError("no state today")
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise AssertionError("never called")
+
+
+def one_cannot_give_its_state(world: World, root: str, failing: int) -> dict[str, object]:
+    run = run_with(root)
+    broken = (
+        Stubborn()
+        if world.rank == failing
+        else torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3)
+    )
+    start = time.monotonic()
+    failed = said_of(lambda: run.save(1, {"a": torch.ones(3), "loader": broken}, Selection()))
+    waited = time.monotonic() - start
+    return {"failed": failed, "waited": waited, "after": said_of_save(run, 2), "steps": run.steps()}
+
+
+def all_refuse_at_once(world: World, root: str) -> dict[str, object]:
+    """The state is wrong on every rank alike: whoever comes second finds the save already refused."""
+    run = run_with(root)
+    refused = []
+    for step in (1, 2):
+        if world.rank:
+            time.sleep(0.5)
+        refused.append(said_of(lambda step=step: run.save(step, {"a": object()}, Selection())))  # type: ignore[misc]
+    return {"refused": refused, "after": said_of_save(run, 3), "steps": run.steps()}
+
+
+def one_store_fails(world: World, root: str, failing: int, operation: str, ending: str) -> dict[str, object]:
+    trigger = Trigger(raise_error(UnavailableError), [operation], ending)
+    run = run_with(root, store=trigger)
+    first = said_of_save(run, 1)
+    trigger.armed = world.rank == failing
+    failed = said_of_save(run, 2)
+    trigger.armed = False
+    dist.barrier()
+    left = sorted(str(path.relative_to(root)) for path in Path(root, "step-000000000002").rglob("*") if path.is_file())
+    dist.barrier()
+    after = said_of_save(run, 2)
+    return {"first": first, "failed": failed, "met": trigger.met, "left": left, "after": after, "steps": run.steps()}
+
+
+def publishing_fails(world: World, root: str, after: bool) -> dict[str, object]:
+    """Whoever commits fails at the manifest, before it is put or once it is (the reply is lost)."""
+    trigger = Trigger(raise_error(UnavailableError), ["put_if_absent"], "manifest.json", after=after)
+    run = run_with(root, store=trigger)
+    said_of_save(run, 1)
+    trigger.armed = True
+    failed = said_of_save(run, 2)
+    trigger.armed = False
+    return {"failed": failed, "met": trigger.met, "next": said_of_save(run, 3), "steps": run.steps()}
+
+
+class NoCollectives(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+        if "c10d" in str(function):
+            raise AssertionError(f"a collective ran: {function}")
+        return function(*arguments, **(options or {}))
+
+
+COLLECTIVES = [
+    name
+    for name in dir(dist)
+    if name.startswith(("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv", "isend", "irec"))
+    or name in ("monitored_barrier", "batch_isend_irecv", "new_group", "new_subgroups")
+]
+
+
+def saving_runs_no_collective(world: World, root: str) -> dict[str, object]:
+    """With every collective made to raise, in every thread: this is a process of its own, and it ends here."""
+    net = sharded(1)
+    optimizer = adamw(net)
+    train(net, optimizer)
+    state: dict[str, object] = {
+        "model": net,
+        "optimizer": optimizer,
+        "replicated": DistributedDataParallel(NormNet()),
+        "rank": world.rank,
+        "mesh": [init_device_mesh("cpu", (world.size,)).size()],
+    }
+    manager = holdfast.CheckpointManager(root, settings=SETTINGS)
+    ran: list[str] = []
+
+    def forbidden(name: str) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            ran.append(name)
+            raise AssertionError(f"a collective ran: {name}")
+
+        return call
+
+    for module in (dist, dist.distributed_c10d):
+        for name in COLLECTIVES:
+            if hasattr(module, name):
+                setattr(module, name, forbidden(name))
+    forbidden_alone = said_of(lambda: _raises(dist.all_reduce))
+    with NoCollectives():
+        first = said_of(lambda: manager.save(1, state))
+        second = said_of(lambda: manager.save(2, state))
+        other = said_of(lambda: manager.save(3, {"a": torch.ones(3)}))
+    ran_before_this = [name for name in ran if name != "all_reduce"]
+    manager.close()
+    return {
+        "said": [first["said"], second["said"], other["said"]],
+        "messages": [first["message"], second["message"], other["message"]],
+        "forbidden": forbidden_alone["said"],
+        "ran": ran_before_this,
+    }
+
+
+def _raises(collective: Callable[..., object]) -> holdfast.SaveHandle:
+    try:
+        collective(torch.ones(1))
+    except AssertionError as error:
+        raise UnavailableError(str(error)) from error
+    raise AssertionError("the collective was not replaced")
+
+
+# --------------------------------------------------------------------------------------------- somebody dies
+
+
+def _first_then(world: World, run: Run, trigger: Trigger, *, armed: bool) -> dict[str, object]:
+    """Save step 1 whole, arm the fault, save step 2, and say what became of it."""
+    assert said_of_save(run, 1)["said"] == "committed"
+    trigger.armed = armed
+    said = said_of_save(run, 2)
+    write_whole(world.scratch / f"second.{world.rank}", str(said["said"]))
+    return said
+
+
+def killed_while_writing(world: World, root: str, victim: int) -> dict[str, object]:
+    trigger = Trigger(kill_process(), ["upload.write"], at=3)
+    run = run_with(root, store=trigger)
+    return _first_then(world, run, trigger, armed=world.rank == victim)
+
+
+def killed_before_vote(world: World, root: str, victim: int) -> dict[str, object]:
+    trigger = Trigger(kill_process(), ["set"], "/vote/")
+    run = run_with(root, board=trigger)
+    return _first_then(world, run, trigger, armed=world.rank == victim)
+
+
+def committer_killed_before_outcome(world: World, root: str) -> dict[str, object]:
+    trigger = Trigger(die_first(world.scratch / "died"), ["compare_set"], "/outcome")
+    run = run_with(root, board=trigger)
+    return _first_then(world, run, trigger, armed=True)
+
+
+def committer_killed_before_publishing(world: World, root: str) -> dict[str, object]:
+    trigger = Trigger(die_first(world.scratch / "died"), ["put_if_absent"], "manifest.json")
+    run = run_with(root, store=trigger)
+    return _first_then(world, run, trigger, armed=True)
+
+
+def committer_killed_after_publishing(world: World, root: str) -> dict[str, object]:
+    trigger = Trigger(die_first(world.scratch / "died"), ["put_if_absent"], "manifest.json", after=True)
+    run = run_with(root, store=trigger)
+    return _first_then(world, run, trigger, armed=True)
+
+
+def host_killed_as_committer(world: World, root: str, after: bool) -> dict[str, object]:
+    """Rank 0 hosts the key-value store, is made the last one, wins the outcome and dies at the manifest."""
+
+    def act(operation: Operation) -> None:
+        if world.rank == 0 and "/parts/" in operation.subject:
+            time.sleep(2.0)
+        elif "manifest.json" in operation.subject:
+            die_first(world.scratch / "died")(operation)
+
+    trigger = Trigger(act, ["put_if_absent"], at=None, after=after)
+    run = run_with(root, store=trigger)
+    return _first_then(world, run, trigger, armed=True)
+
+
+def stopped_committer(world: World, root: str) -> dict[str, object]:
+    """Whoever commits is stopped between winning the outcome and the manifest, for as long as the launcher likes."""
+
+    def stop(operation: Operation) -> None:
+        write_whole(world.scratch / "stopped", str(world.rank))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    trigger = Trigger(stop, ["put_if_absent"], "manifest.json")
+    run = run_with(root, store=trigger)
+    assert said_of_save(run, 1)["said"] == "committed"
+    trigger.armed = True
+    handle = save(run, 2)
+    try:
+        handle.wait(timeout=120)
+    except holdfast.CheckpointError as error:
+        said = "unknown" if "outcome unknown" in str(error) else "failed"
+        return {"said": said, "error": type(error).__name__, "message": str(error)}
+    return {"said": "committed"}
+
+
+def two_saves_in_flight(world: World, root: str) -> dict[str, object]:
+    """Saves are begun one after the other without waiting; each comes out on its own."""
+    manager = holdfast.CheckpointManager(root, settings=SETTINGS)
+    handles = [manager.save(step, state_of(step)) for step in (1, 2, 3, 4)]
+    manager.wait()
+    said = [handle.committed.exception() is None for handle in handles]
+    manager.close()
+    return {"said": said, "steps": manager.steps()}

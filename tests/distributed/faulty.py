@@ -1,0 +1,150 @@
+"""A run on real ranks whose store or key-value store meets faults, put together as `CheckpointManager` does it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from holdfast import wiring
+from holdfast.errors import CheckpointError
+from holdfast.manager.handle import SaveHandle
+from holdfast.manager.job import Job
+from holdfast.manager.run import Run
+from holdfast.ports.comm import Board, Comm
+from holdfast.ports.framework import Selection
+from holdfast.ports.store import Store
+from holdfast.settings import Settings
+from holdfast.testing.faults import Action, Faults, FaultyBoard, FaultyStore, Operation
+
+TIMEOUT_SECONDS = 4.0
+"""Of the commits in these tests."""
+
+GRACE_SECONDS = 5.0
+"""How much later than the timeout a handle may fail."""
+
+SETTINGS = Settings(commit_timeout_seconds=TIMEOUT_SECONDS, chunk_bytes=4096, window_bytes=8192, windows_in_flight=2)
+"""Small windows, so that a small state takes many writes."""
+
+
+@dataclass
+class Trigger:
+    """A fault that waits to be armed and meets only operations whose subject ends in a given way."""
+
+    action: Action
+    names: Sequence[str]
+    ending: str = ""
+    after: bool = False
+    at: int | None = 1
+    """Which of them meets it; None for each."""
+    armed: bool = False
+    met: int = field(default=0)
+
+    def faults(self) -> Faults:
+        return Faults(self._act, names=tuple(self.names), lasting=True, after=self.after)
+
+    def _act(self, operation: Operation) -> None:
+        if not self.armed or self.ending not in operation.subject:
+            return
+        self.met += 1
+        if self.at is None or self.met == self.at:
+            self.action(operation)
+
+
+def die_first(marker: Path) -> Action:
+    """Return an action that kills the first process to meet it, of all that share the marker; later ones pass."""
+
+    def act(operation: Operation) -> None:
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+class BoardedComm:
+    """A comm whose board meets faults."""
+
+    def __init__(self, inner: Comm, board: Board, faults: Faults) -> None:
+        self._inner = inner
+        self._board = FaultyBoard(board, faults)
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._inner.world_size
+
+    @property
+    def board(self) -> Board:
+        return self._board
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        return self._inner.broadcast(payload)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._inner.all_gather(payload)
+
+
+def run_with(
+    root: str | Path,
+    *,
+    store: Trigger | None = None,
+    board: Trigger | None = None,
+    over: Board | None = None,
+    process_group: object = None,
+    settings: Settings = SETTINGS,
+) -> Run:
+    """Return a run over a root; making it is a collective.
+
+    Args:
+        root: Its folder.
+        store: A fault of the store.
+        board: A fault of the key-value store.
+        over: The key-value store that `board` stands before, if not the group's own.
+        process_group: As for the public verbs.
+        settings: How to save.
+    """
+    inner: Store = wiring.store_at(str(root), settings)
+    if store is not None:
+        inner = FaultyStore(inner, store.faults())
+    real = wiring.comm_of(process_group)
+    comm: Comm = BoardedComm(real, over or real.board, board.faults()) if board is not None else real
+    return Run(inner, Job(comm, wiring.clock(), settings), wiring.framework_of(real))
+
+
+def state_of(step: int, elements: int = 30_000) -> dict[str, object]:
+    """Return a state that is equal on every rank and tells its step."""
+    random = torch.Generator().manual_seed(step)
+    return {name: torch.randn(elements, generator=random) for name in ("a", "b", "c")} | {"step": step}
+
+
+def save(run: Run, step: int) -> SaveHandle:
+    return run.save(step, state_of(step), Selection())
+
+
+def said_of(handle_of: Callable[[], SaveHandle]) -> dict[str, object]:
+    """Return what a save came to: committed, aborted (certainly no checkpoint) or unknown, and in which words.
+
+    A handle that says nothing within the timeout and its grace says `late`.
+    """
+    try:
+        handle_of().wait(timeout=TIMEOUT_SECONDS + GRACE_SECONDS)
+    except TimeoutError as error:
+        return {"said": "late", "error": "TimeoutError", "message": str(error)}
+    except CheckpointError as error:
+        said = "unknown" if "outcome unknown" in str(error) else "aborted"
+        return {"said": said, "error": type(error).__name__, "message": str(error)}
+    return {"said": "committed", "error": "", "message": ""}
+
+
+def said_of_save(run: Run, step: int) -> dict[str, object]:
+    return said_of(lambda: save(run, step))

@@ -1,0 +1,87 @@
+"""Write the golden checkpoints anew: `python -m tests.format.make_golden`. Once released they never change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from tests.format import state
+from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, description
+
+WORLD_SIZE = 2
+
+
+def make() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    with holdfast.CheckpointManager(FOLDER / "run") as manager:
+        for step in (5, 7):
+            manager.save(step, state.training(step)).wait()
+    holdfast.save(FOLDER / "single", state.single(3))
+    make_sharded()
+    expected = {name: description(FOLDER / name) for name in CHECKPOINTS}
+    EXPECTED.write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
+    total = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    print(f"{FOLDER}: {total} bytes")
+
+
+def make_sharded() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-m", __spec__.name], env={**os.environ, **world, "RANK": str(rank)})
+        for rank in range(WORLD_SIZE)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0] * WORLD_SIZE
+
+
+def save_share() -> None:
+    """Save as one rank of two, under FSDP2."""
+    dist.init_process_group("gloo")
+    whole = state.plain_sharded_state(9)
+    model = state.Uneven()
+    mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("dp",))
+    for layer in (model.first, model.second, model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    plain_model, plain_optimizer = whole["model"], whole["optimizer"]
+    assert isinstance(plain_model, torch.nn.Module)
+    assert isinstance(plain_optimizer, torch.optim.Optimizer)
+    with torch.no_grad():
+        for (name, parameter), plain in zip(model.named_parameters(), plain_model.parameters(), strict=True):
+            copy_share(parameter, plain, name)
+            for key, value in plain_optimizer.state[plain].items():
+                found = optimizer.state[parameter][key]
+                copy_share(found, value, f"{name} {key}")
+    holdfast.save(FOLDER / "sharded", {"model": model, "optimizer": optimizer, "seen": whole["seen"]})
+    dist.destroy_process_group()
+
+
+def copy_share(share: torch.Tensor, plain: torch.Tensor, name: str) -> None:
+    if not isinstance(share, dist.tensor.DTensor):
+        share.copy_(plain)
+        return
+    assert share.shape == plain.shape, name
+    chunks = list(torch.chunk(plain.detach(), WORLD_SIZE, dim=0))
+    share.to_local().copy_(chunks[dist.get_rank()])
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        save_share()
+    else:
+        make()

@@ -1,0 +1,218 @@
+"""Packs written through windows and read back in runs, whatever the sizes; what happens when a store fails."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load as load_safetensors
+
+from holdfast.engine.host import HostTarget
+from holdfast.engine.read import carry_out
+from holdfast.engine.slabs import Slabs, new_slab
+from holdfast.engine.write import PackWriter, WrittenPack
+from holdfast.errors import CorruptError, UnavailableError
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.plan.ownership import Owned
+from holdfast.plan.packing import packs_of
+from holdfast.ports.framework import LocalShard, Selection
+from holdfast.repository.digest import digest_of
+from holdfast.repository.pack import header_of
+from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.spec.box import Box
+from holdfast.spec.plan import PackPlan, Piece
+from holdfast.stores.memory import MemoryStore
+from holdfast.testing.faults import Faults, FaultyStore, Operation, raise_error
+from holdfast.testing.framework import GlobalTensor, NumpyFramework
+
+KEY = "0123456789abcdef/r00000.safetensors"
+SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=1)
+
+
+def memory() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def shards_of(sizes: Sequence[int]) -> list[LocalShard]:
+    chance = np.random.default_rng(len(sizes))
+    state = {
+        f"t{n}": GlobalTensor("uint8", chance.integers(0, 256, size, dtype=np.uint8)) for n, size in enumerate(sizes)
+    }
+    return list(NumpyFramework(0).collect(state, Selection()).shards)
+
+
+def planned(shards: Sequence[LocalShard]) -> tuple[PackPlan, bytes]:
+    whole = [Owned(number, each.shard.pieces[0]) for number, each in enumerate(shards)]
+    (pack,) = packs_of(0, [each.shard for each in shards], whole, 1 << 20)
+    return pack, header_of(pack, {})
+
+
+def write(
+    store: object, shards: Sequence[LocalShard], settings: Settings, writer: PackWriter | None = None
+) -> WrittenPack:
+    pack, header = planned(shards)
+    writer = PackWriter(store, settings) if writer is None else writer  # type: ignore[arg-type]
+    return writer.write(KEY, header, pack, [each.source for each in shards])
+
+
+def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: int) -> dict[str, list[Piece]]:
+    pack, header = planned(shards)
+    return {
+        item.tensor.fqn: [
+            Piece(item.tensor, item.box, "r00000.safetensors", len(header) + item.data_offset, digests, chunk_bytes)
+        ]
+        for item, digests in zip(pack.items, written.digests, strict=True)
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from((0, 1, 4095, 4096, 4097, 8192, 12289, 30000)), min_size=1, max_size=6),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((1, 2, 3)),
+    st.integers(1, 4),
+)
+def test_what_is_written_is_read_back(sizes: list[int], chunk_pages: int, window_pages: int, flights: int) -> None:
+    chosen = Settings(
+        chunk_bytes=chunk_pages * PAGE_BYTES, window_bytes=window_pages * PAGE_BYTES, windows_in_flight=flights
+    )
+    store = memory()
+    shards = shards_of(sizes)
+    written = write(store, shards, chosen)
+    raw = store.get(KEY, 1 << 30)
+    assert written.record.bytes == len(raw)
+    arrays = load_safetensors(raw)
+    pieces = pieces_of(shards, written, chosen.chunk_bytes)
+    targets = []
+    wanted = []
+    for each in shards:
+        expected = bytearray(each.shard.tensor.global_bytes)
+        each.source.copy_into(each.shard.pieces[0], 0, len(expected), memoryview(expected)).wait()
+        assert arrays[each.shard.tensor.fqn].tobytes() == expected
+        (piece,) = pieces[each.shard.tensor.fqn]
+        step = chosen.chunk_bytes
+        chunks = [bytes(expected[at : at + step]) for at in range(0, len(expected), step)]
+        assert piece.digests == b"".join(digest_of(chunk) for chunk in chunks)
+        targets.append((HostTarget("uint8", each.shard.pieces[0]), bytes(expected)))
+        wanted.append(WantedBoxes(each.shard.tensor.fqn, each.shard.pieces))
+    plan = load_plan(wanted, pieces.__getitem__, chosen.window_bytes)
+    carry_out(plan, store, "0123456789abcdef/", [target for target, _ in targets], chosen)
+    assert [target.array.tobytes() for target, _ in targets] == [expected for _, expected in targets]
+
+
+@pytest.mark.parametrize("operation", ("upload", "upload.write", "upload.complete"))
+def test_a_pack_that_cannot_be_written_leaves_nothing_and_says_so(operation: str) -> None:
+    store = memory()
+    faults = Faults(raise_error(UnavailableError), names={operation})
+    with pytest.raises(UnavailableError, match=operation):
+        write(FaultyStore(store, faults), shards_of([30000]), SMALL)
+    assert faults.met == 1
+    assert list(store.list()) == []
+    assert write(FaultyStore(store, faults), shards_of([30000]), SMALL).record.bytes == store.size(KEY)
+
+
+def test_a_source_that_fails_leaves_nothing() -> None:
+    class Broken:
+        def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> object:
+            raise ValueError("lost")
+
+    store = memory()
+    shards = shards_of([30000])
+    pack, header = planned(shards)
+    with pytest.raises(ValueError, match="lost"):
+        PackWriter(store, SMALL).write(KEY, header, pack, [Broken()])  # type: ignore[list-item]
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("flights", (1, 3))
+def test_a_writer_lives_through_any_number_of_failures(flights: int) -> None:
+    """A window that was given up unwritten must come back to the writer, or a later save waits for ever."""
+    settings_of = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=flights)
+    inner = memory()
+    first = threading.Event()
+
+    def fail(operation: Operation) -> None:
+        # The first write fails late and those behind it are slow, so that one is still queued when it is seen.
+        failing = not first.is_set()
+        first.set()
+        threading.Event().wait(0.02 if failing else 0.05)
+        if failing:
+            raise UnavailableError("full")
+
+    store = FaultyStore(inner, Faults(fail, names={"upload.write"}, lasting=True))
+    writer = PackWriter(store, settings_of)
+    shards = shards_of([20 * PAGE_BYTES])
+    for _ in range(3 * flights + 3):
+        first.clear()
+        with pytest.raises(UnavailableError, match="full"):
+            write(store, shards, settings_of, writer)
+    first.set()
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(write, store, shards, settings_of, writer)
+        assert later.result(20.0).record.bytes == inner.size(KEY)
+
+
+def test_a_damaged_chunk_is_named_and_not_placed() -> None:
+    store = memory()
+    shards = shards_of([30000])
+    written = write(store, shards, SMALL)
+    pieces = pieces_of(shards, written, SMALL.chunk_bytes)
+    raw = bytearray(store.get(KEY, 1 << 30))
+    at = pieces["t0"][0].offset + 2 * PAGE_BYTES + 77
+    raw[at] ^= 1
+    store.put(KEY, bytes(raw))
+    target = HostTarget("uint8", Box((0,), (30000,)))
+    target.array[:] = 0
+    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], pieces.__getitem__, SMALL.window_bytes)
+    with pytest.raises(CorruptError, match=rf"t0: .*{KEY}: bytes {at - 77}–{at - 77 + PAGE_BYTES}"):
+        carry_out(plan, store, "0123456789abcdef/", [target], SMALL)
+    assert not target.array[2 * PAGE_BYTES : 3 * PAGE_BYTES].any()
+    untouched = HostTarget("uint8", Box((0,), (PAGE_BYTES,)))
+    beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], pieces.__getitem__, SMALL.window_bytes)
+    carry_out(beside, store, "0123456789abcdef/", [untouched], SMALL)
+
+
+def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
+    store = memory()
+    shards = shards_of([30000])
+    pieces = pieces_of(shards, write(store, shards, SMALL), SMALL.chunk_bytes)
+    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], pieces.__getitem__, SMALL.window_bytes)
+    raw = store.get(KEY, 1 << 30)
+    for change in (lambda: store.put(KEY, raw[:-1]), lambda: store.delete([KEY])):
+        change()
+        with pytest.raises(CorruptError, match="r00000"):
+            carry_out(plan, store, "0123456789abcdef/", [HostTarget("uint8", Box((0,), (30000,)))], SMALL)
+
+
+def test_an_empty_plan_reads_nothing() -> None:
+    faults = Faults()
+    plan = load_plan([WantedBoxes("t0", (Box((0,), (0,)),))], lambda _: [], 4096)
+    carry_out(plan, FaultyStore(memory(), faults), "x/", [HostTarget("uint8", Box((0,), (0,)))], SMALL)
+    assert faults.seen == []
+
+
+def test_slabs_are_few_and_reused() -> None:
+    slabs = Slabs(2, 5000)
+    first, second = slabs.take(), slabs.take()
+    assert len(first) >= 5000
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(slabs.take)
+        assert not third.done()
+        slabs.give(first)
+        assert third.result(10.0) is first
+    slabs.give(second)
+    with slabs.lent() as lent:
+        assert lent is second
+
+
+def test_a_slab_begins_on_a_page() -> None:
+    for count in (1, PAGE_BYTES, PAGE_BYTES + 1):
+        slab = new_slab(count)
+        assert np.frombuffer(slab, np.uint8).ctypes.data % PAGE_BYTES == 0
+        assert len(slab) >= count

@@ -1,0 +1,337 @@
+"""Optimizers: by FQN, nothing invented, nothing lost, groups in any order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import InvalidError
+
+RATES = {"0.weight": 0.5, "0.bias": 0.25, "1.weight": 0.125, "1.bias": 0.0625}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 2) -> None:
+    for _ in range(times):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step(lambda: model(torch.ones(1, 3)).sum()) if isinstance(
+            optimizer, torch.optim.LBFGS
+        ) else optimizer.step()
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: {
+            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+        }
+        for parameter, state in optimizer.state.items()
+    }
+
+
+def assert_same_state(first: dict[str, dict[str, object]], second: dict[str, dict[str, object]]) -> None:
+    assert first.keys() == second.keys()
+    for name, state in first.items():
+        assert state.keys() == second[name].keys(), name
+        for key, value in state.items():
+            other = second[name][key]
+            if isinstance(value, torch.Tensor):
+                assert isinstance(other, torch.Tensor)
+                assert value.dtype == other.dtype and torch.equal(value, other), f"{name}.{key}"
+            else:
+                assert value == other and type(value) is type(other), f"{name}.{key}"
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "AdamW lr tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "AdamW capturable off, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "LBFGS": lambda p: torch.optim.LBFGS(p),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_every_stock_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    first = net()
+    one = OPTIMIZERS[name](first.parameters())
+    step(first, one)
+    holdfast.save(tmp_path / "c", {"model": first, "optimizer": one})
+    torch.manual_seed(1)
+    second = net()
+    two = OPTIMIZERS[name](second.parameters())
+    report = holdfast.load(tmp_path / "c", {"model": second, "optimizer": two})
+    assert report.missing == report.unexpected == ()
+    assert_same_hyperparameters(one, two)
+    if not isinstance(one, torch.optim.LBFGS):
+        assert_same_state(state_by_name(first, one), state_by_name(second, two))
+    step(first, one)
+    step(second, two)
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def assert_same_hyperparameters(one: torch.optim.Optimizer, two: torch.optim.Optimizer) -> None:
+    for ours, theirs in zip(one.param_groups, two.param_groups, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"params"}:
+            if isinstance(ours[key], torch.Tensor):
+                assert torch.equal(ours[key], theirs[key])
+            else:
+                assert ours[key] == theirs[key] and type(ours[key]) is type(theirs[key]), key
+
+
+class Watched(torch.optim.AdamW):
+    """An optimizer that says when it is stepped."""
+
+    stepped = 0
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        type(self).stepped += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_never_stepped_is_saved_without_inventing_anything(tmp_path: Path) -> None:
+    model = net()
+    optimizer = Watched(model.parameters())
+    fired: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: fired.append("step"))
+    optimizer.register_state_dict_pre_hook(lambda *_: fired.append("state_dict"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: fired.append("load"))
+    before = [parameter.clone() for parameter in model.parameters()]
+    Watched.stepped = 0
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    fresh = net()
+    other = Watched(fresh.parameters())
+    other.register_step_pre_hook(lambda *_: fired.append("step"))
+    holdfast.load(tmp_path / "c", {"model": fresh, "optimizer": other})
+    assert Watched.stepped == 0
+    assert "step" not in fired
+    assert len(optimizer.state) == len(other.state) == 0
+    assert not [name for name in holdfast.open_checkpoint(tmp_path / "c").tensors if name.startswith("optimizer")]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_unstepped_checkpoint_makes_a_stepped_optimizers_state_absent(tmp_path: Path) -> None:
+    model = net()
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    assert optimizer.state
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    assert not any(optimizer.state.values())
+
+
+def test_a_partly_stepped_optimizer_keeps_exactly_its_part(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[1].requires_grad_(False)
+    step(model, optimizer)
+    assert len(optimizer.state) == 2
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    fresh = net()
+    other = torch.optim.AdamW(fresh.parameters())
+    step(fresh, other)
+    holdfast.load(tmp_path / "c", {"model": fresh, "optimizer": other})
+    assert_same_state(
+        state_by_name(model, optimizer), {name: each for name, each in state_by_name(fresh, other).items() if each}
+    )
+
+
+def test_state_is_filled_in_place_where_there_is_some(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    saved = state_by_name(model, optimizer)
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    step(model, optimizer)
+    held = optimizer.state[model[0].weight]["exp_avg"]
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    assert optimizer.state[model[0].weight]["exp_avg"] is held
+    assert_same_state(saved, state_by_name(model, optimizer))
+
+
+def grouped(model: nn.Module, order: list[str], *, rates: bool) -> torch.optim.AdamW:
+    parameters = dict(model.named_parameters())
+    groups = [{"params": [parameters[name]], "lr": RATES[name] if rates else 0.9} for name in order]
+    return torch.optim.AdamW(groups)
+
+
+def test_rates_follow_the_parameter_when_groups_stand_in_another_order(tmp_path: Path) -> None:
+    model = net()
+    optimizer = grouped(model, list(RATES), rates=True)
+    step(model, optimizer)
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    fresh = net()
+    other = grouped(fresh, list(reversed(RATES)), rates=False)
+    holdfast.load(tmp_path / "c", {"model": fresh, "optimizer": other})
+    assert [group["lr"] for group in other.param_groups] == list(reversed(RATES.values()))
+    assert_same_state(state_by_name(model, optimizer), state_by_name(fresh, other))
+
+
+def test_conflicting_hyperparameters_inside_a_target_group_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model = net()
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": grouped(model, list(RATES), rates=True)})
+    fresh = net()
+    before = fresh[0].weight.detach().clone()
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.9)
+    with pytest.raises(InvalidError, match=r"lr=0\.5.*lr=0\.25"):
+        holdfast.load(tmp_path / "c", {"model": fresh, "optimizer": other})
+    assert other.param_groups[0]["lr"] == 0.9
+    assert torch.equal(fresh[0].weight, before)
+
+
+def test_equal_hyperparameters_of_two_groups_fill_one_group(tmp_path: Path) -> None:
+    model = net()
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": grouped(model, list(RATES), rates=False)})
+    fresh = net()
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+    holdfast.load(tmp_path / "c", {"model": fresh, "optimizer": other})
+    assert other.param_groups[0]["lr"] == 0.9
+
+
+def test_hyperparameters_saved_as_tensors_come_back_as_tensors(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.3))
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    other = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": other})
+    rate = other.param_groups[0]["lr"]
+    assert isinstance(rate, torch.Tensor)
+    assert torch.equal(rate, torch.tensor(0.3))
+
+
+def test_saved_optimizers_are_keyed_by_fqn(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    checkpoint = holdfast.open_checkpoint(tmp_path / "c")
+    assert "optimizer.state.0.weight.exp_avg" in checkpoint.tensors
+    assert "optimizer.state.1.bias.step" in checkpoint.tensors
+
+
+def test_a_parameter_that_belongs_to_no_module_of_the_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match=r"optimizer: parameter 0 of group 0.*belongs to no module"):
+        holdfast.save(tmp_path / "c", {"optimizer": torch.optim.SGD(net().parameters())})
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_optimizer_over_two_modules_and_a_loose_parameter(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[dict[str, object], torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        left, right, loose = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.randn(2))
+        optimizer = torch.optim.AdamW([*left.parameters(), *right.parameters(), loose], lr=0.1)
+        (right(left(torch.ones(1, 2))) * loose).sum().backward()
+        if seed == 0:
+            optimizer.step()
+        return {"left": left, "right": right, "loose": loose, "optimizer": optimizer}, optimizer
+
+    saved, one = build(0)
+    holdfast.save(tmp_path / "c", saved)
+    fresh, two = build(1)
+    holdfast.load(tmp_path / "c", fresh)
+    for ours, theirs in zip(one.param_groups[0]["params"], two.param_groups[0]["params"], strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(one.state[ours]["exp_avg"], two.state[theirs]["exp_avg"])
+
+
+def test_saving_changes_nothing_of_an_optimizer(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    before = state_by_name(model, optimizer)
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    assert_same_state(before, state_by_name(model, optimizer))
+
+
+def schedulers() -> dict[str, object]:
+    rates = torch.optim.lr_scheduler
+    return {
+        "LambdaLR": lambda o: rates.LambdaLR(o, lambda epoch: 0.9**epoch),
+        "MultiplicativeLR": lambda o: rates.MultiplicativeLR(o, lambda epoch: 0.9),
+        "StepLR": lambda o: rates.StepLR(o, 2),
+        "MultiStepLR": lambda o: rates.MultiStepLR(o, [2, 4, 4]),
+        "ConstantLR": lambda o: rates.ConstantLR(o),
+        "LinearLR": lambda o: rates.LinearLR(o),
+        "ExponentialLR": lambda o: rates.ExponentialLR(o, 0.9),
+        "PolynomialLR": lambda o: rates.PolynomialLR(o, 9),
+        "CosineAnnealingLR": lambda o: rates.CosineAnnealingLR(o, 9),
+        "CosineAnnealingWarmRestarts": lambda o: rates.CosineAnnealingWarmRestarts(o, 3),
+        "CyclicLR": lambda o: rates.CyclicLR(o, 0.01, 0.1),
+        "OneCycleLR": lambda o: rates.OneCycleLR(o, 0.1, total_steps=20),
+        "ReduceLROnPlateau": lambda o: rates.ReduceLROnPlateau(o, patience=0),
+        "SequentialLR": lambda o: rates.SequentialLR(o, [rates.ConstantLR(o), rates.ExponentialLR(o, 0.9)], [2]),
+        "ChainedScheduler": lambda o: rates.ChainedScheduler([rates.ConstantLR(o), rates.ExponentialLR(o, 0.9)]),
+    }
+
+
+def test_no_stock_scheduler_is_forgotten() -> None:
+    rates = torch.optim.lr_scheduler
+    stock = {
+        name
+        for name in rates.__all__
+        if isinstance(getattr(rates, name), type) and name not in ("LRScheduler", "_LRScheduler")
+    }
+    assert stock == set(schedulers())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(schedulers()))
+def test_every_stock_scheduler_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, object]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, schedulers()[name](optimizer)  # type: ignore[operator]
+
+    def advance(optimizer: torch.optim.Optimizer, scheduler: object, times: int) -> list[float]:
+        found = []
+        for number in range(times):
+            optimizer.step()
+            scheduler.step(*([1.0 + number] if name == "ReduceLROnPlateau" else []))  # type: ignore[attr-defined]
+            found.append(float(optimizer.param_groups[0]["lr"]))
+        return found
+
+    model, optimizer, scheduler = build()
+    advance(optimizer, scheduler, 3)
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    fresh, other, resumed = build()
+    holdfast.load(tmp_path / "c", {"model": fresh, "optimizer": other, "scheduler": resumed})
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert advance(other, resumed, 5) == advance(optimizer, scheduler, 5)
+
+
+def test_grad_scaler(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=3)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    holdfast.save(tmp_path / "c", {"scaler": scaler})
+    fresh = torch.amp.GradScaler("cpu")
+    holdfast.load(tmp_path / "c", {"scaler": fresh})
+    assert fresh.state_dict() == scaler.state_dict()
+    assert fresh.get_scale() == 512.0

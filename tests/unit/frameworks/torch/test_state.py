@@ -1,0 +1,417 @@
+"""What a state may be, what strict judges, what reports say, and which calls are refused before anything happens."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from datetime import UTC, datetime
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import ConflictError, InvalidError, MissingError
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+def whole(seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    if seed == 0:
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer, "epoch": 7 - seed, "notes": {"name": f"run {seed}"}}
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def test_plain_values_of_every_kind_are_replaced_in_the_dict(tmp_path: Path) -> None:
+    values: dict[str, object] = {
+        "none": None,
+        "true": True,
+        "large": 10**40,
+        "float": 0.1,
+        "infinite": float("-inf"),
+        "text": "wörter",
+        "bytes": b"\0\xff",
+        "list": [1, [2, (3, "four")]],
+        "tuple": (1, 2.5),
+        "set": {1, 2},
+        "dict": {1: "int key", None: "none key", (1, "a"): "tuple key", "x": 2},
+        "ordered": OrderedDict([("b", 1), ("a", 2)]),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "scalar": np.float32(1.5),
+        "time": datetime(2026, 1, 2, tzinfo=UTC),
+        "path": Path("/data/x"),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cuda", 3),
+    }
+    holdfast.save(tmp_path / "c", {"values": values, "top": 3})
+    state: dict[str, object] = {"values": dict.fromkeys(values), "top": 0}
+    inner = state["values"]
+    holdfast.load(tmp_path / "c", state)
+    assert state["top"] == 3
+    found = state["values"]
+    assert isinstance(found, dict) and isinstance(inner, dict)
+    assert list(found) == list(values)
+    for name, value in values.items():
+        if name == "array":
+            assert np.array_equal(found[name], value)
+        else:
+            assert found[name] == value, name
+        assert type(found[name]) is type(value), name
+
+
+def test_containers_with_tensors_inside(tmp_path: Path) -> None:
+    def build(fill: float) -> dict[str, object]:
+        return {"buffers": [torch.full((2,), fill), {"deep": (torch.full((1,), fill + 1), "text")}], "count": int(fill)}
+
+    holdfast.save(tmp_path / "c", build(3.0))
+    state = build(0.0)
+    first = state["buffers"][0]  # type: ignore[index]
+    holdfast.load(tmp_path / "c", state)
+    buffers = state["buffers"]
+    assert isinstance(buffers, list)
+    assert buffers[0].tolist() == [3.0, 3.0]
+    assert buffers[0] is first, "filled in place"
+    assert buffers[1]["deep"][0].tolist() == [4.0]
+    assert buffers[1]["deep"][1] == "text"
+    assert state["count"] == 3
+
+
+class Counter:
+    def __init__(self, count: int) -> None:
+        self.count, self.window = count, torch.full((3,), float(count))
+
+    def state_dict(self) -> dict[str, object]:
+        return {"count": self.count, "window": self.window, "history": [self.count, torch.tensor(self.count)]}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.count, self.window = state["count"], state["window"]  # type: ignore[assignment]
+        self.history = state["history"]
+
+
+def test_anything_with_state_dict_and_load_state_dict(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"data": {"loader": Counter(5)}})
+    fresh = Counter(0)
+    holdfast.load(tmp_path / "c", {"data": {"loader": fresh}})
+    assert fresh.count == 5
+    assert fresh.window.tolist() == [5.0] * 3
+    assert fresh.history[0] == 5 and int(fresh.history[1]) == 5
+
+
+class Refusing(Counter):
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise KeyError("no thanks")
+
+
+def test_a_state_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"loader": Counter(5)})
+    with pytest.raises(InvalidError, match=r"loader: Refusing\.load_state_dict refused it.*no thanks"):
+        holdfast.load(tmp_path / "c", {"loader": Refusing(0)})
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Opaque(), "cfg.deep"),
+        ([1, {"x": Opaque()}], "cfg.deep[1].x"),
+        (lambda: 1, "cfg.deep"),
+        (Opaque, "cfg.deep"),
+        (Fraction(1, 2), "cfg.deep"),
+        ({Opaque(): 1}, "cfg.deep"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_with_its_path_and_nothing_is_written(
+    tmp_path: Path, value: object, path: str
+) -> None:
+    with pytest.raises(InvalidError, match=re.escape(path)) as caught:
+        holdfast.save(tmp_path / "c", {"weights": torch.ones(3), "cfg": {"deep": value}})
+    assert any(word in str(caught.value) for word in ("Opaque", "function", "type", "Fraction")), str(caught.value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    loop: dict[str, object] = {"t": torch.ones(1)}
+    loop["again"] = loop
+    with pytest.raises((InvalidError, RecursionError)) as caught:
+        holdfast.save(tmp_path / "c", {"state": loop})
+    assert isinstance(caught.value, InvalidError)
+    values: list[object] = []
+    values.append(values)
+    with pytest.raises(InvalidError):
+        holdfast.save(tmp_path / "c", {"state": values})
+
+
+# ------------------------------------------------------------------------------------- strict, only, skip, report
+
+
+def test_strict_judges_only_the_top_level_keys_passed(tmp_path: Path) -> None:
+    saved = whole(0)
+    holdfast.save(tmp_path / "c", saved)
+    model = net()
+    report = holdfast.load(tmp_path / "c", {"model": model})
+    assert report.missing == report.unexpected == report.skipped == ()
+    assert set(report.loaded) == {f"model.{name}" for name in model.state_dict()}
+    assert report.step is None and report.bytes > 0 and report.seconds >= 0
+
+
+def test_missing_names_are_listed_and_nothing_changes(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"model": nn.Sequential(nn.Linear(3, 2))})
+    model = net()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    state: dict[str, object] = {"model": model, "epoch": 4}
+    with pytest.raises(InvalidError, match=r"missing.*epoch, model\.1\.bias, model\.1\.num_batches_tracked"):
+        holdfast.load(tmp_path / "c", state)
+    assert state["epoch"] == 4
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    report = holdfast.load(tmp_path / "c", state, strict=False)
+    assert "model.1.bias" in report.missing and "epoch" in report.missing
+    assert set(report.loaded) == {"model.0.weight", "model.0.bias"}
+    assert state["epoch"] == 4
+
+
+def test_unexpected_names_are_listed_and_nothing_changes(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"model": net(), "notes": {"a": 1, "b": 2}})
+    model = nn.Sequential(nn.Linear(3, 2))
+    before = model[0].weight.detach().clone()
+    state: dict[str, object] = {"model": model, "notes": {"a": 0}}
+    with pytest.raises(InvalidError, match=r"unexpected.*model\.1\.bias") as caught:
+        holdfast.load(tmp_path / "c", state)
+    assert "model.1.running_mean" in str(caught.value)
+    assert torch.equal(model[0].weight, before)
+    report = holdfast.load(tmp_path / "c", state, strict=False)
+    assert "model.1.bias" in report.unexpected
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_a_parameter_missing_from_the_optimizer_is_listed(tmp_path: Path) -> None:
+    model = net()
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(model[0].parameters(), lr=0.1)})
+    with pytest.raises(InvalidError, match=r"missing.*optimizer\.param_groups\.1\.weight"):
+        holdfast.load(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+
+
+def test_only_and_skip_on_save(tmp_path: Path) -> None:
+    state = whole(0)
+    report = holdfast.save(tmp_path / "only", state, only=["model.*"])
+    names = holdfast.open_checkpoint(tmp_path / "only").tensors
+    assert names and all(name.startswith("model.") for name in names)
+    assert any(name.startswith("optimizer.state.") for name in report.skipped)
+    assert "epoch" in report.skipped
+    report = holdfast.save(tmp_path / "skip", state, skip="optimizer*")
+    names = holdfast.open_checkpoint(tmp_path / "skip").tensors
+    assert names and not any(name.startswith("optimizer.") for name in names)
+    assert all(name.startswith("optimizer") for name in report.skipped)
+
+
+def test_only_and_skip_on_load(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", whole(0))
+    state = whole(1)
+    model = state["model"]
+    assert isinstance(model, nn.Sequential)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    report = holdfast.load(tmp_path / "c", state, skip=["model.1.*", "epoch"])
+    assert state["epoch"] == 6
+    assert "epoch" in report.skipped and "model.1.weight" in report.skipped
+    assert torch.equal(model[1].running_mean, before["1.running_mean"])  # type: ignore[arg-type]
+    assert not torch.equal(model[0].weight, before["0.weight"])  # type: ignore[arg-type]
+    state = whole(1)
+    model = state["model"]
+    assert isinstance(model, nn.Sequential)
+    report = holdfast.load(tmp_path / "c", state, only="model.0.*")
+    assert set(report.loaded) == {"model.0.weight", "model.0.bias"}
+    assert state["epoch"] == 6 and state["notes"] == {"name": "run 1"}
+
+
+def test_what_was_skipped_on_save_is_missing_on_load_unless_skipped_again(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", whole(0), skip=["epoch", "model.1.running_*"])
+    state = whole(1)
+    with pytest.raises(InvalidError, match=r"missing.*epoch, model\.1\.running_mean, model\.1\.running_var"):
+        holdfast.load(tmp_path / "c", state)
+    report = holdfast.load(tmp_path / "c", state, skip=["epoch", "model.1.running_*"])
+    assert report.missing == report.unexpected == ()
+
+
+def test_skipping_optimizer_state_leaves_the_targets_own(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", whole(0))
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    held = optimizer.state[model[0].weight]["exp_avg"].clone()
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": optimizer}, skip="optimizer.state.*")
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], held)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("patterns", [3, [3], [None]])
+def test_patterns_that_are_no_text_are_refused(tmp_path: Path, patterns: object) -> None:
+    with pytest.raises((InvalidError, TypeError)) as caught:
+        holdfast.save(tmp_path / "c", {"a": 1}, only=patterns)  # type: ignore[arg-type]
+    assert isinstance(caught.value, InvalidError)
+
+
+def test_the_report_of_a_save(tmp_path: Path) -> None:
+    report = holdfast.save(tmp_path / "c", {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.int64)})
+    assert (report.step, report.bytes, report.tensors, report.divergent) == (None, 28, 2, ())
+    assert report.committed_seconds >= report.staged_seconds >= 0
+    assert (tmp_path / "c" / report.attempt).is_dir()
+
+
+# ------------------------------------------------------------------------------------------------ wrong calls
+
+
+def test_swapped_arguments_are_refused_with_a_word_about_it(tmp_path: Path) -> None:
+    path, state = tmp_path / "c", {"a": torch.ones(1)}
+    with pytest.raises(InvalidError, match="swapped"):
+        holdfast.save(state, path)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError, match="swapped"):
+        holdfast.load(state, path)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError, match="swapped"):
+        holdfast.async_save(state, str(path))  # type: ignore[arg-type]
+    with holdfast.CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(InvalidError, match="swapped"):
+            manager.save(state, 3)  # type: ignore[arg-type]
+        with pytest.raises(InvalidError, match="swapped"):
+            manager.load(3, state)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "3", None, 10**12])
+def test_steps_that_are_none_are_refused(tmp_path: Path, step: object) -> None:
+    with holdfast.CheckpointManager(tmp_path / "run") as manager, pytest.raises(InvalidError):
+        manager.save(step, {"a": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["", 3, None, b"bytes", "s3://bucket/x"])
+def test_paths_that_are_none_are_refused(path: object) -> None:
+    with pytest.raises(InvalidError):
+        holdfast.save(path, {"a": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", [None, [1], "x", torch.ones(1), nn.Linear(1, 1)])
+def test_states_that_are_no_dict_are_refused(tmp_path: Path, state: object) -> None:
+    with pytest.raises(InvalidError):
+        holdfast.save(tmp_path / "c", state)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError):
+        holdfast.load(tmp_path / "c", state)  # type: ignore[arg-type]
+
+
+def test_a_state_key_that_is_no_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match="3"):
+        holdfast.save(tmp_path / "c", {3: torch.ones(1)})  # type: ignore[dict-item]
+
+
+def test_a_root_given_for_a_path_and_a_path_for_a_root(tmp_path: Path) -> None:
+    root, path = tmp_path / "run", tmp_path / "c"
+    state = {"a": torch.ones(1)}
+    with holdfast.CheckpointManager(root) as manager:
+        manager.save(1, state).wait()
+    holdfast.save(path, state)
+    for call in (
+        lambda: holdfast.save(root, state),
+        lambda: holdfast.load(root, state),
+        lambda: holdfast.open_checkpoint(root),
+    ):
+        with pytest.raises(InvalidError, match=r"root of a run.*CheckpointManager"):
+            call()
+    with pytest.raises(InvalidError, match=r"one checkpoint.*holdfast\.load"):
+        holdfast.CheckpointManager(path)
+    assert holdfast.load(root / "step-000000000001", state).loaded == ("a",)
+
+
+def test_saving_onto_a_checkpoint_is_a_conflict_and_touches_nothing(tmp_path: Path) -> None:
+    path, root = tmp_path / "c", tmp_path / "run"
+    holdfast.save(path, {"a": torch.ones(2)})
+    with holdfast.CheckpointManager(root) as manager:
+        manager.save(1, {"a": torch.ones(2)}).wait()
+        before = listing(tmp_path)
+        with pytest.raises(ConflictError, match="already there"):
+            holdfast.save(path, {"a": torch.zeros(2)})
+        handle = manager.save(1, {"a": torch.zeros(2)})
+        with pytest.raises(ConflictError, match="already there"):
+            handle.wait()
+        assert listing(tmp_path) == before
+    target = torch.zeros(2)
+    holdfast.load(path, {"a": target})
+    assert target.tolist() == [1.0, 1.0]
+
+
+def test_loading_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(MissingError):
+        holdfast.load(tmp_path / "absent", {"a": torch.ones(1)})
+    with holdfast.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.load({"a": torch.ones(1)}) is None
+        assert manager.latest is None and manager.steps() == []
+        manager.save(4, {"a": torch.ones(1)}).wait()
+        with pytest.raises(MissingError, match=r"no committed step 3.*\[4\]"):
+            manager.load({"a": torch.ones(1)}, 3)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_the_manager_loads_the_newest_step_and_says_which(tmp_path: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path / "run") as manager:
+        for step in (3, 20, 7):
+            manager.save(step, {"a": torch.full((2,), float(step)), "step": step}).wait()
+        assert manager.steps() == [3, 7, 20] and manager.latest == 20
+        state: dict[str, object] = {"a": torch.zeros(2), "step": 0}
+        assert manager.load(state) == 20
+        assert state["step"] == 20
+        assert manager.load(state, 7) == 7
+        assert state["step"] == 7
+        assert manager.load_report is not None and manager.load_report.step == 7
+
+
+def test_moments_of_a_handle(tmp_path: Path) -> None:
+    handle = holdfast.async_save(tmp_path / "c", {"a": torch.ones(3)})
+    assert handle.wait("staged") is None
+    assert handle.wait("replicated") is None
+    report = handle.wait(timeout=30)
+    assert report is not None and report.tensors == 1
+    assert handle.staged.done() and handle.replicated.done() and handle.committed.result() is report
+    with pytest.raises(InvalidError, match="moment"):
+        handle.wait("done")  # type: ignore[arg-type]
+
+
+def test_training_may_change_the_state_once_it_is_staged(tmp_path: Path) -> None:
+    tensor = torch.ones(2_000_000)
+    handle = holdfast.async_save(tmp_path / "c", {"a": tensor})
+    handle.wait("staged")
+    tensor.zero_()
+    handle.wait()
+    target = torch.zeros(2_000_000)
+    holdfast.load(tmp_path / "c", {"a": target})
+    assert bool((target == 1).all())
+
+
+def test_a_relative_path_and_one_with_a_home_in_it_are_folders_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    holdfast.save("relative", {"a": torch.ones(1)})
+    assert os.path.exists(tmp_path / "relative" / "manifest.json")
+
+
+def test_an_empty_state(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {})
+    assert holdfast.load(tmp_path / "c", {}).loaded == ()

@@ -1,0 +1,176 @@
+"""Who writes what: every byte one writer, found by every rank alone, and evenly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.plan.ownership import Owned, owned_by
+from holdfast.spec.box import Box
+from holdfast.spec.placement import box_at, coordinate_of
+from holdfast.spec.tensor import Layout, Placement, Role, Shard, TensorSpec
+
+SPLIT = 4096
+R, S0, S1 = Placement(None), Placement(0), Placement(1)
+
+
+def shard(fqn: str, shape: tuple[int, ...], layout: Layout | None, rank: int, role: Role = Role.PARAMETER) -> Shard:
+    if layout is None:
+        return Shard(TensorSpec(fqn, "float32", shape), None, role, (Box.whole(shape),))
+    box = box_at(layout, shape, coordinate_of(layout, rank))
+    return Shard(TensorSpec(fqn, "float32", shape), layout, role, () if box is None else (box,))
+
+
+def owned_everywhere(
+    held: Mapping[int, Sequence[Shard]], holders: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[int, list[tuple[str, Box]]]:
+    found = {}
+    for rank, shards in held.items():
+        owned = owned_by(rank, shards, holders or {}, SPLIT)
+        assert all(any(box.contains(each.box) for box in shards[each.shard_number].pieces) for each in owned)
+        found[rank] = [(shards[each.shard_number].tensor.fqn, each.box) for each in owned]
+    return found
+
+
+def require_once(found: Mapping[int, Sequence[tuple[str, Box]]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for fqn, shape in shapes.items():
+        count = np.zeros(shape, dtype=np.int64)
+        for owned in found.values():
+            for name, box in owned:
+                if name == fqn:
+                    count[box.relative_to((0,) * len(shape))] += 1
+        assert (count == 1).all(), fqn
+
+
+def bytes_of(owned: Sequence[tuple[str, Box]]) -> int:
+    return 4 * sum(box.numel for _, box in owned)
+
+
+def test_replicas_share_out_a_large_tensor_by_rows() -> None:
+    layout = Layout((4,), (0, 1, 2, 3), (R,))
+    found = owned_everywhere({rank: [shard("w", (4000, 3), layout, rank)] for rank in range(4)})
+    require_once(found, {"w": (4000, 3)})
+    assert found == {rank: [("w", Box((1000 * rank, 0), (1000 * rank + 1000, 3)))] for rank in range(4)}
+
+
+def test_a_leading_dimension_of_one_is_not_what_is_cut() -> None:
+    layout = Layout((2,), (0, 1), (R,))
+    found = owned_everywhere({rank: [shard("w", (1, 1, 4000), layout, rank)] for rank in range(2)})
+    assert found[0] == [("w", Box((0, 0, 0), (1, 1, 2000)))]
+    assert found[1] == [("w", Box((0, 0, 2000), (1, 1, 4000)))]
+
+
+def test_small_tensors_go_whole_and_are_spread() -> None:
+    layout = Layout((4,), (0, 1, 2, 3), (R,))
+    names = {f"bias{n:02d}": (50,) for n in range(40)}
+    found = owned_everywhere({rank: [shard(fqn, (50,), layout, rank) for fqn in names] for rank in range(4)})
+    require_once(found, names)
+    assert [len(found[rank]) for rank in range(4)] == [10, 10, 10, 10]
+
+
+def test_more_members_than_rows() -> None:
+    layout = Layout((8,), tuple(range(8)), (R,))
+    found = owned_everywhere({rank: [shard("w", (3, 5000), layout, rank)] for rank in range(8)})
+    require_once(found, {"w": (3, 5000)})
+    assert max(bytes_of(owned) for owned in found.values()) == 20000
+
+
+@pytest.mark.parametrize("shape", ((0,), (0, 7), (), (1,)))
+def test_what_cannot_be_cut_has_one_writer(shape: tuple[int, ...]) -> None:
+    layout = Layout((3,), (2, 0, 1), (R,))
+    found = owned_everywhere({rank: [shard("w", shape, layout, rank)] for rank in range(3)})
+    assert sum(len(owned) for owned in found.values()) == 1
+    require_once(found, {"w": shape})
+
+
+def test_each_group_of_a_hybrid_mesh_shares_its_own_part() -> None:
+    layout = Layout((2, 2), (0, 1, 2, 3), (R, S0))
+    found = owned_everywhere({rank: [shard("w", (8000, 2), layout, rank)] for rank in range(4)})
+    require_once(found, {"w": (8000, 2)})
+    assert {bytes_of(owned) for owned in found.values()} == {16000}
+
+
+def test_a_split_that_leaves_a_rank_nothing() -> None:
+    layout = Layout((4,), (0, 1, 2, 3), (S0,))
+    found = owned_everywhere({rank: [shard("w", (2, 3), layout, rank)] for rank in range(4)})
+    require_once(found, {"w": (2, 3)})
+    assert [len(found[rank]) for rank in range(4)] == [1, 1, 0, 0]
+
+
+def test_agreed_copies_go_whole_to_the_least_loaded() -> None:
+    sizes = {"a": 700, "b": 500, "c": 400, "d": 300, "e": 100}
+    held = {rank: [shard(fqn, (n,), None, rank) for fqn, n in sizes.items()] for rank in range(2)}
+    found = owned_everywhere(held, dict.fromkeys(sizes, (0, 1)))
+    require_once(found, {fqn: (n,) for fqn, n in sizes.items()})
+    assert [bytes_of(found[rank]) for rank in range(2)] == [4000, 4000]
+
+
+def test_buffers_come_from_the_lowest_holder() -> None:
+    held = {rank: [shard("b", (9,), None, rank, Role.BUFFER)] for rank in (3, 5)}
+    found = owned_everywhere(held, {"b": (3, 5)})
+    assert found == {3: [("b", Box((0,), (9,)))], 5: []}
+
+
+def test_what_other_ranks_hold_elsewhere_changes_nothing() -> None:
+    """Ownership looks at tensors of the identical replica group only, so overlapping meshes cannot disagree."""
+    both = Layout((2,), (0, 1), (R,))
+    other = Layout((2,), (1, 2), (R,))
+    held = {
+        0: [shard("w", (4000,), both, 0)],
+        1: [shard("v", (3000,), other, 1), shard("w", (4000,), both, 1)],
+        2: [shard("v", (3000,), other, 2)],
+    }
+    found = owned_everywhere(held)
+    require_once(found, {"w": (4000,), "v": (3000,)})
+    assert bytes_of(found[0]) == 8000
+    assert bytes_of(found[2]) == 6000
+
+
+def test_the_order_in_which_a_rank_lists_its_shards_changes_nothing() -> None:
+    layout = Layout((3,), (0, 1, 2), (R,))
+    shards = {rank: [shard(f"t{n}", (n * 500 + 1, 2), layout, rank) for n in range(6)] for rank in range(3)}
+    shards[1].reverse()
+    require_once(owned_everywhere(shards), {f"t{n}": (n * 500 + 1, 2) for n in range(6)})
+
+
+def test_a_shard_of_several_pieces() -> None:
+    """What a strided split leaves: both boxes are shared out among the replicas."""
+    layout = Layout((2,), (0, 1), (R,))
+    boxes = (Box((0, 0), (2000, 2)), Box((4000, 0), (6000, 2)))
+    spec = TensorSpec("w", "float32", (6000, 2))
+    held = {rank: [Shard(spec, layout, Role.PARAMETER, boxes)] for rank in range(2)}
+    found = owned_everywhere(held)
+    assert found == {rank: [("w", boxes[rank])] for rank in range(2)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), min_size=1, max_size=12),
+)
+def test_one_group_is_balanced_but_for_the_unit_that_cannot_be_cut(members: int, shapes: list[tuple[int, int]]) -> None:
+    layout = Layout((members,), tuple(range(members)), (R,))
+    named = {f"t{number}": shape for number, shape in enumerate(shapes)}
+    held = {rank: [shard(fqn, shape, layout, rank) for fqn, shape in named.items()] for rank in range(members)}
+    found = owned_everywhere(held)
+    require_once(found, named)
+    units = [
+        4 * columns if rows > 1 and 4 * rows * columns >= SPLIT else min(4 * rows * columns, max(SPLIT, 4))
+        for rows, columns in shapes
+    ]
+    written = [bytes_of(found[rank]) for rank in range(members)]
+    assert max(written) - min(written) <= 2 * max(units) + 2
+    fqns = Counter(fqn for owned in found.values() for fqn, _ in owned)
+    assert all(fqns[fqn] == 1 for fqn, (rows, columns) in named.items() if 4 * rows * columns < SPLIT)
+
+
+def test_owned_lists_shards_in_their_order() -> None:
+    layout = Layout((1,), (0,), (S1,))
+    shards = [shard("b", (2, 2), layout, 0), shard("a", (2, 2), None, 0), shard("c", (2, 2), layout, 0)]
+    owned = owned_by(0, shards, {"a": (0,)}, SPLIT)
+    assert owned == [Owned(number, Box((0, 0), (2, 2))) for number in range(3)]

@@ -1,0 +1,89 @@
+"""How pieces lie in packs: pages first, aligned, no name twice, headers no longer than allowed."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from holdfast.plan.ownership import Owned
+from holdfast.plan.packing import packs_of
+from holdfast.repository.names import is_pack_name, rank_of_pack
+from holdfast.repository.pack import entries_of, header_of
+from holdfast.settings import PAGE_BYTES
+from holdfast.spec.box import Box
+from holdfast.spec.dtype import DTYPES
+from holdfast.spec.tensor import Role, Shard, TensorSpec
+
+MIB = 1 << 20
+FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lambda text: text != "__metadata__")
+
+
+def plain(fqn: str, dtype: str, shape: tuple[int, ...]) -> Shard:
+    return Shard(TensorSpec(fqn, dtype, shape), None, Role.PARAMETER, (Box.whole(shape),))
+
+
+@st.composite
+def shard_lists(draw: st.DrawFn) -> list[Shard]:
+    lengths = st.sampled_from((0, 1, 3, 512, 1024, 1025, 4096, 8192))
+    return [
+        plain(fqn, draw(st.sampled_from(sorted(DTYPES))), tuple(draw(st.lists(lengths, max_size=2))))
+        for fqn in draw(st.lists(FQNS, unique=True, max_size=12))
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(shard_lists(), st.sampled_from((PAGE_BYTES, 2 * PAGE_BYTES, MIB)))
+@example([plain("\U0001f600" * 100 + str(n), "uint8", (1,)) for n in range(80)], 16 * PAGE_BYTES)
+@example([plain('"\\' * 100 + str(n), "uint8", (1,)) for n in range(80)], 16 * PAGE_BYTES)
+@example([plain("\x01" * 100 + str(n), "uint8", (1,)) for n in range(80)], 16 * PAGE_BYTES)
+def test_every_pack_is_in_order_aligned_and_short(shards: list[Shard], header_bytes_max: int) -> None:
+    owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
+    packs = packs_of(3, shards, owned, header_bytes_max)
+    assert sorted(item.shard_number for pack in packs for item in pack.items) == list(range(len(shards)))
+    assert [pack.name for pack in packs] == [
+        f"r00003{f'-{number}' if number else ''}.safetensors" for number in range(len(packs))
+    ]
+    assert all(is_pack_name(pack.name) and rank_of_pack(pack.name) == 3 for pack in packs)
+    for pack in packs:
+        header = header_of(pack, {"step": "1", "attempt": "0" * 16, "rank": "3"})
+        assert len(header) % PAGE_BYTES == 0
+        assert len(header) <= header_bytes_max or len(pack.items) == 1
+        at = 0
+        paged = True
+        for item in pack.items:
+            assert item.data_offset == at
+            assert at % item.tensor.itemsize == 0
+            full_pages = item.bytes % PAGE_BYTES == 0 and item.bytes > 0
+            assert paged or not full_pages, "a piece of whole pages lies behind a ragged one"
+            paged = paged and full_pages
+            at += item.bytes
+        assert at == pack.data_bytes
+        assert {(e.fqn, e.shape, e.start, e.stop) for e in entries_of(header, pack.name)} == {
+            (i.tensor.fqn, i.box.shape, len(header) + i.data_offset, len(header) + i.data_offset + i.bytes)
+            for i in pack.items
+        }
+
+
+def test_several_pieces_of_one_name_lie_in_as_many_packs() -> None:
+    boxes = tuple(Box((n,), (n + 1,)) for n in (0, 2, 4))
+    shards = [Shard(TensorSpec("w", "float32", (6,)), None, Role.PARAMETER, boxes), plain("v", "uint8", (5,))]
+    packs = packs_of(0, shards, [*(Owned(0, box) for box in boxes), Owned(1, Box((0,), (5,)))], MIB)
+    assert [[(item.tensor.fqn, item.box) for item in pack.items] for pack in packs] == [
+        [("w", boxes[0]), ("v", Box((0,), (5,)))],
+        [("w", boxes[1])],
+        [("w", boxes[2])],
+    ]
+
+
+def test_nothing_owned_is_no_pack() -> None:
+    assert packs_of(0, [plain("w", "uint8", (5,))], [], MIB) == []
+
+
+def test_many_names_are_split_by_the_header_cap() -> None:
+    shards = [plain(f"layers.{n}.weight", "float32", (n,)) for n in range(500)]
+    owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
+    packs = packs_of(0, shards, owned, 4 * PAGE_BYTES)
+    assert len(packs) > 3
+    assert len(packs) <= math.ceil(500 / 10)
