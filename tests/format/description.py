@@ -51,7 +51,7 @@ def description(path: Path) -> dict[str, object]:
             for fqn, info in checkpoint.tensors.items()
         },
         "pieces": {
-            fqn: [[list(piece.box.start), list(piece.box.stop), piece.pack] for piece in checkpoint.pieces(fqn)]
+            fqn: [[list(piece.region.start), list(piece.region.stop), piece.pack] for piece in checkpoint.pieces(fqn)]
             for fqn in checkpoint.tensors
         },
         "objects": described(checkpoint.objects),

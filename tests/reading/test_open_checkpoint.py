@@ -32,6 +32,7 @@ UNSIGNED = {
     "float8_e5m2": "uint8",
     "float8_e4m3fnuz": "uint8",
     "float8_e5m2fnuz": "uint8",
+    "complex32": "uint32",
 }
 
 

@@ -209,7 +209,7 @@ def test_ranks_that_hold_different_names_save_their_union() -> None:
     for rank, (_, into) in enumerate(outcomes):
         assert (into["value0"], into["value2"]) == (0, 2)
         for name in ("stage0.w", "stage2.w"):
-            (box,) = into[name].boxes_on(rank)
+            (box,) = into[name].regions_on(rank)
             assert (into[name].array[box.relative_to((0, 0))] == sharded(4).array[box.relative_to((0, 0))]).all()
 
 

@@ -60,7 +60,7 @@ def test_the_plan_places_every_wanted_element_from_its_own_byte(
     element_at = {
         (piece.pack, piece.offset + item * n): int(number)
         for piece in pieces
-        for n, number in enumerate(numbers[piece.box.relative_to(origin)].reshape(-1))
+        for n, number in enumerate(numbers[piece.region.relative_to(origin)].reshape(-1))
     }
     placed = [np.full(shape, -1, dtype=np.int64) for _ in wanted]
     seen = set()
@@ -105,7 +105,7 @@ def test_the_plan_places_every_wanted_element_from_its_own_byte(
 def test_neighbouring_chunks_are_read_together_and_no_further() -> None:
     spec = TensorSpec("w", "uint8", (10 * CHUNK,))
     piece = Piece(spec, Box.whole(spec.global_shape), "r00000.safetensors", 4096, bytes(160), CHUNK)
-    plan = load_plan([WantedBoxes("w", (piece.box,))], lambda _: [piece], 4 * CHUNK)
+    plan = load_plan([WantedBoxes("w", (piece.region,))], lambda _: [piece], 4 * CHUNK)
     assert [(run.start - 4096) // CHUNK for run in plan.runs] == [0, 4, 8]
     far = (Box((0,), (1,)), Box((5 * CHUNK,), (5 * CHUNK + 1,)))
     assert len(load_plan([WantedBoxes("w", far)], lambda _: [piece], 1 << 20).runs) == 2

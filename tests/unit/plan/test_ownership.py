@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.plan.ownership import Owned, owned_by
 from holdfast.spec.box import Box
-from holdfast.spec.placement import box_at, coordinate_of
+from holdfast.spec.placement import boxes_at, coordinate_of, replica_ranks
 from holdfast.spec.tensor import Layout, Placement, Role, Shard, TensorSpec
 
 SPLIT = 4096
@@ -21,9 +21,10 @@ R, S0, S1 = Placement(None), Placement(0), Placement(1)
 
 def shard(fqn: str, shape: tuple[int, ...], layout: Layout | None, rank: int, role: Role = Role.PARAMETER) -> Shard:
     if layout is None:
-        return Shard(TensorSpec(fqn, "float32", shape), None, role, (Box.whole(shape),))
-    box = box_at(layout, shape, coordinate_of(layout, rank))
-    return Shard(TensorSpec(fqn, "float32", shape), layout, role, () if box is None else (box,))
+        return Shard(TensorSpec(fqn, "float32", shape), None, None, role, (Box.whole(shape),))
+    coordinate = coordinate_of(layout, rank)
+    holders = replica_ranks(layout, coordinate)
+    return Shard(TensorSpec(fqn, "float32", shape), layout, holders, role, boxes_at(layout, shape, coordinate))
 
 
 def owned_everywhere(
@@ -32,8 +33,8 @@ def owned_everywhere(
     found = {}
     for rank, shards in held.items():
         owned = owned_by(rank, shards, holders or {}, SPLIT)
-        assert all(any(box.contains(each.box) for box in shards[each.shard_number].pieces) for each in owned)
-        found[rank] = [(shards[each.shard_number].tensor.fqn, each.box) for each in owned]
+        assert all(any(box.contains(each.region) for box in shards[each.shard_number].pieces) for each in owned)
+        found[rank] = [(shards[each.shard_number].tensor.fqn, each.region) for each in owned]
     return found
 
 

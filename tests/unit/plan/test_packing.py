@@ -21,7 +21,7 @@ FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lam
 
 
 def plain(fqn: str, dtype: str, shape: tuple[int, ...]) -> Shard:
-    return Shard(TensorSpec(fqn, dtype, shape), None, Role.PARAMETER, (Box.whole(shape),))
+    return Shard(TensorSpec(fqn, dtype, shape), None, None, Role.PARAMETER, (Box.whole(shape),))
 
 
 @st.composite
@@ -61,7 +61,7 @@ def test_every_pack_is_in_order_aligned_and_short(shards: list[Shard], header_by
             at += item.bytes
         assert at == pack.data_bytes
         assert {(e.fqn, e.shape, e.start, e.stop) for e in entries_of(header, pack.name)} == {
-            (i.tensor.fqn, i.box.shape, len(header) + i.data_offset, len(header) + i.data_offset + i.bytes)
+            (i.tensor.fqn, i.region.shape, len(header) + i.data_offset, len(header) + i.data_offset + i.bytes)
             for i in pack.items
         }
 
