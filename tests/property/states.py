@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
@@ -16,13 +16,14 @@ from holdfast.manager.run import Run
 from holdfast.ports.clock import SystemClock
 from holdfast.settings import Settings
 from holdfast.spec.dtype import DTYPES
-from holdfast.spec.tensor import Layout, Placement, Role
+from holdfast.spec.tensor import Layout, Role
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from tests.property.held import Held, any_held, meshes
 
 SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
-WORLD_SIZE_MAX = 8
+WORLD_SIZE_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Tensor:
     shape: tuple[int, ...]
     seed: int
     role: Role
-    saved: Layout | None
-    loaded: Layout | None
+    saved: Held
+    loaded: Held
 
     @property
     def bytes(self) -> int:
@@ -50,14 +51,14 @@ class Tensor:
         return np.frombuffer(raw.tobytes(), DTYPES[self.dtype].numpy).reshape(self.shape)
 
     def for_save(self) -> GlobalTensor:
-        return GlobalTensor(self.dtype, self.array(), self.saved, self.role)
+        return GlobalTensor(self.dtype, self.array(), self.saved.layout, self.role, self.saved.declared)
 
     def for_load(self) -> GlobalTensor:
         """A target in which every byte differs from what was saved, so that one not filled shows."""
         flipped = self.array().copy()
         raw = flipped.reshape(-1).view(np.uint8)
         raw ^= 1 if self.dtype == "bool" else 0xFF
-        return GlobalTensor(self.dtype, flipped, self.loaded, self.role)
+        return GlobalTensor(self.dtype, flipped, self.loaded.layout, self.role, self.loaded.declared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,53 +76,27 @@ SHAPES = st.one_of(st.lists(_LENGTHS, max_size=4).map(tuple), _LARGE_SHAPES)
 
 
 @st.composite
-def meshes(draw: st.DrawFn, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A mesh of 1 to 3 dimensions over some or all ranks, in any order."""
-    shape: list[int] = []
-    for _ in range(draw(st.integers(1, 3))):
-        shape.append(draw(st.integers(1, world_size // math.prod(shape))))
-    ranks = draw(st.permutations(range(world_size)))[: math.prod(shape)]
-    return tuple(shape), tuple(ranks)
-
-
-@st.composite
-def layouts(draw: st.DrawFn, world_size: int, ndim: int) -> Layout:
-    """A mesh, and for each of its dimensions any placement, the same dimension of the tensor twice included."""
-    shape, ranks = draw(meshes(world_size))
-    dims = st.one_of(st.none(), st.integers(0, ndim - 1)) if ndim else st.none()
-    return Layout(shape, ranks, tuple(Placement(draw(dims)) for _ in shape))
-
-
-@st.composite
 def tensors(draw: st.DrawFn, number: int, save_ranks: int, load_ranks: int, meshed: tuple[Layout, ...]) -> Tensor:
     shape = draw(SHAPES)
-    dims = st.one_of(st.none(), st.integers(0, len(shape) - 1)) if shape else st.none()
-
-    def laid_out(world_size: int, shared: tuple[Layout, ...]) -> Layout | None:
-        kind = draw(st.integers(0, 3))
-        if kind == 0:
-            return None
-        if kind == 1 or not shared:
-            return draw(layouts(world_size, len(shape)))
-        mesh = draw(st.sampled_from(shared))
-        return replace(mesh, placements=tuple(Placement(draw(dims)) for _ in mesh.mesh_shape))
-
     return Tensor(
         fqn=draw(st.sampled_from(("layer", "ß.weight", "a.b.c"))) + f".{number}",
         dtype=draw(st.sampled_from(sorted(DTYPES))),
         shape=shape,
         seed=draw(st.integers(0, 1 << 16)),
         role=draw(st.sampled_from(Role)),
-        saved=laid_out(save_ranks, meshed),
-        loaded=laid_out(load_ranks, ()),
+        saved=draw(any_held(save_ranks, shape, meshed)),
+        loaded=draw(any_held(load_ranks, shape, ())),
     )
+
+
+RANKS = st.one_of(st.integers(1, 5), st.integers(1, WORLD_SIZE_MAX))
+"""Mostly few: sixteen threads are slow, and what goes wrong mostly does on four."""
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job2Job:
     """Several tensors, most of them on a mesh that others share, as in a real model."""
-    save_ranks = draw(st.integers(1, WORLD_SIZE_MAX))
-    load_ranks = draw(st.integers(1, WORLD_SIZE_MAX))
+    save_ranks, load_ranks = draw(RANKS), draw(RANKS)
     meshed = tuple(
         Layout(shape, ranks, ()) for shape, ranks in draw(st.lists(meshes(save_ranks), min_size=1, max_size=2))
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import HealthCheck, given, note, settings
+from numpy.typing import NDArray
 
 from holdfast.manager.load import LoadReport, LoadRequest
 from holdfast.plan.intersect import WantedBoxes, load_plan
@@ -16,10 +17,10 @@ from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.repository.index import Index
 from holdfast.repository.names import rank_of_pack, step_folder
 from holdfast.settings import Settings
-from holdfast.spec.box import Box
+from holdfast.spec.dtype import DTYPES
 from holdfast.spec.manifest import Manifest
-from holdfast.spec.placement import coordinate_of, replica_ranks
-from holdfast.spec.plan import Piece
+from holdfast.spec.plan import APART, Piece
+from holdfast.spec.region import FlatRange, Region, contains, region_boxes
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
@@ -66,7 +67,8 @@ def save(store: MemoryStore, job: Job2Job) -> None:
 def require_each_element_once(tensor: Tensor, pieces: Sequence[Piece]) -> None:
     count = np.zeros(tensor.shape, dtype=np.int64)
     for piece in pieces:
-        count[piece.box.relative_to((0,) * len(tensor.shape))] += 1
+        # A piece names an element once, so that adding to all of them at a time counts right.
+        count.reshape(-1)[elements_of(piece.region, tensor.shape)] += 1
     assert (count == 1).all(), f"{tensor.fqn}: covered {count.min()} to {count.max()} times by {pieces}"
 
 
@@ -92,7 +94,9 @@ def require_written_by_holders(job: Job2Job, index: Index) -> None:
         held = tensor.for_save()
         for piece in index.pieces_of(tensor.fqn):
             rank = rank_of_pack(piece.pack)
-            assert any(box.contains(piece.box) for box in held.boxes_on(rank)), f"rank {rank} does not hold {piece}"
+            assert any(contains(each, piece.region) for each in held.regions_on(rank)), f"rank {rank}: {piece}"
+            readable = not isinstance(piece.region, FlatRange) and bool(DTYPES[tensor.dtype].safetensors)
+            assert piece.pack.startswith(APART) != readable, "stock readers see what they can make sense of, only that"
 
 
 def require_balance(job: Job2Job, index: Index) -> None:
@@ -100,25 +104,34 @@ def require_balance(job: Job2Job, index: Index) -> None:
     loads: Counter[tuple[tuple[int, ...], int]] = Counter()
     units: Counter[tuple[int, ...]] = Counter()
     for tensor in job.tensors:
-        if tensor.saved is None:
-            continue
-        for rank in tensor.saved.mesh_ranks:
-            group = replica_ranks(tensor.saved, coordinate_of(tensor.saved, rank))
-            for box in tensor.for_save().boxes_on(rank):
-                units[group] = max(units[group], uncut_bytes(tensor, box))
+        held = tensor.for_save()
+        groups = {rank: held.holders_with(rank) for rank in range(job.save_ranks) if held.names_on(rank)}
+        for rank, group in groups.items():
+            if group is not None:
+                assert rank in group
+                assert all(groups[other] == group for other in group)
+                for region in held.regions_on(rank):
+                    units[group] = max(units[group], uncut_bytes(tensor, region))
         for piece in index.pieces_of(tensor.fqn):
             rank = rank_of_pack(piece.pack)
-            loads[replica_ranks(tensor.saved, coordinate_of(tensor.saved, rank)), rank] += piece.bytes
+            group = groups[rank]
+            if group is not None:
+                loads[group, rank] += piece.bytes
     for group, unit in units.items():
         written = [loads[group, rank] for rank in group]
         even = sum(written) / len(group)
         assert max(abs(each - even) for each in written) <= unit + 1, f"{group}: {written}, unit {unit}"
 
 
-def uncut_bytes(tensor: Tensor, box: Box) -> int:
-    held_bytes = box.numel * (tensor.bytes // max(math.prod(tensor.shape), 1))
-    longer = [length for length in box.shape if length > 1]
-    return held_bytes // longer[0] if longer and held_bytes >= SETTINGS.chunk_bytes else held_bytes
+def uncut_bytes(tensor: Tensor, region: Region) -> int:
+    itemsize = DTYPES[tensor.dtype].itemsize
+    held_bytes = region.numel * itemsize
+    if held_bytes < SETTINGS.chunk_bytes:
+        return held_bytes
+    if isinstance(region, FlatRange):
+        return itemsize
+    longer = [length for length in region.shape if length > 1]
+    return held_bytes // longer[0] if longer else held_bytes
 
 
 def load(store: MemoryStore, job: Job2Job, index: Index) -> None:
@@ -142,21 +155,22 @@ def load(store: MemoryStore, job: Job2Job, index: Index) -> None:
 def require_filled_within(tensor: Tensor, target: GlobalTensor, rank: int) -> None:
     """Every bit of what the rank wants is as saved, and nothing else was touched."""
     expected = tensor.for_load().array.copy()
-    for box in target.boxes_on(rank):
-        where = box.relative_to((0,) * len(tensor.shape))
-        expected[where] = tensor.array()[where]
+    for region in target.regions_on(rank):
+        where = elements_of(region, tensor.shape)
+        expected.reshape(-1)[where] = tensor.array().reshape(-1)[where]
     assert target.array.tobytes() == expected.tobytes(), f"{tensor.fqn} on rank {rank}"
 
 
 def require_needed_chunks(job: Job2Job, index: Index, rank: int, report: LoadReport) -> None:
-    wanted = [WantedBoxes(t.fqn, t.for_load().boxes_on(rank)) for t in job.tensors]
-    plan = load_plan(wanted, index.pieces_of, SETTINGS.window_bytes)
+    wanted = {tensor.fqn: tensor.for_load().regions_on(rank) for tensor in job.tensors}
+    boxes = {t.fqn: tuple(box for each in wanted[t.fqn] for box in region_boxes(each, t.shape)) for t in job.tensors}
+    plan = load_plan([WantedBoxes(*each) for each in boxes.items()], index.pieces_of, SETTINGS.window_bytes)
     planned = [(run.pack, chunk.offset, chunk.bytes) for run in plan.runs for chunk in run.chunks]
     needed = {
         (piece.pack, piece.offset + start, min(SETTINGS.chunk_bytes, piece.bytes - start))
-        for each in wanted
-        for piece in index.pieces_of(each.stored_fqn)
-        for start in chunk_starts(piece, each.boxes, SETTINGS)
+        for fqn, regions in wanted.items()
+        for piece in index.pieces_of(fqn)
+        for start in chunk_starts(piece, regions, SETTINGS)
     }
     assert len(planned) == len(set(planned)), "a chunk is read twice"
     assert set(planned) == needed
@@ -167,12 +181,19 @@ def require_needed_chunks(job: Job2Job, index: Index, rank: int, report: LoadRep
     assert report.bytes == sum(count for _, _, count in needed)
 
 
-def chunk_starts(piece: Piece, boxes: Sequence[Box], settings: Settings) -> set[int]:
-    """Which chunks hold an element of the boxes, element by element."""
-    chunk_of = np.arange(piece.box.numel).reshape(piece.box.shape) * piece.tensor.itemsize // settings.chunk_bytes
-    found: set[int] = set()
-    for box in boxes:
-        overlap = box.intersect(piece.box)
-        if overlap is not None:
-            found |= {int(number) for number in np.unique(chunk_of[overlap.relative_to(piece.box.start)])}
-    return {number * settings.chunk_bytes for number in found}
+def chunk_starts(piece: Piece, regions: Sequence[Region], settings: Settings) -> set[int]:
+    """Which chunks hold an element of the regions, element by element."""
+    shape = piece.tensor.global_shape
+    wanted = np.zeros(math.prod(shape), dtype=bool)
+    for region in regions:
+        wanted[elements_of(region, shape)] = True
+    found = np.flatnonzero(wanted[elements_of(piece.region, shape)]) * piece.tensor.itemsize // settings.chunk_bytes
+    return {int(number) * settings.chunk_bytes for number in np.unique(found)}
+
+
+def elements_of(region: Region, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the row-major numbers of a region's elements, in the region's own order."""
+    numbers = np.arange(math.prod(shape), dtype=np.int64)
+    if isinstance(region, FlatRange):
+        return numbers[region.start : region.stop]
+    return numbers.reshape(shape)[region.relative_to((0,) * len(shape))].reshape(-1)

@@ -1,4 +1,4 @@
-"""Every rank derives the same boxes as DTensor itself."""
+"""Every rank derives what it holds as torch cuts it, element by element."""
 
 from __future__ import annotations
 
@@ -6,42 +6,89 @@ import math
 from itertools import product
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.spec.placement import box_at, coordinate_of, replica_ranks
+from holdfast.spec.placement import boxes_at, coordinate_of, held_boxes, replica_ranks
 from holdfast.spec.tensor import Layout, Placement
-from tests.property.states import SHAPES, layouts
+from tests.property.held import layouts
+from tests.property.states import SHAPES
+
+_TorchPlacement = Replicate | Shard | _StridedShard
 
 
 @st.composite
 def laid_out(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     shape = draw(SHAPES)
-    return draw(layouts(draw(st.integers(1, 12)), len(shape))), shape
+    return draw(layouts(draw(st.integers(1, 16)), len(shape))), shape
+
+
+def in_torch(placement: Placement) -> _TorchPlacement:
+    if placement.dim is None:
+        return Replicate()
+    return Shard(placement.dim) if placement.split == 1 else _StridedShard(placement.dim, split_factor=placement.split)
+
+
+def local_tensors(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[int, ...], torch.Tensor]:
+    """Return by coordinate what torch's own placements cut out of a tensor of row-major element numbers."""
+    locals_: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(math.prod(shape)).reshape(shape)}
+    for ranks, each in zip(layout.mesh_shape, layout.placements, strict=True):
+        placement = in_torch(each)
+        cut = {}
+        for coordinate, local in locals_.items():
+            if isinstance(placement, Replicate):
+                parts = [local] * ranks
+            else:
+                parts, _ = placement._split_tensor(local, ranks, with_padding=False, contiguous=False)
+            cut |= {(*coordinate, at): part for at, part in enumerate(parts)}
+        locals_ = cut
+    return locals_
 
 
 @settings(max_examples=1500, deadline=None)
 @given(laid_out())
-def test_box_at_is_what_torch_computes(case: tuple[Layout, tuple[int, ...]]) -> None:
+def test_held_boxes_are_what_torch_cuts(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case
-    placements = [Replicate() if each.dim is None else Shard(each.dim) for each in layout.placements]
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    found = local_tensors(layout, shape)
+    assert sorted(found) == list(product(*map(range, layout.mesh_shape)))
+    for coordinate, local in found.items():
+        ours = np.full(tuple(local.shape), -1)
+        held = held_boxes(layout, shape, coordinate)
+        for box, where in held:
+            assert box.shape == where.shape
+            target = ours[(*where.relative_to((0,) * len(shape)), ...)]
+            assert (target == -1).all(), "two boxes lie on one place of the local tensor"
+            target[...] = whole[box.relative_to((0,) * len(shape))]
+        assert ours.tobytes() == local.numpy().tobytes(), coordinate
+        assert boxes_at(layout, shape, coordinate) == tuple(box for box, _ in held)
+        assert all(box.numel for box in boxes_at(layout, shape, coordinate)) or not math.prod(shape)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(laid_out())
+def test_first_box_and_local_shape_are_what_torch_computes(case: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = case
+    placements = [in_torch(each) for each in layout.placements]
     for coordinate in product(*map(range, layout.mesh_shape)):
         local, offset = _compute_local_shape_and_global_offset(shape, layout.mesh_shape, list(coordinate), placements)
-        box = box_at(layout, shape, coordinate)
+        held = held_boxes(layout, shape, coordinate)
+        if held:
+            assert tuple(max(where.stop[dim] for _, where in held) for dim in range(len(shape))) == tuple(local)
         if math.prod(local):
-            assert box is not None
-            assert (box.shape, box.start) == (tuple(local), tuple(offset))
+            assert held[0][0].start == tuple(offset)
         else:
-            # Where torch says nothing is held, there is no box, or the one empty box of an empty tensor.
-            assert box is None or box.shape == tuple(local)
-            assert box is None or not math.prod(shape)
+            # Where torch says nothing is held, there is no box, or those of an empty tensor.
+            assert not held or not math.prod(shape)
 
 
 @settings(max_examples=500, deadline=None)
 @given(laid_out())
-def test_every_replica_group_is_the_ranks_with_one_box(case: tuple[Layout, tuple[int, ...]]) -> None:
+def test_every_replica_group_is_the_ranks_with_the_same_boxes(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case
     coordinates = {rank: coordinate_of(layout, rank) for rank in layout.mesh_ranks}
     assert sorted(coordinates.values()) == list(product(*map(range, layout.mesh_shape)))
@@ -50,15 +97,25 @@ def test_every_replica_group_is_the_ranks_with_one_box(case: tuple[Layout, tuple
         group = replica_ranks(layout, coordinate)
         assert rank in group
         assert list(group) == sorted(set(group))
-        box = box_at(layout, shape, coordinate)
-        assert all(box_at(layout, shape, coordinates[other]) == box for other in group)
+        boxes = boxes_at(layout, shape, coordinate)
+        assert all(boxes_at(layout, shape, coordinates[other]) == boxes for other in group)
         assert all(replica_ranks(layout, coordinates[other]) == group for other in group)
-        if box is not None and rank == group[0]:
-            count[box.relative_to((0,) * len(shape))] += 1
+        if rank == group[0]:
+            for box in boxes:
+                count[box.relative_to((0,) * len(shape))] += 1
     assert (count == 1).all()
 
 
 def test_an_empty_tensor_has_a_holder() -> None:
     layout = Layout((2, 2), (0, 1, 2, 3), (Placement(0), Placement(0)))
-    boxes = [box_at(layout, (0, 3), coordinate) for coordinate in product(range(2), range(2))]
-    assert [box is not None for box in boxes] == [True, False, False, False]
+    boxes = [boxes_at(layout, (0, 3), coordinate) for coordinate in product(range(2), range(2))]
+    assert [len(each) for each in boxes] == [1, 0, 0, 0]
+
+
+def test_a_strided_split_leaves_a_rank_several_boxes_in_their_order() -> None:
+    layout = Layout((4,), (0, 1, 2, 3), (Placement(0, 2),))
+    # torch's own example: nine rows, cut in 5 and 4, each over four ranks.
+    held = [boxes_at(layout, (9,), (at,)) for at in range(4)]
+    rows = [[row for box in boxes for row in range(box.start[0], box.stop[0])] for boxes in held]
+    assert rows == [[0, 1, 5], [2, 3, 6], [4, 7], [8]]
+    assert [len(boxes) for boxes in held] == [2, 2, 2, 1]
