@@ -65,7 +65,7 @@ def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: i
     pack, header = planned(shards)
     return {
         item.tensor.fqn: [
-            Piece(item.tensor, item.box, "r00000.safetensors", len(header) + item.data_offset, digests, chunk_bytes)
+            Piece(item.tensor, item.region, "r00000.safetensors", len(header) + item.data_offset, digests, chunk_bytes)
         ]
         for item, digests in zip(pack.items, written.digests, strict=True)
     }
