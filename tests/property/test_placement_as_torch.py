@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.spec.placement import boxes_at, coordinate_of, held_boxes, replica_ranks
+from holdfast.spec.placement import boxes_at, coordinate_of, held_boxes, held_boxes_in_shard_order, replica_ranks
 from holdfast.spec.tensor import Layout, Placement
-from tests.property.held import layouts
+from tests.property.held import layouts, meshes
 from tests.property.states import SHAPES
 
 _TorchPlacement = Replicate | Shard | _StridedShard
@@ -25,6 +26,16 @@ _TorchPlacement = Replicate | Shard | _StridedShard
 def laid_out(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     shape = draw(SHAPES)
     return draw(layouts(draw(st.integers(1, 16)), len(shape))), shape
+
+
+class _Mesh:
+    """What torch asks of a mesh here."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def size(self, dim: int) -> int:
+        return self._shape[dim]
 
 
 def in_torch(placement: Placement) -> _TorchPlacement:
@@ -67,6 +78,60 @@ def test_held_boxes_are_what_torch_cuts(case: tuple[Layout, tuple[int, ...]]) ->
         assert ours.tobytes() == local.numpy().tobytes(), coordinate
         assert boxes_at(layout, shape, coordinate) == tuple(box for box, _ in held)
         assert all(box.numel for box in boxes_at(layout, shape, coordinate)) or not math.prod(shape)
+
+
+@st.composite
+def ordered(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], dict[int, list[int]]]:
+    """A tensor cut over mesh dimensions in any order, and the placements with which torch states the outcome."""
+    shape = draw(SHAPES.filter(len))
+    mesh_shape, ranks = draw(meshes(16))
+    dims = [draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh_shape]
+    order = {
+        dim: draw(st.permutations([at for at, each in enumerate(dims) if each == dim])) for dim in set(dims) - {None}
+    }
+    split = [
+        math.prod(mesh_shape[other] for other in order[dim][: order[dim].index(at)] if other > at)
+        if dim is not None
+        else 1
+        for at, dim in enumerate(dims)
+    ]
+    return Layout(mesh_shape, ranks, tuple(map(Placement, dims, split))), shape, order
+
+
+@settings(max_examples=1500, deadline=None)
+@given(ordered())
+def test_in_shard_order_every_cut_is_a_plain_one(case: tuple[Layout, tuple[int, ...], dict[int, list[int]]]) -> None:
+    layout, shape, order = case
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    for coordinate in product(*map(range, layout.mesh_shape)):
+        local = whole
+        for dim, mesh_dims in order.items():
+            for at in mesh_dims:
+                parts, _ = Shard(dim)._split_tensor(local, layout.mesh_shape[at], with_padding=False, contiguous=False)
+                local = parts[coordinate[at]]
+        held = held_boxes_in_shard_order(layout, shape, coordinate)
+        found = [whole[box.relative_to((0,) * len(shape))] for box, _ in held]
+        if local.numel():
+            assert len(found) == 1, "plain cuts leave one box"
+            assert torch.equal(found[0], local)
+            assert held[0][1].start == (0,) * len(shape)
+        else:
+            assert not any(each.numel() for each in found)
+
+
+@settings(max_examples=500, deadline=None)
+@given(laid_out())
+def test_a_split_that_no_order_explains_is_meant_as_stated(case: tuple[Layout, tuple[int, ...]]) -> None:
+    layout, shape = case
+    mesh = _Mesh(layout.mesh_shape)
+    stated = tuple(in_torch(each) for each in layout.placements)
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(stated, mesh)  # type: ignore[arg-type]
+    for coordinate in product(*map(range, layout.mesh_shape)):
+        boxes = held_boxes_in_shard_order(layout, shape, coordinate)
+        if order is None or not any(each.split > 1 for each in layout.placements):
+            assert boxes == held_boxes(layout, shape, coordinate)
+        else:
+            assert len(boxes) <= 1, "plain cuts leave one box"
 
 
 @settings(max_examples=1500, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import accumulate, product
 
 from holdfast.spec.box import Box
@@ -38,8 +39,40 @@ def held_boxes(
     Returns:
         Pairs of a box in global and the same box in local coordinates; empty where the split leaves nothing.
     """
+    return _held(zip(layout.placements, layout.mesh_shape, coordinate, strict=True), global_shape)
+
+
+def held_boxes_in_shard_order(
+    layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[Box, Box], ...]:
+    """Return what the rank holds if every `_StridedShard` was cut after the mesh dimensions that its split counts.
+
+    This is how `fully_shard` comes to a local tensor: it cuts what tensor parallelism left and states
+    `_StridedShard` afterwards. The two ways agree where lengths divide evenly, and may not where they do not.
+
+    Source: `DTensorSpec._maybe_convert_StridedShard_to_shard_order` of torch 2.13.
+    """
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(layout.placements))):
+        placement = layout.placements[mesh_dim]
+        ranks_before = 1
+        for position in range(len(order) + 1):
+            if placement.dim is None or ranks_before == placement.split:
+                order.insert(position, mesh_dim)
+                break
+            if position < len(order) and layout.placements[order[position]].dim == placement.dim:
+                ranks_before *= layout.mesh_shape[order[position]]
+        else:
+            # No order of plain cuts comes to this split, so it can only be meant as it is stated.
+            return held_boxes(layout, global_shape, coordinate)
+    cuts = ((Placement(layout.placements[each].dim), layout.mesh_shape[each], coordinate[each]) for each in order)
+    return _held(cuts, global_shape)
+
+
+def _held(cuts: Iterable[tuple[Placement, int, int]], global_shape: tuple[int, ...]) -> tuple[tuple[Box, Box], ...]:
+    """Return what is left after cuts one after the other: placement, ranks it is cut for, and which of them."""
     runs: list[list[Run]] = [[(0, length)] for length in global_shape]
-    for ranks, at, placement in zip(layout.mesh_shape, coordinate, layout.placements, strict=True):
+    for placement, ranks, at in cuts:
         dim = placement.dim
         if dim is None:
             continue

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.errors import InvalidError
 from holdfast.spec.box import Box
-from holdfast.spec.placement import held_boxes, replica_ranks
+from holdfast.spec.placement import held_boxes, held_boxes_in_shard_order, replica_ranks
 from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.sharded import Sharded
 from holdfast.spec.tensor import Layout, Placement
@@ -81,8 +81,7 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return Held(shape, layout, (), (), on_mesh=False)
-    boxes = held_boxes(layout, shape, tuple(coordinate))
-    _require_local_shape(local, boxes, layout, shape, fqn)
+    boxes = _boxes_of(local, layout, shape, tuple(coordinate), fqn)
     parts = tuple(HeldPart(box, local[where.relative_to((0,) * len(shape))]) for box, where in boxes)
     return Held(shape, layout, replica_ranks(layout, tuple(coordinate)), parts)
 
@@ -198,13 +197,40 @@ def _box(start: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -
     )
 
 
-def _require_local_shape(
-    local: torch.Tensor, boxes: Sequence[tuple[Box, Box]], layout: Layout, shape: tuple[int, ...], fqn: str
-) -> None:
-    expected = tuple(max(where.stop[dim] for _, where in boxes) for dim in range(len(shape))) if boxes else None
-    found: tuple[int, ...] = tuple(local.shape)
-    if found != expected and (expected is not None or 0 not in found):
+def _boxes_of(
+    local: torch.Tensor, layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...], fqn: str
+) -> tuple[tuple[Box, Box], ...]:
+    """Return what this rank holds of a DTensor: each box, and where it lies in the local tensor.
+
+    `_StridedShard` says one thing and `fully_shard` does another where a length does not divide evenly: the size of
+    the local tensor tells which of the two it is.
+
+    Raises:
+        InvalidError: The local tensor is of neither size, or of both with different elements.
+    """
+    stated = held_boxes(layout, shape, coordinate)
+    ordered = held_boxes_in_shard_order(layout, shape, coordinate)
+    fitting = {boxes for boxes in (ordered, stated) if _fits(local, boxes)}
+    if len(fitting) == 1:
+        return fitting.pop()
+    placements = [str(each) for each in layout.placements]
+    if fitting:
         raise InvalidError(
-            f"{fqn}: the local tensor has shape {found}; mesh {layout.mesh_shape} and placements "
-            f"{[str(p) for p in layout.placements]} of {shape} give {expected}"
+            f"{fqn}: {shape} does not divide evenly over mesh {layout.mesh_shape} with placements {placements}, and "
+            f"this rank's elements may be {[str(box) for box, _ in ordered]} or {[str(box) for box, _ in stated]}. "
+            "Pad the tensor to a length that divides"
         )
+    raise InvalidError(
+        f"{fqn}: the local tensor has shape {tuple(local.shape)}; mesh {layout.mesh_shape} and placements "
+        f"{placements} of {shape} give {_local_shape(stated)}"
+    )
+
+
+def _fits(local: torch.Tensor, boxes: Sequence[tuple[Box, Box]]) -> bool:
+    return 0 in local.shape if not boxes else _local_shape(boxes) == tuple(local.shape)
+
+
+def _local_shape(boxes: Sequence[tuple[Box, Box]]) -> tuple[int, ...] | None:
+    """Return the shape of the local tensor that holds some boxes; None for none of them."""
+    wheres = [where.stop for _, where in boxes]
+    return tuple(map(max, zip(*wheres, strict=True))) if wheres else None
