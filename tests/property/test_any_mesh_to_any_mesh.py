@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, settings
 from numpy.typing import NDArray
 
 from holdfast.manager.load import LoadReport, LoadRequest
@@ -60,8 +60,7 @@ def save(store: MemoryStore, job: Job2Job) -> None:
         return report.bytes
 
     written = run_ranks(job.save_ranks, work)
-    note(f"bytes by rank: {written}")
-    assert sum(written) == sum(tensor.bytes for tensor in job.tensors)
+    assert sum(written) == sum(tensor.bytes for tensor in job.tensors), f"bytes by rank: {written}"
 
 
 def require_each_element_once(tensor: Tensor, pieces: Sequence[Piece]) -> None:

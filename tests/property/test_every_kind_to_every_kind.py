@@ -1,0 +1,132 @@
+"""Each way to hold a tensor to each other, with every dtype: what chance might leave out of the random jobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from holdfast.repository.catalog import read_index, read_manifest
+from holdfast.repository.names import step_folder
+from holdfast.spec.box import Box
+from holdfast.spec.dtype import DTYPES
+from holdfast.spec.plan import APART
+from holdfast.spec.region import FlatRange
+from holdfast.spec.tensor import Layout, Placement, Role
+from tests.property.held import Held
+from tests.property.states import Job2Job, Tensor, empty, fresh_store
+from tests.property.test_any_mesh_to_any_mesh import (
+    STEP,
+    load,
+    require_balance,
+    require_each_byte_once,
+    require_each_element_once,
+    require_written_by_holders,
+    save,
+)
+
+SHAPE = (61, 67)
+NUMEL = math.prod(SHAPE)
+
+
+def plain(_: int) -> Held:
+    return Held()
+
+
+def rows(ranks: int) -> Held:
+    return Held(Layout((ranks,), tuple(range(ranks)), (Placement(0),)))
+
+
+def replicated_columns(ranks: int) -> Held:
+    return Held(Layout((2, ranks // 2), tuple(range(ranks // 2 * 2)), (Placement(None), Placement(1))))
+
+
+def strided(ranks: int) -> Held:
+    return Held(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 2), Placement(0))))
+
+
+def strided_both_ways(ranks: int) -> Held:
+    return Held(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 4), Placement(1, 3))))
+
+
+def flat_even(ranks: int) -> Held:
+    share = -(-NUMEL // ranks)
+    return Held(declared={r: (FlatRange(r * share, min((r + 1) * share, NUMEL)),) for r in range(ranks)})
+
+
+def flat_round_robin(ranks: int) -> Held:
+    """Runs of 101 elements, none of which ends with a row but by chance, dealt in turn."""
+    cuts = [*range(0, NUMEL, 101), NUMEL]
+    runs = [FlatRange(a, b) for a, b in pairwise(cuts)]
+    return Held(declared={rank: tuple(runs[rank::ranks]) for rank in range(ranks)})
+
+
+def flat_replicas(ranks: int) -> Held:
+    """All but the last rank hold the first part, together; an odd element count to share out."""
+    cut = NUMEL * 3 // 4
+    first: dict[int, tuple[FlatRange, ...]] = {rank: (FlatRange(0, cut),) for rank in range(ranks - 1)}
+    return Held(declared={**first, ranks - 1: (FlatRange(cut, NUMEL),)})
+
+
+def boxes(ranks: int) -> Held:
+    """A cross through the tensor, its quarters cut again, dealt in turn."""
+    cut = [
+        Box((a, c), (b, d)) for a, b in ((0, 7), (7, 40), (40, 61)) for c, d in ((0, 1), (1, 30), (30, 66), (66, 67))
+    ]
+    return Held(declared={rank: tuple(cut[rank::ranks]) for rank in range(ranks)})
+
+
+KINDS: tuple[Callable[[int], Held], ...] = (
+    plain,
+    rows,
+    replicated_columns,
+    strided,
+    strided_both_ways,
+    flat_even,
+    flat_round_robin,
+    flat_replicas,
+    boxes,
+)
+
+
+@pytest.mark.parametrize("loaded", KINDS)
+@pytest.mark.parametrize("saved", KINDS)
+def test_from_one_to_the_other(saved: Callable[[int], Held], loaded: Callable[[int], Held]) -> None:
+    tensors = tuple(
+        Tensor(f"t.{name}", name, SHAPE, number, Role.PARAMETER, saved(4), loaded(5))
+        for number, name in enumerate(DTYPES)
+    )
+    job = Job2Job(4, 5, tensors)
+    store = fresh_store()
+    try:
+        save(store, job)
+        manifest = read_manifest(store, step_folder(STEP))
+        index = read_index(store, step_folder(STEP), manifest)
+        for tensor in tensors:
+            require_each_element_once(tensor, index.pieces_of(tensor.fqn))
+        require_each_byte_once(store, job, manifest, index)
+        require_written_by_holders(job, index)
+        require_balance(job, index)
+        load(store, job, index)
+    finally:
+        empty(store)
+
+
+def test_what_stock_readers_cannot_read_lies_apart() -> None:
+    tensors = tuple(
+        Tensor(f"{name}.{dtype}", dtype, SHAPE, 0, Role.PARAMETER, held(3), Held())
+        for name, held in (("flat", flat_even), ("box", rows))
+        for dtype in ("float32", "complex32", "complex128")
+    )
+    store = fresh_store()
+    try:
+        save(store, Job2Job(3, 1, tensors))
+        index = read_index(store, step_folder(STEP), read_manifest(store, step_folder(STEP)))
+        apart = {fqn for fqn in index.tensors if all(p.pack.startswith(APART) for p in index.pieces_of(fqn))}
+        beside = {fqn for fqn in index.tensors if not any(p.pack.startswith(APART) for p in index.pieces_of(fqn))}
+        assert beside == {"box.float32"}
+        assert apart == {"flat.float32", "flat.complex32", "flat.complex128", "box.complex32", "box.complex128"}
+    finally:
+        empty(store)
