@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count
 from holdfast.spec.plan import Piece
+from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import TensorSpec
 
 CHUNK = 64
@@ -19,20 +22,38 @@ CHUNK = 64
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[TensorSpec, list[Piece], list[WantedBoxes]]:
-    shape = draw(st.lists(st.integers(1, 9), max_size=4).map(tuple))
-    spec = TensorSpec("w", draw(st.sampled_from(("uint8", "int16", "float32", "complex64"))), shape)
+def two_boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
     cut = draw(st.integers(0, shape[0])) if shape else 0
-    boxes = [Box.whole(shape)]
     if 0 < cut < (shape[0] if shape else 0):
         rest = shape[1:]
-        boxes = [Box((0,) * len(shape), (cut, *rest)), Box((cut, *(0,) * len(rest)), shape)]
+        return [Box((0,) * len(shape), (cut, *rest)), Box((cut, *(0,) * len(rest)), shape)]
+    return [Box.whole(shape)]
+
+
+@st.composite
+def flat_ranges(draw: st.DrawFn, numel: int) -> list[Region]:
+    cuts = draw(st.lists(st.integers(0, numel), max_size=4))
+    return [FlatRange(a, b) for a, b in pairwise([0, *sorted(cuts), numel])]
+
+
+def elements_of(region: Region, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the global numbers of a region's elements, in the order in which they are stored."""
+    if isinstance(region, FlatRange):
+        return numbers.reshape(-1)[region.start : region.stop]
+    return numbers[region.relative_to((0,) * numbers.ndim)].reshape(-1)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[TensorSpec, list[Piece], list[WantedBoxes]]:
+    shape = draw(st.lists(st.integers(1, 9), max_size=4).map(tuple))
+    spec = TensorSpec("w", draw(st.sampled_from(("uint8", "int16", "float32", "complex64", "complex128"))), shape)
+    regions = draw(st.one_of(two_boxes(shape), flat_ranges(math.prod(shape))))
     pieces: list[Piece] = []
     ends = [4096, 4096]
-    for box in boxes:
+    for region in regions:
         pack = draw(st.integers(0, 1))
-        digests = bytes(16 * chunk_count(box.numel * spec.itemsize, CHUNK))
-        pieces.append(Piece(spec, box, f"r{pack:05d}.safetensors", ends[pack], digests, CHUNK))
+        digests = bytes(16 * chunk_count(region.numel * spec.itemsize, CHUNK))
+        pieces.append(Piece(spec, region, f"r{pack:05d}.safetensors", ends[pack], digests, CHUNK))
         ends[pack] += pieces[-1].bytes
 
     def wanted_box() -> Box:
@@ -60,7 +81,7 @@ def test_the_plan_places_every_wanted_element_from_its_own_byte(
     element_at = {
         (piece.pack, piece.offset + item * n): int(number)
         for piece in pieces
-        for n, number in enumerate(numbers[piece.region.relative_to(origin)].reshape(-1))
+        for n, number in enumerate(elements_of(piece.region, numbers))
     }
     placed = [np.full(shape, -1, dtype=np.int64) for _ in wanted]
     seen = set()
@@ -105,7 +126,7 @@ def test_the_plan_places_every_wanted_element_from_its_own_byte(
 def test_neighbouring_chunks_are_read_together_and_no_further() -> None:
     spec = TensorSpec("w", "uint8", (10 * CHUNK,))
     piece = Piece(spec, Box.whole(spec.global_shape), "r00000.safetensors", 4096, bytes(160), CHUNK)
-    plan = load_plan([WantedBoxes("w", (piece.region,))], lambda _: [piece], 4 * CHUNK)
+    plan = load_plan([WantedBoxes("w", (Box.whole(spec.global_shape),))], lambda _: [piece], 4 * CHUNK)
     assert [(run.start - 4096) // CHUNK for run in plan.runs] == [0, 4, 8]
     far = (Box((0,), (1,)), Box((5 * CHUNK,), (5 * CHUNK + 1,)))
     assert len(load_plan([WantedBoxes("w", far)], lambda _: [piece], 1 << 20).runs) == 2

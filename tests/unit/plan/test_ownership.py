@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from holdfast.plan.ownership import Owned, owned_by
 from holdfast.spec.box import Box
 from holdfast.spec.placement import boxes_at, coordinate_of, replica_ranks
+from holdfast.spec.region import FlatRange, Region, contains
 from holdfast.spec.tensor import Layout, Placement, Role, Shard, TensorSpec
 
 SPLIT = 4096
@@ -29,27 +32,29 @@ def shard(fqn: str, shape: tuple[int, ...], layout: Layout | None, rank: int, ro
 
 def owned_everywhere(
     held: Mapping[int, Sequence[Shard]], holders: Mapping[str, tuple[int, ...]] | None = None
-) -> dict[int, list[tuple[str, Box]]]:
+) -> dict[int, list[tuple[str, Region]]]:
     found = {}
     for rank, shards in held.items():
         owned = owned_by(rank, shards, holders or {}, SPLIT)
-        assert all(any(box.contains(each.region) for box in shards[each.shard_number].pieces) for each in owned)
+        assert all(any(contains(piece, each.region) for piece in shards[each.shard_number].pieces) for each in owned)
         found[rank] = [(shards[each.shard_number].tensor.fqn, each.region) for each in owned]
     return found
 
 
-def require_once(found: Mapping[int, Sequence[tuple[str, Box]]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require_once(found: Mapping[int, Sequence[tuple[str, Region]]], shapes: Mapping[str, tuple[int, ...]]) -> None:
     for fqn, shape in shapes.items():
         count = np.zeros(shape, dtype=np.int64)
         for owned in found.values():
-            for name, box in owned:
-                if name == fqn:
-                    count[box.relative_to((0,) * len(shape))] += 1
+            for name, region in owned:
+                if name == fqn and isinstance(region, FlatRange):
+                    count.reshape(-1)[region.start : region.stop] += 1
+                elif name == fqn:
+                    count[region.relative_to((0,) * len(shape))] += 1
         assert (count == 1).all(), fqn
 
 
-def bytes_of(owned: Sequence[tuple[str, Box]]) -> int:
-    return 4 * sum(box.numel for _, box in owned)
+def bytes_of(owned: Sequence[tuple[str, Region]]) -> int:
+    return 4 * sum(region.numel for _, region in owned)
 
 
 def test_replicas_share_out_a_large_tensor_by_rows() -> None:
@@ -144,9 +149,49 @@ def test_a_shard_of_several_pieces() -> None:
     layout = Layout((2,), (0, 1), (R,))
     boxes = (Box((0, 0), (2000, 2)), Box((4000, 0), (6000, 2)))
     spec = TensorSpec("w", "float32", (6000, 2))
-    held = {rank: [Shard(spec, layout, Role.PARAMETER, boxes)] for rank in range(2)}
+    held = {rank: [Shard(spec, layout, (0, 1), Role.PARAMETER, boxes)] for rank in range(2)}
     found = owned_everywhere(held)
     assert found == {rank: [("w", boxes[rank])] for rank in range(2)}
+
+
+def flat(fqn: str, shape: tuple[int, ...], holders: tuple[int, ...], *ranges: FlatRange) -> Shard:
+    return Shard(TensorSpec(fqn, "float32", shape), None, holders, Role.PARAMETER, ranges)
+
+
+def test_replicas_of_a_flat_range_share_it_out_by_elements() -> None:
+    """Rows are five elements long; the equal parts end within rows."""
+    held = {rank: [flat("w", (2000, 5), (0, 1, 2), FlatRange(3, 9999))] for rank in range(3)}
+    found = owned_everywhere(held)
+    assert found == {rank: [("w", FlatRange(3 + 3332 * rank, 3 + 3332 * (rank + 1)))] for rank in range(3)}
+
+
+def test_a_short_flat_range_is_not_cut() -> None:
+    held = {rank: [flat("w", (2000, 5), (0, 1), FlatRange(7, 1000))] for rank in range(2)}
+    found = owned_everywhere(held)
+    assert sorted(len(owned) for owned in found.values()) == [0, 1]
+
+
+def test_whoever_alone_holds_several_ranges_writes_each_as_it_lies() -> None:
+    """Neighbouring ranges stay two: they are two places of the rank's memory."""
+    ranges = (FlatRange(0, 5), FlatRange(5, 9), FlatRange(20, 24))
+    assert owned_everywhere({3: [flat("w", (4, 6), (3,), *ranges)]}) == {3: [("w", each) for each in ranges]}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 6), st.lists(st.integers(0, 9000), max_size=6), st.randoms(use_true_random=False))
+def test_the_order_in_which_a_replica_lists_its_ranges_changes_nothing(
+    members: int, cuts: list[int], random: Random
+) -> None:
+    edges = [0, *sorted({cut for cut in cuts if 0 < cut < 9000}), 9000]
+    ranges = [FlatRange(a, b) for a, b in pairwise(edges)]
+    held = {}
+    for rank in range(members):
+        random.shuffle(ranges)
+        held[rank] = [flat("w", (90, 100), tuple(range(members)), *ranges)]
+    found = owned_everywhere(held)
+    require_once(found, {"w": (90, 100)})
+    written = [bytes_of(owned) for owned in found.values()]
+    assert max(written) - min(written) <= 2 * SPLIT
 
 
 @settings(max_examples=200, deadline=None)

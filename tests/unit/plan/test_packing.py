@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.repository.names import is_pack_name, rank_of_pack
-from holdfast.repository.pack import entries_of, header_of
+from holdfast.repository.pack import entries_of, header_entry, header_of
 from holdfast.settings import PAGE_BYTES
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.plan import APART
+from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import Role, Shard, TensorSpec
 
 MIB = 1 << 20
@@ -24,13 +26,21 @@ def plain(fqn: str, dtype: str, shape: tuple[int, ...]) -> Shard:
     return Shard(TensorSpec(fqn, dtype, shape), None, None, Role.PARAMETER, (Box.whole(shape),))
 
 
+def flat(fqn: str, dtype: str, shape: tuple[int, ...]) -> Shard:
+    """A flat range of numbers as long as they get."""
+    region: Region = FlatRange(10**18, 10**18 + math.prod(shape))
+    return Shard(TensorSpec(fqn, dtype, (1 << 31, 1 << 31, *shape)), None, (3,), Role.PARAMETER, (region,))
+
+
 @st.composite
 def shard_lists(draw: st.DrawFn) -> list[Shard]:
     lengths = st.sampled_from((0, 1, 3, 512, 1024, 1025, 4096, 8192))
-    return [
-        plain(fqn, draw(st.sampled_from(sorted(DTYPES))), tuple(draw(st.lists(lengths, max_size=2))))
-        for fqn in draw(st.lists(FQNS, unique=True, max_size=12))
-    ]
+    shards = []
+    for fqn in draw(st.lists(FQNS, unique=True, max_size=12)):
+        shape = tuple(draw(st.lists(lengths, max_size=2)))
+        whole = draw(st.sampled_from((plain, flat)))
+        shards.append(whole(fqn, draw(st.sampled_from(sorted(DTYPES))), shape))
+    return shards
 
 
 @settings(max_examples=300, deadline=None)
@@ -38,13 +48,21 @@ def shard_lists(draw: st.DrawFn) -> list[Shard]:
 @example([plain("\U0001f600" * 100 + str(n), "uint8", (1,)) for n in range(80)], 16 * PAGE_BYTES)
 @example([plain('"\\' * 100 + str(n), "uint8", (1,)) for n in range(80)], 16 * PAGE_BYTES)
 @example([plain("\x01" * 100 + str(n), "uint8", (1,)) for n in range(80)], 16 * PAGE_BYTES)
+@example([flat(f"{n}", "float8_e4m3fnuz", ()) for n in range(400)], 16 * PAGE_BYTES)
+@example([flat(f"{n}", "float8_e4m3fnuz", (1,) * 40) for n in range(400)], 16 * PAGE_BYTES)
+@example([plain(f"{n}", "complex128", ()) for n in range(400)], 16 * PAGE_BYTES)
+@example([plain(f"{n}", "complex128", (1,) * 40) for n in range(400)], 16 * PAGE_BYTES)
 def test_every_pack_is_in_order_aligned_and_short(shards: list[Shard], header_bytes_max: int) -> None:
     owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
     packs = packs_of(3, shards, owned, header_bytes_max)
     assert sorted(item.shard_number for pack in packs for item in pack.items) == list(range(len(shards)))
-    assert [pack.name for pack in packs] == [
-        f"r00003{f'-{number}' if number else ''}.safetensors" for number in range(len(packs))
-    ]
+    for folder in ("", APART):
+        names = [pack.name for pack in packs if pack.apart == bool(folder)]
+        assert names == [f"{folder}r00003{f'-{number}' if number else ''}.safetensors" for number in range(len(names))]
+    for pack in packs:
+        for item in pack.items:
+            raw = isinstance(item.region, Box) and bool(DTYPES[item.tensor.dtype].safetensors)
+            assert pack.apart != raw, "what stock readers cannot make sense of lies apart, and nothing else"
     assert all(is_pack_name(pack.name) and rank_of_pack(pack.name) == 3 for pack in packs)
     for pack in packs:
         header = header_of(pack, {"step": "1", "attempt": "0" * 16, "rank": "3"})
@@ -61,16 +79,21 @@ def test_every_pack_is_in_order_aligned_and_short(shards: list[Shard], header_by
             at += item.bytes
         assert at == pack.data_bytes
         assert {(e.fqn, e.shape, e.start, e.stop) for e in entries_of(header, pack.name)} == {
-            (i.tensor.fqn, i.region.shape, len(header) + i.data_offset, len(header) + i.data_offset + i.bytes)
+            (
+                i.tensor.fqn,
+                header_entry(i.tensor.dtype, i.region, apart=pack.apart)[1],
+                len(header) + i.data_offset,
+                len(header) + i.data_offset + i.bytes,
+            )
             for i in pack.items
         }
 
 
 def test_several_pieces_of_one_name_lie_in_as_many_packs() -> None:
     boxes = tuple(Box((n,), (n + 1,)) for n in (0, 2, 4))
-    shards = [Shard(TensorSpec("w", "float32", (6,)), None, Role.PARAMETER, boxes), plain("v", "uint8", (5,))]
+    shards = [Shard(TensorSpec("w", "float32", (6,)), None, (0,), Role.PARAMETER, boxes), plain("v", "uint8", (5,))]
     packs = packs_of(0, shards, [*(Owned(0, box) for box in boxes), Owned(1, Box((0,), (5,)))], MIB)
-    assert [[(item.tensor.fqn, item.box) for item in pack.items] for pack in packs] == [
+    assert [[(item.tensor.fqn, item.region) for item in pack.items] for pack in packs] == [
         [("w", boxes[0]), ("v", Box((0,), (5,)))],
         [("w", boxes[1])],
         [("w", boxes[2])],

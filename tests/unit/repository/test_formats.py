@@ -37,6 +37,7 @@ from holdfast.repository.part import RankPart, decode_part, encode_part
 from holdfast.spec.box import Box
 from holdfast.spec.manifest import FileRecord, Manifest, Parent
 from holdfast.spec.plan import PackItem, PackPlan, Piece
+from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import TensorSpec
 from holdfast.spec.values import Group
 
@@ -55,10 +56,10 @@ def little_memory() -> Iterator[None]:
         tracemalloc.stop()
 
 
-def piece(fqn: str, dtype: str, shape: tuple[int, ...], box: Box, pack: str, offset: int) -> Piece:
+def piece(fqn: str, dtype: str, shape: tuple[int, ...], region: Region, pack: str, offset: int) -> Piece:
     spec = TensorSpec(fqn, dtype, shape)
-    count = -(-box.numel * spec.itemsize // CHUNK)
-    return Piece(spec, box, pack, offset, bytes(range(16)) * count, CHUNK)
+    count = -(-region.numel * spec.itemsize // CHUNK)
+    return Piece(spec, region, pack, offset, bytes(range(16)) * count, CHUNK)
 
 
 def small_index() -> Index:
@@ -68,6 +69,8 @@ def small_index() -> Index:
         piece("w", "float32", (70, 30), Box((35, 0), (70, 30)), "r00001.safetensors", 8192),
         piece("scalar", "bfloat16", (), Box((), ()), "r00000.safetensors", 12000),
         piece("empty", "int64", (0, 3), Box((0, 0), (0, 3)), "r00001-1.safetensors", 4096),
+        piece("flat", "complex32", (9, 70), FlatRange(0, 101), "enc/r00001.safetensors", 4096),
+        piece("flat", "complex32", (9, 70), FlatRange(101, 630), "enc/r00000.safetensors", 4096),
         piece("ß.ü", "bool", (5,), Box((0,), (5,)), "r00001.safetensors", 40000),
     ):
         index.add(each, "test")
@@ -84,14 +87,16 @@ def manifest() -> Manifest:
         world_size=2,
         layouts=({"mesh": [2], "placements": ["Shard(0)"], "tensors": 1},),
         software={"python": "3.11"},
-        tensors=4,
-        tensor_bytes=8407,
+        tensors=5,
+        tensor_bytes=10927,
         aliases={"tied": "w"},
         tree=Group("dict", {"step": 7, "lr": 0.1, "name": "ü", "nested": Group("dict", {"t": (1, None)})}),
         packs=(
             FileRecord("r00000.safetensors", 1 << 16, "a" * 32),
             FileRecord("r00001.safetensors", 1 << 16, "a" * 32),
             FileRecord("r00001-1.safetensors", 4096, "b" * 32),
+            FileRecord("enc/r00000.safetensors", 1 << 16, "b" * 32),
+            FileRecord("enc/r00001.safetensors", 1 << 16, "b" * 32),
         ),
         parts=tuple(FileRecord(f"parts/r0000{n}.msgpack", 100, "c" * 32) for n in range(2)),
         indexes=(FileRecord("index-00000.msgpack", 300, "d" * 32),),
@@ -165,6 +170,7 @@ COLUMNS = (
     "piece_offsets",
     "piece_starts",
     "piece_stops",
+    "piece_kinds",
 )
 
 
@@ -184,12 +190,12 @@ def corruptions() -> Iterator[tuple[str, Callable[[IndexDocument], None]]]:
     yield "chunk_bytes negative", settle("chunk_bytes", -4096)
     yield "chunk_bytes 1", settle("chunk_bytes", 1)
     yield "chunk_bytes huge", settle("chunk_bytes", 1 << 60)
-    yield "fqn twice", settle("fqns", ["empty", "scalar", "scalar", "w"])
-    yield "fqn missing", settle("fqns", ["empty", "scalar", "w"])
-    yield "dtype unknown", settle("dtypes", ["bfloat16", "bool", "float33", "int64"])
+    yield "fqn twice", settle("fqns", ["empty", "flat", "scalar", "scalar", "w"])
+    yield "fqn missing", settle("fqns", ["empty", "flat", "scalar", "w"])
+    yield "dtype unknown", settle("dtypes", ["bfloat16", "bool", "complex32", "float33", "int64"])
     yield "dtypes missing", settle("dtypes", [])
-    yield "pack of another step", settle("packs", [("step", "r00000.safetensors")] * 3)
-    yield "pack outside", settle("packs", [("own", "../../etc/passwd")] * 3)
+    yield "pack of another step", settle("packs", [("step", "r00000.safetensors")] * 5)
+    yield "pack outside", settle("packs", [("own", "../../etc/passwd")] * 5)
     yield "packs missing", settle("packs", [])
     yield "digests short", lambda d: setattr(d, "digests", d.digests[:-1])
     yield "digests long", lambda d: setattr(d, "digests", d.digests + bytes(16))
@@ -416,7 +422,7 @@ def header() -> bytes:
 def test_a_header_comes_back() -> None:
     data = header()
     found = [(e.fqn, e.dtype, e.shape, e.start - len(data), e.stop - len(data)) for e in entries_of(data, "here")]
-    assert found == [("w", "float32", (35, 30), 0, 4200), ("ß", "bool", (5,), 4200, 4205)]
+    assert found == [("w", "F32", (35, 30), 0, 4200), ("ß", "BOOL", (5,), 4200, 4205)]
 
 
 @settings(max_examples=500, deadline=None)

@@ -19,10 +19,12 @@ def test_widths_agree_with_numpy_and_torch(dtype: DType) -> None:
 
 
 def test_names_are_unique() -> None:
-    assert len(BY_SAFETENSORS) == len(DTYPES) == 18
+    assert len(DTYPES) == 20
+    assert len(BY_SAFETENSORS) == 18
+    assert {dtype.name for dtype in DTYPES.values() if not dtype.safetensors} == {"complex32", "complex128"}
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
     assert dtype_named("float32", "w") is DTYPES["float32"]
-    with pytest.raises(InvalidError, match="w: dtype complex128"):
-        dtype_named("complex128", "w")
+    with pytest.raises(InvalidError, match="w: dtype float8_e8m0fnu"):
+        dtype_named("float8_e8m0fnu", "w")
