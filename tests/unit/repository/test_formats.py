@@ -273,7 +273,7 @@ def test_a_piece_beyond_its_pack_is_corrupt() -> None:
     data = encode_index(index)
     record = FileRecord("index-00000.msgpack", len(data), "d" * 32)
     with pytest.raises(CorruptError, match="late"):
-        index_from(replace(manifest(), indexes=(record,)), [data], "here/")
+        index_from(replace(manifest(), indexes=(record,), tensors=6, tensor_bytes=10936), [data], "here/")
     assert index_from(manifest(), [encode_index(small_index())], "here/").tensors == small_index().tensors
 
 
