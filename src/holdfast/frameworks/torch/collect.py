@@ -54,7 +54,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         InvalidError: Something in it cannot be saved; the message names its path, type and what to do.
     """
     collector = _Collector(selection, ranks)
-    tree = collector.dict_group(walk(state))
+    tree = collector.dict_group(walk(state, ranks.rank_of_global))
     return Collected(collector.shards, tree, collector.aliases, collector.skipped, collector.per_rank)
 
 
@@ -97,7 +97,7 @@ class _Collector:
     def _module(self, node: ModuleNode) -> Group:
         for fqn, tensor in node.tensors.items():
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
-            self._tensor(f"{node.path}.{fqn}", tensor, role)
+            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)))
         values = {fqn: self._value(f"{node.path}.{fqn}", value) for fqn, value in node.values.items()}
         return Group("module", {fqn: value for fqn, value in values.items() if not isinstance(value, Skipped)})
 
@@ -140,8 +140,10 @@ class _Collector:
         require_storable(tensor, fqn)
         if tensor.is_meta:
             raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
-        first = self._stored.setdefault(storage_key(tensor), fqn)
-        if first != fqn and tensor.numel():
+        # A rank that holds nothing of a tied tensor must know of the tie nevertheless: all ranks list one name.
+        empty = declared is not None and not tensor.numel()
+        first = self._stored.setdefault((id(tensor),) if empty else storage_key(tensor), fqn)
+        if first != fqn and (empty or 0 not in tensor.shape):
             self.aliases[fqn] = first
             return True
         held = held_of(tensor, declared, fqn, self._ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -18,6 +19,19 @@ from holdfast.spec.sharded import Sharded
 from holdfast.spec.tensor import Layout, Placement
 
 RankOfGlobal = Callable[[int], int | None]
+
+
+class ShardOfTensorMetadata(Protocol):
+    """Where a local shard of a `ShardedTensor` lies."""
+
+    shard_offsets: Sequence[int]
+
+
+class LocalShardOfTensor(Protocol):
+    """A local shard of a `ShardedTensor`."""
+
+    tensor: torch.Tensor
+    metadata: ShardOfTensorMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +87,13 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     """
     if declared is not None:
         return _declared(declared, fqn, ranks.rank)
-    local = local_of(tensor)
     shape = tuple(tensor.shape)
+    shards = local_shards_of(tensor)
+    if shards is not None:
+        starts = [tuple(each.metadata.shard_offsets) for each in shards]
+        local_tensors = [each.tensor for each in shards]
+        return _declared(Sharded(local_tensors, shape, starts), fqn, ranks.rank)
+    local = local_of(tensor)
     if not isinstance(tensor, DTensor):
         return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
     layout = layout_of(tensor, fqn, ranks.rank_of_global)
@@ -119,6 +138,13 @@ def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout
     return Layout(tuple(mesh.shape), tuple(ranks), tuple(placements))
 
 
+def local_shards_of(tensor: torch.Tensor) -> list[LocalShardOfTensor] | None:
+    """Return the local shards of a `ShardedTensor`; None for any other tensor, without importing that class."""
+    if type(tensor).__name__ != "ShardedTensor" or not hasattr(tensor, "local_shards"):
+        return None
+    return list(tensor.local_shards())
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the dense tensor that holds this rank's elements, without gradient history."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -160,6 +186,8 @@ def _declared(declared: Sharded, fqn: str, rank: int) -> Held:
     if len(starts) != len(tensors):
         raise InvalidError(f"{fqn}: Sharded holds {len(tensors)} tensors and {len(starts)} starts; expected one each")
     parts = []
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise InvalidError(f"{fqn}: holds tensors of dtypes {[str(each.dtype) for each in tensors]}; expected one")
     for tensor, start in zip(tensors, starts, strict=True):
         local = local_of(tensor)
         if declared.start is None:

@@ -8,9 +8,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.fsdp1 import state_entries
 
-_WRAPPER_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names; no user gives such names."""
+_WRAPPER_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile, activation checkpointing and FSDP1 put into names; no user gives such names."""
 
 
 def require_fqn(fqn: str) -> None:
@@ -38,7 +39,7 @@ def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, ob
     inner_ddp = [_unwrapped(name) for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)]
     prefixes = sorted((f"{name}.module." if name else "module." for name in inner_ddp), key=len, reverse=True)
     seen: dict[str, str] = {}
-    for key, value in module.state_dict(keep_vars=True).items():
+    for key, value in state_entries(module).items():
         fqn = _unwrapped(key)
         for prefix in prefixes:
             if fqn.startswith(prefix):
@@ -49,6 +50,16 @@ def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, ob
             )
         seen[fqn] = key
         yield fqn, value
+
+
+def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules that take extra state, by the FQN of its entry."""
+    owners = {}
+    for name, each in module.named_modules():
+        if type(each).set_extra_state is not torch.nn.Module.set_extra_state:
+            prefix = _unwrapped(name)
+            owners[f"{prefix}._extra_state" if prefix else "_extra_state"] = each
+    return owners
 
 
 def _unwrapped(name: str) -> str:

@@ -125,7 +125,8 @@ class OptimizerRestoration:
         for key, tensor in present.items():
             if key not in state and not self._taker.takes_part(view.state_fqn(name, key)):
                 state[key] = tensor
-        self._states.append((parameter, state))
+        if id(parameter) not in view.elsewhere:
+            self._states.append((parameter, state))
 
     def _leaf(self, leaf: Value, present: Mapping[str, object]) -> object:
         return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf

@@ -34,7 +34,10 @@ class OptimizerView:
     """FQN by parameter, in the order of the groups."""
 
     declared: Mapping[int, Sharded]
-    """Layouts stated by hand, by the identity of the local tensor."""
+    """Layouts stated by hand or read off FSDP1, by the identity of the local tensor."""
+
+    elsewhere: frozenset[int] = frozenset()
+    """Parameters of which FSDP1 left this rank nothing, by identity: their state is other ranks' alone."""
 
     def declared_for(self, parameter: torch.Tensor, state: torch.Tensor) -> Sharded | None:
         """Return the layout that a parameter's declaration gives a tensor of its state, or None."""
@@ -61,7 +64,8 @@ def named_parameters_of(
 ) -> dict[torch.Tensor, str]:
     """Return the FQN of every parameter of an optimizer.
 
-    Names are those inside the module; with parameters of several modules each is led by its module's path.
+    Names are those inside the module; with parameters of several modules each is led by its module's path. Tensors
+    that stand in a dict of the state are named as if that dict were the module: `{"model": {"w": …}}` holds `w`.
 
     Args:
         optimizer: The optimizer.
@@ -73,7 +77,8 @@ def named_parameters_of(
     """
     known: dict[int, tuple[str, str]] = {}
     for loose_path, each in loose.items():
-        known[id(each)] = ("", loose_path)
+        branch, _, name = loose_path.partition(".")
+        known[id(each)] = (branch, name) if name else ("", loose_path)
     for module_path, tensors in modules.items():
         for fqn, tensor in tensors.items():
             known.setdefault(id(tensor), (module_path, fqn))
@@ -139,6 +144,8 @@ def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_s
     def on_tensor(fqn: str, tensor: torch.Tensor) -> Value:
         return on_state(fqn, tensor, view.declared_for(parameter, tensor))
 
+    if id(parameter) in view.elsewhere:
+        return kept
     for key, value in view.optimizer.state.get(parameter, {}).items():
         if not isinstance(key, str) or "." in key:
             raise InvalidError(f"{view.path}.state.{name}: key {key!r}; expected a name without dots")

@@ -10,7 +10,9 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.collect import selected
 from holdfast.frameworks.torch.containers import put_together, take_apart
-from holdfast.frameworks.torch.held import Ranks, held_of, local_of
+from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
+from holdfast.frameworks.torch.held import Ranks, held_of
+from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.tensors import (
     TorchTarget,
@@ -56,7 +58,7 @@ class TorchRestoration:
         self._names: set[str] = set()
         self._ties: dict[tuple[object, ...], tuple[str, str]] = {}
         self._finishes: list[Callable[[], None]] = []
-        root = walk(state)
+        root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
         self._find_unexpected_tensors(state)
 
@@ -85,13 +87,14 @@ class TorchRestoration:
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
         self._names.add(fqn)
-        if any(length > 1 and not step for length, step in zip(tensor.shape, local_of(tensor).stride(), strict=True)):
-            raise InvalidError(
-                f"{fqn}: the target is expanded, several of its elements are one place in memory; "
-                "pass tensor.contiguous() or what it was expanded from"
-            )
         self._used.add(stored)
         held = held_of(tensor, declared, fqn, self._ranks)
+        for part in held.parts:
+            if any(length > 1 and not step for length, step in zip(part.local.shape, part.local.stride(), strict=True)):
+                raise InvalidError(
+                    f"{fqn}: the target is expanded, several of its elements are one place in memory; "
+                    "pass tensor.contiguous() or what it was expanded from"
+                )
         if held.global_shape != spec.global_shape:
             raise InvalidError(
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
@@ -122,7 +125,7 @@ class TorchRestoration:
         Raises:
             InvalidError: It would be filled twice, with different content.
         """
-        if not tensor.numel():
+        if 0 in tensor.shape:
             return True
         first_fqn, first_stored = self._ties.setdefault(storage_key(tensor), (fqn, stored))
         if first_fqn == fqn:
@@ -175,7 +178,7 @@ class TorchRestoration:
         own = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
         made_by_hooks: dict[str, object] = {}
         for fqn, tensor in node.tensors.items():
-            if not self.want(f"{node.path}.{fqn}", tensor):
+            if not self.want(f"{node.path}.{fqn}", tensor, node.declared.get(id(tensor))):
                 self.missing.append(f"{node.path}.{fqn}")
             elif id(tensor) not in own:
                 made_by_hooks[fqn] = tensor
@@ -305,7 +308,10 @@ def _children(saved: Value) -> Mapping[str, Value]:
 
 
 def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
-    node.module.load_state_dict(entries, strict=False)
+    if any(map(is_wrapper, node.module.modules())):
+        load_extra_state(node.module, entries, extra_state_owners(node.module))
+    else:
+        node.module.load_state_dict(entries, strict=False)
 
 
 def _load_stateful(node: StatefulNode, state: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Held, HeldPart
+from holdfast.frameworks.torch.held import Held, HeldPart, local_shards_of
 from holdfast.ports.framework import Ticket
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES, dtype_named
@@ -43,13 +43,22 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
         InvalidError: Names the tensor, what it is and what to do.
     """
     kind = type(tensor).__name__
+    shards = local_shards_of(tensor)
+    if shards is not None:
+        for each in shards:
+            require_storable(each.tensor, fqn)
+        dtype_named(dtype_name(tensor.dtype), fqn)
+        return
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")
     if not isinstance(tensor, DTensor):
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise InvalidError(f"{fqn}: tensor subclass {kind} cannot be saved; convert it or leave it out with skip=")
-        if kind in ("FlatParameter", "ShardedTensor"):
-            raise InvalidError(f"{fqn}: {kind} is not supported yet; use fully_shard (FSDP2), or skip= it")
+        if getattr(tensor, "_is_flat_param", False):
+            raise InvalidError(
+                f"{fqn}: a FlatParameter of FSDP1 holds many parameters without their names; pass the "
+                "FullyShardedDataParallel module itself, wrapped with use_orig_params=True"
+            )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidError(
             f"{fqn}: {tensor.layout} {kind} cannot be saved; expected a dense tensor. Convert it, or skip= it"
@@ -178,6 +187,8 @@ def tensor_of(array: object, dtype: str) -> torch.Tensor:
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that two tensors share exactly if they are the same elements of the same memory."""
+    if local_shards_of(tensor) is not None:
+        return (id(tensor),)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     placements = tuple(map(str, tensor.placements)) if isinstance(tensor, DTensor) else ()
     return (

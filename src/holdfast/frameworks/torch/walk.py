@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import holds_tensor
-from holdfast.frameworks.torch.held import tensors_of
+from holdfast.frameworks.torch.fsdp1 import declarations, holds_any
+from holdfast.frameworks.torch.held import RankOfGlobal, tensors_of
 from holdfast.frameworks.torch.naming import module_entries
 from holdfast.frameworks.torch.optimizers import OptimizerView, named_parameters_of
 from holdfast.spec.per_rank import PerRank, RngState
@@ -39,6 +40,8 @@ class ModuleNode:
     module: torch.nn.Module
     tensors: dict[str, torch.Tensor]
     values: dict[str, object]
+    declared: dict[int, Sharded]
+    """Layouts of tensors that do not carry one themselves (FSDP1), by identity."""
 
 
 @dataclass(slots=True)
@@ -86,33 +89,40 @@ class DictNode:
 Node = ModuleNode | OptimizerNode | StatefulNode | TensorNode | ValueNode | DictNode
 
 
-def walk(state: Mapping[str, object]) -> DictNode:
+def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     """Return the nodes of a state.
 
+    Args:
+        state: The state.
+        rank_of_global: Numbers ranks within the group that saves or loads.
     Raises:
         InvalidError: Names collide, an optimizer's parameter has no name, or the state is not a dict of names.
     """
     root = DictNode("", state)
-    optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = []
-    modules: dict[str, ModuleNode] = {}
-    loose: dict[str, torch.Tensor] = {}
-    declared: dict[int, Sharded] = {}
-    _fill(root, optimizers, modules, loose, declared, set())
-    for parent, key, optimizer in optimizers:
+    found = _Found(rank_of_global)
+    _fill(root, found, set())
+    tensors = {path: node.tensors for path, node in found.modules.items()}
+    for parent, key, optimizer in found.optimizers:
         path = _joined(parent.path, key)
-        names = named_parameters_of(optimizer, path, {each: node.tensors for each, node in modules.items()}, loose)
-        parent.children[key] = OptimizerNode(path, OptimizerView(optimizer, path, names, declared))
+        names = named_parameters_of(optimizer, path, tensors, found.loose)
+        view = OptimizerView(optimizer, path, names, found.declared, frozenset(found.elsewhere))
+        parent.children[key] = OptimizerNode(path, view)
     return root
 
 
-def _fill(
-    node: DictNode,
-    optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]],
-    modules: dict[str, ModuleNode],
-    loose: dict[str, torch.Tensor],
-    declared: dict[int, Sharded],
-    above: set[int],
-) -> None:
+@dataclass(slots=True)
+class _Found:
+    """What the nodes so far have that optimizers need to know."""
+
+    rank_of_global: RankOfGlobal
+    optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = field(default_factory=list)
+    modules: dict[str, ModuleNode] = field(default_factory=dict)
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+    declared: dict[int, Sharded] = field(default_factory=dict)
+    elsewhere: set[int] = field(default_factory=set)
+
+
+def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
     if id(node.mapping) in above:
         raise InvalidError(f"{node.path}: the dict holds itself; a state must be a tree")
     for key, value in node.mapping.items():
@@ -123,41 +133,39 @@ def _fill(
             )
         path = _joined(node.path, key)
         if isinstance(value, torch.optim.Optimizer):
-            optimizers.append((node, key, value))
+            found.optimizers.append((node, key, value))
             # Keeps the order of the dict: the node is put in once every parameter has its name.
             node.children[key] = ValueNode(path, None)
         elif isinstance(value, torch.nn.Module):
-            modules[path] = module_node(path, value)
-            node.children[key] = modules[path]
+            child = found.modules[path] = module_node(path, value, found.rank_of_global)
+            found.declared |= child.declared
+            found.elsewhere |= {each for each, shard in child.declared.items() if not holds_any(shard)}
+            node.children[key] = child
         elif isinstance(value, torch.Tensor):
-            loose[path] = value
+            found.loose[path] = value
             node.children[key] = TensorNode(path, value)
         elif isinstance(value, Sharded):
             tensor = tensors_of(value, path)[0]
-            loose[path] = tensor
-            declared[id(tensor)] = value
+            found.loose[path] = tensor
+            found.declared[id(tensor)] = value
             node.children[key] = TensorNode(path, tensor, value)
         elif isinstance(value, dict) and _is_branch(value):
-            child = DictNode(path, value)
-            _fill(child, optimizers, modules, loose, declared, above | {id(node.mapping)})
-            node.children[key] = child
+            branch = DictNode(path, value)
+            _fill(branch, found, above | {id(node.mapping)})
+            node.children[key] = branch
         elif not isinstance(value, type) and isinstance(value, Stateful):
             node.children[key] = StatefulNode(path, value)
         else:
             node.children[key] = ValueNode(path, value)
 
 
-def module_node(path: str, module: torch.nn.Module) -> ModuleNode:
-    """Return a module's entries; DDP and compile wrappers around it leave no trace.
+def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal) -> ModuleNode:
+    """Return a module's entries; DDP, FSDP1 and compile wrappers around it leave no trace.
 
     Raises:
-        InvalidError: FSDP1, which is not supported yet, or colliding names.
+        InvalidError: Colliding names, or an FSDP1 wrapper whose parameters cannot be told apart.
     """
-    for name, each in module.named_modules():
-        if type(each).__name__ == "FullyShardedDataParallel":
-            raise InvalidError(
-                f"{_joined(path, name)}: FullyShardedDataParallel (FSDP1) is not supported yet; use fully_shard (FSDP2)"
-            )
+    declared = declarations(module, path, rank_of_global)
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, object] = {}
     for fqn, value in module_entries(module, path):
@@ -165,7 +173,7 @@ def module_node(path: str, module: torch.nn.Module) -> ModuleNode:
             tensors[fqn] = value
         else:
             values[fqn] = value
-    return ModuleNode(path, unwrapped(module), tensors, values)
+    return ModuleNode(path, unwrapped(module), tensors, values, declared)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

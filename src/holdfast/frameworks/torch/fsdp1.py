@@ -1,0 +1,199 @@
+"""FSDP1: what a rank holds of each parameter is one run of it, read off the shard of the flat parameter it went into.
+
+With `use_orig_params=True` every parameter is a 1-d view of this rank's shard, and so is its optimizer state. FSDP1's
+own sharded state dict gathers and re-cuts all of it; here nothing moves and no collective runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.held import RankOfGlobal
+from holdfast.spec.sharded import Sharded
+
+
+class _Info(Protocol):
+    """One parameter's run within the shard, as FSDP1 keeps it."""
+
+    in_shard: bool
+    numel_in_shard: int | None
+    intra_param_start_idx: int | None
+
+
+class _FlatParameter(Protocol):
+    _params: list[nn.Parameter]
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _contiguities: tuple[bool, ...]
+    _param_extensions: tuple[object, ...]
+    _shard_param_infos: tuple[_Info, ...]
+
+
+class _Handle(Protocol):
+    flat_param: _FlatParameter
+    uses_sharded_strategy: bool
+    process_group: dist.ProcessGroup
+    _use_orig_params: bool
+    _skipped_use_sharded_views: bool
+
+    def is_sharded(self, tensor: object) -> bool: ...
+
+
+class _Wrapper(Protocol):
+    """A `FullyShardedDataParallel` module, as far as it is looked into."""
+
+    _handle: _Handle | None
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is a `FullyShardedDataParallel`; by name, so that nobody pays for its import."""
+    return any(each.__name__ == "FullyShardedDataParallel" for each in type(module).__mro__)
+
+
+def declarations(module: nn.Module, path: str, rank_of_global: RankOfGlobal) -> dict[int, Sharded]:
+    """Return what this rank holds of each parameter that FSDP1 shards, by the identity of the parameter.
+
+    Padding belongs to no parameter and is never named. Parameters that are brought together for the moment (after
+    an evaluation under SHARD_GRAD_OP, say) go back to their shards first, as FSDP2's do.
+
+    Args:
+        module: Any module; wrappers are found at every depth.
+        path: Where it stands in the state.
+        rank_of_global: Numbers ranks within the group that saves.
+    Raises:
+        InvalidError: `use_orig_params=False`, a forward or backward under way, or a layout that is not one run.
+    """
+    found: dict[int, Sharded] = {}
+    for name, each in module.named_modules():
+        if not is_wrapper(each):
+            continue
+        handle = cast("_Wrapper", each)._handle
+        if handle is None:
+            continue
+        where = f"{path}.{name}" if name else path
+        _require_usable(each, handle, where)
+        if not handle.uses_sharded_strategy:
+            # NO_SHARD, or a single rank: parameters are whole and have their own shape.
+            continue
+        replicas = _replicas(each, handle, where, rank_of_global)
+        _bring_back(each, handle)
+        flat = handle.flat_param
+        for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
+            start = info.intra_param_start_idx or 0
+            found[id(parameter)] = Sharded(parameter, tuple(shape), flat_start=start, replicas=replicas)
+    return found
+
+
+def holds_any(declared: Sharded) -> bool:
+    """Return whether this rank has any element of a parameter that FSDP1 shards.
+
+    Where it has none, the parameter gets no gradient and the optimizer passes it by: a step count that it carries
+    nevertheless stands still, and is no copy of the one that counts.
+    """
+    return isinstance(declared.tensor, torch.Tensor) and declared.tensor.numel() > 0
+
+
+def state_entries(module: nn.Module) -> dict[str, object]:
+    """Return the entries of a module's state dict, the module's own objects, without FSDP1's hooks.
+
+    Those would gather every parameter. All other hooks run as they would.
+    """
+    if not any(map(is_wrapper, module.modules())):
+        return dict(module.state_dict(keep_vars=True))
+    entries: dict[str, object] = {}
+    _enter(module, "", entries)
+    return entries
+
+
+def load_extra_state(module: nn.Module, entries: Mapping[str, object], names: Mapping[str, nn.Module]) -> None:
+    """Give modules their extra state back without `load_state_dict`, whose FSDP1 hooks would gather parameters.
+
+    Args:
+        module: The wrapped module.
+        entries: Extra state by FQN.
+        names: The module that each entry belongs to.
+    Raises:
+        InvalidError: An entry that only a state-dict hook could take back.
+    """
+    for fqn, value in entries.items():
+        if fqn not in names:
+            raise InvalidError(
+                f"{fqn}: was made by a state-dict hook inside {type(module).__name__}, which cannot take it back under "
+                "FSDP1; leave it out with skip=, or use fully_shard (FSDP2)"
+            )
+        names[fqn].set_extra_state(value)
+
+
+def _require_usable(module: nn.Module, handle: _Handle, where: str) -> None:
+    if not handle._use_orig_params:
+        raise InvalidError(
+            f"{where}: FullyShardedDataParallel with use_orig_params=False keeps parameters as one flat run without "
+            "names; expected use_orig_params=True (training is the same), or fully_shard (FSDP2)"
+        )
+    training = getattr(module, "training_state", None)
+    if getattr(training, "name", "IDLE") != "IDLE":
+        raise InvalidError(
+            f"{where}: FullyShardedDataParallel is in {getattr(training, 'name', training)}; save and load between "
+            "steps, outside of forward, backward and summon_full_params"
+        )
+    flat = handle.flat_param
+    for fqn, contiguous, extension in zip(flat._fqns, flat._contiguities, flat._param_extensions, strict=True):
+        if extension is not None:
+            raise InvalidError(
+                f"{where}.{fqn}: FSDP1 over tensor parallelism cannot be saved or loaded; use fully_shard (FSDP2)"
+            )
+        if handle.uses_sharded_strategy and not contiguous:
+            raise InvalidError(
+                f"{where}.{fqn}: FSDP1 cuts this parameter in the order of its strides, which are not row-major; "
+                "make it contiguous before wrapping it, or use fully_shard (FSDP2)"
+            )
+
+
+def _replicas(module: nn.Module, handle: _Handle, where: str, rank_of_global: RankOfGlobal) -> tuple[int, ...] | None:
+    """Return the ranks that hold the same shard (HYBRID_SHARD), or None for this rank alone."""
+    members = [*dist.get_process_group_ranks(handle.process_group)]
+    strategy = getattr(module, "sharding_strategy", None)
+    hybrid = "HYBRID" in getattr(strategy, "name", "")
+    copies = dist.get_process_group_ranks(module._inter_node_pg) if hybrid else []  # type: ignore[arg-type]
+    numbers = {each: rank_of_global(each) for each in (*members, *copies)}
+    for each, number in numbers.items():
+        if number is None:
+            raise InvalidError(
+                f"{where}: FSDP1 shards it over rank {each}, which is not in process_group; "
+                "expected every rank of its groups to take part. Pass the group that holds them all"
+            )
+    return tuple(sorted(number for each in copies if (number := numbers[each]) is not None)) or None
+
+
+def _bring_back(module: nn.Module, handle: _Handle) -> None:
+    """Let go of parameters that are whole for the moment; local, no rank waits for another."""
+    if handle.is_sharded(handle.flat_param) and not handle._skipped_use_sharded_views:
+        return
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    _reshard(module, handle, True)
+
+
+def _enter(module: nn.Module, prefix: str, entries: dict[str, object]) -> None:
+    """Add a module's entries as `Module.state_dict` does, but for hooks of FSDP1 wrappers."""
+    if not any(map(is_wrapper, module.modules())):
+        module.state_dict(destination=entries, prefix=prefix, keep_vars=True)
+        return
+    own = not is_wrapper(module)
+    for before in module._state_dict_pre_hooks.values() if own else ():
+        before(module, prefix, True)
+    module._save_to_state_dict(entries, prefix, True)
+    for name, child in module._modules.items():
+        if child is not None:
+            _enter(child, f"{prefix}{name}.", entries)
+    for after in module._state_dict_hooks.values() if own else ():
+        result = after(module, entries, prefix, {})
+        if isinstance(result, dict) and result is not entries:
+            entries.clear()
+            entries.update(result)
