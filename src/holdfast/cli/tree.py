@@ -113,9 +113,17 @@ def _array(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
 def _framework_value(value: FrameworkValue) -> str:
     content = value.value
     if isinstance(content, Mapping):
-        parts = " ".join(_leaf(each) if isinstance(each, bytes) else str(each) for each in content.values())
-        return _clipped(f"{value.kind}: {parts}")
-    return _clipped(f"{value.kind}: {content}")
+        return _clipped(f"{value.kind}: {' '.join(map(_framework_part, content.values()))}")
+    return _clipped(f"{value.kind}: {_framework_part(content)}")
+
+
+def _framework_part(content: object) -> str:
+    if isinstance(content, bytes | int):
+        return _leaf(content)
+    try:
+        return str(content)
+    except ValueError:
+        return _CUT  # A huge integer somewhere inside, which Python refuses to write in decimal.
 
 
 def _clipped(text: str) -> str:

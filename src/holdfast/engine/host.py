@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.errors import UnavailableError
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 
@@ -15,7 +16,13 @@ class HostTarget:
     def __init__(self, dtype: str, box: Box) -> None:
         self._numpy = np.dtype(DTYPES[dtype].numpy)
         self._box = box
-        self.array: NDArray[np.generic] = np.empty(box.shape, dtype=self._numpy)
+        try:
+            array = np.empty(box.shape, dtype=self._numpy)
+        except MemoryError as error:
+            raise UnavailableError(
+                f"no memory for {dtype} of shape {list(box.shape)}: {error}. Read it slice by slice"
+            ) from error
+        self.array: NDArray[np.generic] = array
         """What was placed; shape `box.shape`; unsigned integers where numpy lacks the dtype."""
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:

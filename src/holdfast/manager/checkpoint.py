@@ -12,13 +12,15 @@ from types import EllipsisType
 from holdfast.engine.host import HostTarget
 from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
-from holdfast.errors import InvalidError, MissingError
+from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.manager.soundness import require_covered
 from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
 from holdfast.repository import values
-from holdfast.repository.catalog import read_index
+from holdfast.repository.catalog import check_size, read_index
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import rank_of_pack
@@ -52,8 +54,12 @@ class TensorInfo:
 class Checkpoint:
     """A committed checkpoint. Opening it reads the manifest; the index is read when it is first needed."""
 
-    def __init__(self, place: Place, settings: Settings, to_torch: ToFramework) -> None:
+    def __init__(
+        self, place: Place, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None
+    ) -> None:
         self._place, self._settings, self._to_torch = place, settings, to_torch
+        self._clock = clock or SystemClock()
+        self._whole_packs: set[str] = set()
         self.manifest: Manifest = decode_manifest(manifest_bytes_at(place), f"{place.url}/manifest.json")
         """The commit record."""
 
@@ -70,7 +76,9 @@ class Checkpoint:
     @cached_property
     def index(self) -> Index:
         """Tensors and pieces."""
-        return read_index(self._place.store, self._place.folder, self.manifest)
+        index = read_index(self._place.store, self._place.folder, self.manifest)
+        require_covered(index, self._clock, self.url)
+        return index
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -88,7 +96,7 @@ class Checkpoint:
     @cached_property
     def objects(self) -> dict[str, object]:
         """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
-        return {key: _shown(value) for key, value in self.manifest.tree.items.items()}
+        return {key: _shown(value, key) for key, value in self.manifest.tree.items.items()}
 
     def objects_document(self) -> object:
         """Return `objects` as a JSON document, tagged as docs/values.md says."""
@@ -118,13 +126,22 @@ class Checkpoint:
             near = [name for name in self.index.tensors if name.endswith(fqn.rpartition(".")[2])][:5]
             raise MissingError(f"{self.url}: no tensor {fqn!r}; names that end alike: {near}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
-        target = HostTarget(spec.dtype, box)
         plan = load_plan([WantedBoxes(stored, (box,))], self.index.pieces_of, self._settings.window_bytes)
+        self._require_whole({run.pack for run in plan.runs})
+        target = HostTarget(spec.dtype, box)
         prefix = f"{self._place.folder}{self.manifest.attempt}/"
         carry_out(plan, self._place.store, prefix, [target], self._settings)
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
+
+    def _require_whole(self, packs: set[str]) -> None:
+        """Refuse packs that are not as long as the manifest says, before memory is allocated for what they hold."""
+        prefix = f"{self._place.folder}{self.manifest.attempt}/"
+        for pack in self.manifest.packs:
+            if pack.name in packs - self._whole_packs:
+                check_size(self._place.store, prefix + pack.name, pack)
+        self._whole_packs |= packs
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
@@ -145,7 +162,14 @@ class Checkpoint:
     def verification(self, observer: Observer | None = None) -> Verification:
         """Return the work of reading everything back."""
         slab = new_slab(self._settings.window_bytes * 2 + 2 * PAGE_BYTES)
-        return Verification(self._place.store, self._place.folder, self.manifest, slab, observer)
+        return Verification(
+            self._place.store,
+            self._place.folder,
+            self.manifest,
+            slab,
+            lambda index: require_covered(index, self._clock, self.url),
+            observer,
+        )
 
     def verify(self, observer: Observer | None = None) -> Iterator[Damage]:
         """Yield everything that is not as it was saved; nothing for a whole checkpoint."""
@@ -194,17 +218,23 @@ def _run_of(selector: object, length: int, fqn: str) -> tuple[int, int, int | sl
     return at, at + 1, 0
 
 
-def _shown(value: Value) -> object:
-    """Return a node as plain nested dicts."""
+def _shown(value: Value, path: str) -> object:
+    """Return a node as plain nested dicts.
+
+    Raises:
+        CorruptError: It is not what its kind says.
+    """
     if not isinstance(value, Group):
         return value
     if value.kind == "stateful":
-        return _shown(value.items.get("state"))
+        return _shown(value.items.get("state"), path)
     if value.kind == "optimizer":
         tables = value.items.get("hyperparameters")
         members = value.items.get("param_groups")
-        assert isinstance(tables, dict), "checked when it was saved"
-        assert isinstance(members, dict), "checked when it was saved"
+        if not isinstance(tables, dict) or not isinstance(members, dict):
+            raise CorruptError(f"{path}: an optimizer without hyperparameters or param_groups. Read another copy")
+        if not all(isinstance(key, str) for key in members.values()):
+            raise CorruptError(f"{path}.param_groups: expected keys of hyperparameters. Read another copy")
         groups = {name: tables.get(key) for name, key in members.items()}
         return {"param_groups": groups, "state": value.items.get("state", {})}
-    return {key: _shown(each) for key, each in value.items.items()}
+    return {key: _shown(each, f"{path}.{key}") for key, each in value.items.items()}

@@ -11,18 +11,19 @@ from holdfast.engine.read import carry_out
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.job import error_from, error_text, raise_together
 from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.manager.soundness import RequireStored, require_covered, stored_by
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
 from holdfast.ports.store import Store
 from holdfast.repository import values
-from holdfast.repository.catalog import index_from, manifest_in, read_file
+from holdfast.repository.catalog import faulty_packs, index_from, manifest_in, read_file
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import part_name
-from holdfast.repository.part import decode_part
+from holdfast.repository.part import decode_part, require_own
 from holdfast.settings import Settings
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import LoadPlan
@@ -101,13 +102,16 @@ def load(
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
     start = clock.monotonic_seconds()
-    resolved = _resolve(comm, store, choose)
+    resolved = _resolve(comm, clock, store, choose)
     if resolved is None:
         return None
-    place, manifest, index = resolved
+    place, manifest, index, require_stored = resolved
     restoration, plan, own = None, LoadPlan(()), None
     try:
-        restoration = framework.restoration(request.state, _catalog(place, manifest, index), request.selection)
+        catalog = _catalog(place, manifest, index, require_stored)
+        restoration = framework.restoration(request.state, catalog, request.selection)
+        for wanted in restoration.wanted:
+            require_stored(wanted.stored_fqn)
         plan = _plan(restoration, index, request, settings)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
@@ -148,11 +152,14 @@ def load_checkpoint(
     return done[1]
 
 
-def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tuple[Place, Manifest, Index] | None:
-    """Let rank 0 choose and read manifest and index, once per job, and give them to every rank."""
+def _resolve(
+    comm: Comm, clock: Clock, store: Store, choose: Callable[[], Place | None]
+) -> tuple[Place, Manifest, Index, RequireStored] | None:
+    """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank."""
     frames: list[bytes] = []
     own = None
     read: tuple[Manifest, Index] | None = None
+    faulty: dict[str, CheckpointError] = {}
     if comm.rank == 0:
         place = None
         try:
@@ -161,12 +168,15 @@ def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tu
                 frames = _manifest_and_index(place)
                 # Judged before it is given away, so that damage is one rank's error and not every rank's.
                 read = _decoded(frames, place)
+                require_covered(read[1], clock, place.url)
+                faulty = faulty_packs(place.store, place.folder, read[0])
         except CheckpointError as error:
             own = error
         head = {
             "error": error_text(own) if own else None,
             "folder": place.folder if place else None,
             "step": place.step if place else None,
+            "faulty": {name: error_text(error) for name, error in faulty.items()},
         }
         frames = [json.dumps(head).encode(), *frames]
     frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
@@ -177,7 +187,7 @@ def _resolve(comm: Comm, store: Store, choose: Callable[[], Place | None]) -> tu
         return None
     place = Place(store, head["folder"], head["step"])
     manifest, index = _decoded(frames[1:], place) if read is None else read
-    return place, manifest, index
+    return place, manifest, index, stored_by(index, {name: error_from(text) for name, text in head["faulty"].items()})
 
 
 def _manifest_and_index(place: Place) -> list[bytes]:
@@ -202,6 +212,7 @@ def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) ->
     if record is None:
         raise MissingError(f"{store.url}/{folder}: no part of rank {rank}; {manifest.world_size} ranks saved it")
     part = decode_part(read_file(store, folder, manifest.attempt, record), record.name)
+    require_own(part, rank, manifest.attempt, f"{store.url}/{folder}{record.name}")
     kept = values.decode(values.loads(part.per_rank), "") if part.per_rank is not None else {}
     if not isinstance(kept, dict):
         raise CorruptError(
@@ -210,7 +221,7 @@ def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) ->
     return {str(path): value for path, value in kept.items()}
 
 
-def _catalog(place: Place, manifest: Manifest, index: Index) -> Catalog:
+def _catalog(place: Place, manifest: Manifest, index: Index, require_stored: RequireStored) -> Catalog:
     def same_content(first: str, second: str) -> bool:
         def content(fqn: str) -> list[tuple[object, bytes]]:
             return [(piece.region, piece.digests) for piece in index.pieces_of(fqn)]
@@ -226,6 +237,7 @@ def _catalog(place: Place, manifest: Manifest, index: Index) -> Catalog:
         world_size=manifest.world_size,
         per_rank=lambda rank: per_rank_values(place.store, place.folder, manifest, rank),
         same_content=same_content,
+        require_stored=require_stored,
     )
 
 

@@ -14,7 +14,7 @@ from holdfast.repository import values
 from holdfast.repository.catalog import check_size, read_file
 from holdfast.repository.index import Index, piece_arrays
 from holdfast.repository.names import part_name
-from holdfast.repository.part import RankPart, decode_part
+from holdfast.repository.part import decode_part, require_own
 from holdfast.spec.manifest import FileRecord
 from holdfast.spec.values import Group, Value
 
@@ -58,7 +58,7 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     for rank, vote in enumerate(votes):
         record = FileRecord(part_name(rank), vote.part_bytes, vote.part_digest)
         part = decode_part(read_file(place.store, place.folder, attempt, record), record.name)
-        _require_own(part, rank, attempt, place)
+        require_own(part, rank, attempt, place.url)
         index.merge(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
         records.append(record)
@@ -68,7 +68,8 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
             layouts[mesh, placements] = max(count, layouts.get((mesh, placements), 0))
         if part.tree is not None:
             tree = values.decode(values.loads(part.tree), "")
-            assert isinstance(tree, Group), "collected by the framework as a group"
+            if not isinstance(tree, Group):
+                raise CorruptError(f"{place.url}: the part of rank {rank} holds no state; expected its root")
             trees.append(tree)
     require_exact_cover(index, int(attempt, 16) >> 8, place.url)
     require_sizes(place.store, f"{place.folder}{attempt}/", packs)
@@ -78,14 +79,6 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     )
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in index.tensors and alias not in index.tensors}
     return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance)
-
-
-def _require_own(part: RankPart, rank: int, attempt: str, place: Place) -> None:
-    if (part.rank, part.attempt) != (rank, attempt):
-        raise CorruptError(
-            f"{place.url}: the part of rank {rank} says rank {part.rank}, attempt {part.attempt}; "
-            f"expected rank {rank}, attempt {attempt}"
-        )
 
 
 def require_exact_cover(index: Index, seed: int, where: str) -> None:

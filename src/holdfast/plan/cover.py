@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from holdfast.spec.box import Box
+from holdfast.spec.plan import Piece
+from holdfast.spec.region import region_boxes
+from holdfast.spec.tensor import TensorSpec
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -49,6 +54,36 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
             wanted = _volumes(np.zeros_like(lengths), lengths, key)
             wrong[members] |= sums % _PRIME != wanted
     return [int(number) for number in np.flatnonzero(wrong)]
+
+
+def uncovered_names(
+    tensors: Iterable[TensorSpec], pieces_of: Callable[[str], Sequence[Piece]], seed: int
+) -> list[str]:
+    """Return the FQNs of the tensors that their pieces do not cover exactly once.
+
+    Args:
+        tensors: The tensors to prove.
+        pieces_of: Pieces of an FQN, each inside its tensor (the caller has checked).
+        seed: As for `uncovered`; one that nobody can foretell proves it of crafted pieces too.
+    """
+    doubtful: list[TensorSpec] = []
+    boxes: list[tuple[int, Box]] = []
+    for tensor in tensors:
+        pieces = pieces_of(tensor.fqn)
+        if len(pieces) == 1 and pieces[0].region == Box.whole(tensor.global_shape):
+            continue
+        boxes += ((len(doubtful), box) for piece in pieces for box in region_boxes(piece.region, tensor.global_shape))
+        doubtful.append(tensor)
+    if not doubtful:
+        return []
+    wrong = uncovered(
+        [tensor.global_shape for tensor in doubtful],
+        np.array([number for number, _ in boxes], dtype=np.int64),
+        np.array([at for _, box in boxes for at in box.start], dtype=np.int64),
+        np.array([at for _, box in boxes for at in box.stop], dtype=np.int64),
+        seed,
+    )
+    return [doubtful[number].fqn for number in wrong]
 
 
 def _volumes(start: Ints, stop: Ints, key: int) -> _Words:

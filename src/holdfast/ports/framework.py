@@ -162,6 +162,9 @@ class Catalog:
     same_content: Callable[[str, str], bool]
     """Whether two stored FQNs are known, by their digests, to hold the same bytes."""
 
+    require_stored: Callable[[str], None] = lambda _: None
+    """Refuses a stored FQN whose packs are not there in full; asked before memory of its shape is allocated."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:

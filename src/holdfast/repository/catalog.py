@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast.errors import CorruptError, MissingError
+from itertools import pairwise
+
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import Index, decode_index
+from holdfast.repository.index import INDEX_BYTES_MAX, Index, decode_index
 from holdfast.repository.manifest import MANIFEST_BYTES_MAX, check_format, decode_manifest, sealed, unsealed
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder, step_of_folder
 from holdfast.repository.publish import publish
@@ -125,7 +127,7 @@ def read_file(store: Store, folder: str, attempt: str, record: FileRecord) -> by
     """
     key = f"{folder}{attempt}/{record.name}"
     check_size(store, key, record)
-    data = store.get(key, record.bytes)
+    data = store.get(key, min(record.bytes, INDEX_BYTES_MAX))
     found = hex_digest_of(data)
     if found != record.digest:
         raise CorruptError(
@@ -169,16 +171,54 @@ def index_from(manifest: Manifest, files: list[bytes], where: str) -> Index:
     if index is None:
         raise CorruptError(f"{where}: the manifest names no index")
     pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
+    spans: dict[str, list[tuple[int, int]]] = {}
     for piece in index.all_pieces():
-        if piece.offset + piece.bytes > pack_bytes.get(piece.pack, -1):
+        start, stop = piece.offset, piece.offset + piece.bytes
+        if stop > pack_bytes.get(piece.pack, -1):
             raise CorruptError(
-                f"{where}{manifest.attempt}/{piece.pack}: {piece.tensor.fqn} at bytes {piece.offset}–"
-                f"{piece.offset + piece.bytes}; the manifest gives the pack {pack_bytes.get(piece.pack)} bytes"
+                f"{where}{manifest.attempt}/{piece.pack}: {piece.tensor.fqn} at bytes {start}–{stop}; "
+                f"the manifest gives the pack {pack_bytes.get(piece.pack)} bytes"
             )
+        if start < stop:
+            spans.setdefault(piece.pack, []).append((start, stop))
+    for name, taken in spans.items():
+        taken.sort()
+        # Also bounds what an index can claim by what its packs hold.
+        overlap = next((later for each, later in pairwise(taken) if later[0] < each[1]), None)
+        if overlap is not None:
+            raise CorruptError(f"{where}{manifest.attempt}/{name}: two pieces hold byte {overlap[0]}; expected one")
     for alias, fqn in manifest.aliases.items():
         if fqn not in index.tensors or alias in index.tensors:
             raise CorruptError(f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor")
+    _require_totals(index, manifest, where)
     return index
+
+
+def _require_totals(index: Index, manifest: Manifest, where: str) -> None:
+    tensor_bytes = sum(tensor.global_bytes for tensor in index.tensors.values())
+    if (len(index.tensors), tensor_bytes) != (manifest.tensors, manifest.tensor_bytes):
+        raise CorruptError(
+            f"{where}{manifest.attempt}: {len(index.tensors)} tensors of {tensor_bytes} bytes in the index; "
+            f"the manifest says {manifest.tensors} of {manifest.tensor_bytes}. Read another copy"
+        )
+
+
+def faulty_packs(store: Store, folder: str, manifest: Manifest) -> dict[str, CheckpointError]:
+    """Return, by name, what is wrong with packs that are not there or not as long as the manifest says.
+
+    One listing, however many packs there are.
+    """
+    prefix = f"{folder}{manifest.attempt}/"
+    found = {entry.key: entry.bytes for entry in store.list(prefix)}
+    faulty: dict[str, CheckpointError] = {}
+    for pack in manifest.packs:
+        if found.get(prefix + pack.name) == pack.bytes:
+            continue
+        try:
+            check_size(store, prefix + pack.name, pack)
+        except (CorruptError, InvalidError) as error:
+            faulty[pack.name] = error
+    return faulty
 
 
 def read_index(store: Store, folder: str, manifest: Manifest) -> Index:

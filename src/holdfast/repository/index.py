@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.repository.columns import Ints, packed, unpacked
 from holdfast.repository.names import is_pack_name
+from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.plan import Piece
@@ -28,8 +30,14 @@ _BOX, _FLAT = 0, 1
 NDIM_MAX = 64
 """Dimensions of a tensor, as in torch and numpy."""
 
-_CHUNK_ALIGNMENT = 16
-"""At least the size of the largest element there is, or is likely to be."""
+_CHUNK_BYTES_MAX = 4 * MIB
+"""What one digest may vouch for; also what bounds the tensors that a small index can claim."""
+
+INDEX_BYTES_MAX = 1 << 30
+"""An index file or part larger than this is taken for damage, not read."""
+
+_TENSOR_BYTES_MAX = 1 << 62
+"""Bytes of one tensor, its empty dimensions counted as one: what numpy and torch can address."""
 
 
 class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
@@ -191,8 +199,8 @@ def index_of(document: IndexDocument, where: str) -> Index:
     Raises:
         CorruptError: A count, name, shape or range is impossible; the message says which.
     """
-    if not 1 <= document.chunk_bytes <= 1 << 40 or document.chunk_bytes % _CHUNK_ALIGNMENT:
-        expected = f"a positive multiple of {_CHUNK_ALIGNMENT}, so that a chunk holds whole elements"
+    if not PAGE_BYTES <= document.chunk_bytes <= _CHUNK_BYTES_MAX or document.chunk_bytes % PAGE_BYTES:
+        expected = f"a multiple of {PAGE_BYTES}, at most {_CHUNK_BYTES_MAX}"
         raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}")
     tensors = _tensors(document, where)
     for origin, name in document.packs:
@@ -203,6 +211,8 @@ def index_of(document: IndexDocument, where: str) -> Index:
     offsets = unpacked(document.piece_offsets, where, len(numbers)).tolist()
     if numbers and (max(numbers) >= len(tensors) or max(packs) >= len(document.packs)):
         raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
+    if any(later < number for number, later in pairwise(numbers)):
+        raise CorruptError(f"{where}: pieces are not in the order of their tensors")
     kinds = [_BOX] * len(numbers)
     if document.piece_kinds is not None:
         kinds = unpacked(document.piece_kinds, where, len(numbers)).tolist()
@@ -246,8 +256,10 @@ def _region(tensor: TensorSpec, kind: int, start: tuple[int, ...], stop: tuple[i
 
 def _tensors(document: IndexDocument, where: str) -> list[TensorSpec]:
     count = len(document.fqns)
-    if len(set(document.fqns)) != count:
-        raise CorruptError(f"{where}: an FQN is listed twice")
+    if any(fqn >= later for fqn, later in pairwise(document.fqns)):
+        raise CorruptError(f"{where}: an FQN is listed twice, or FQNs are not in order")
+    if count and not document.fqns[0]:
+        raise CorruptError(f"{where}: an FQN is empty")
     unknown = [name for name in document.dtypes if name not in DTYPES]
     if unknown:
         raise CorruptError(f"{where}: dtype {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
@@ -261,8 +273,8 @@ def _tensors(document: IndexDocument, where: str) -> list[TensorSpec]:
     for fqn, dtype, ndim in zip(document.fqns, dtypes, ndims, strict=True):
         shape = tuple(lengths[at : at + ndim])
         at += ndim
-        if math.prod(shape) >= 1 << 62:
-            raise CorruptError(f"{where}: {fqn}: shape {shape} has over 2**62 elements")
+        if math.prod(length or 1 for length in shape) * DTYPES[document.dtypes[dtype]].itemsize >= _TENSOR_BYTES_MAX:
+            raise CorruptError(f"{where}: {fqn}: {document.dtypes[dtype]} of shape {shape}; expected under 2**62 bytes")
         tensors.append(TensorSpec(fqn, document.dtypes[dtype], shape))
     return tensors
 

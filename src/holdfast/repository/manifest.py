@@ -13,7 +13,7 @@ from holdfast.repository.names import STEP_MAX, WORLD_SIZE_MAX, is_index_name, i
 from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest, Parent
 from holdfast.spec.values import Group
 
-MANIFEST_BYTES_MAX = 1 << 30
+MANIFEST_BYTES_MAX = 1 << 28
 """A manifest larger than this is taken for damage, not read."""
 
 _CLOSING = re.compile(rb'(.*),\n "digest": "([0-9a-f]{32})"\n}\n', re.DOTALL)
@@ -42,8 +42,8 @@ def unsealed(data: bytes, where: str) -> tuple[dict[str, object], str]:
     if found != stated:
         raise CorruptError(f"{where}: bytes 0–{len(body)} hash to {found}; expected {stated}. Read another copy")
     document = values.loads(body + b"\n}")
-    if not isinstance(document, dict):
-        raise CorruptError(f"{where}: not a JSON object")
+    if not isinstance(document, dict) or "digest" in document:
+        raise CorruptError(f"{where}: not a JSON object with one digest")
     return document, stated
 
 
@@ -54,7 +54,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         InvalidError: A value of the non-tensor state is outside the closed set.
     """
     parent = manifest.parent
-    return sealed(
+    data = sealed(
         {
             "holdfast": {"format": [FORMAT_MAJOR, 0], "kind": "checkpoint"},
             "run_id": manifest.run_id,
@@ -74,6 +74,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "state": values.encode(manifest.tree, ""),
         }
     )
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise InvalidError(
+            f"the manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES_MAX}. Keep large values as tensors"
+        )
+    return data
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -87,20 +92,20 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     check_format(document, "checkpoint", where)
     field = _Fields(document, where)
     tree = values.decode(document.get("state"), "")
-    if not isinstance(tree, Group):
+    if not isinstance(tree, Group) or tree.kind != "dict":
         raise CorruptError(f"{where}: state is {type(tree).__name__}; expected the root of a state")
     return Manifest(
-        run_id=field.of("run_id", str),
+        run_id=field.of("run_id", str, values.plain),
         step=field.whole("step", STEP_MAX) if document.get("step") is not None else None,
         attempt=field.of("attempt", str, lambda text: re.fullmatch("[0-9a-f]{16}", text) is not None),
-        created=field.of("created", str),
+        created=field.of("created", str, values.plain),
         parent=_parent(document.get("parent"), where),
         world_size=field.whole("world_size", WORLD_SIZE_MAX),
         layouts=tuple(dict(each) for each in field.of("layouts", list) if isinstance(each, dict)),
-        software={str(name): str(version) for name, version in field.of("software", dict).items()},
+        software=field.texts("software"),
         tensors=field.whole("tensors", 1 << 62),
         tensor_bytes=field.whole("tensor_bytes", 1 << 80),
-        aliases={str(alias): str(fqn) for alias, fqn in field.of("aliases", dict).items()},
+        aliases=field.texts("aliases"),
         tree=tree,
         packs=_records(field.of("packs", list), is_pack_name, where),
         parts=_records(field.of("parts", list), is_part_name, where),
@@ -118,7 +123,7 @@ def check_format(document: Mapping[str, object], kind: str, where: str) -> None:
     """
     header = document.get("holdfast")
     version = header.get("format") if isinstance(header, dict) else None
-    if not isinstance(header, dict) or not isinstance(version, list) or not version:
+    if not isinstance(header, dict) or not isinstance(version, list) or list(map(type, version)) != [int, int]:
         raise CorruptError(f"{where}: carries no Holdfast format version")
     if version[0] != FORMAT_MAJOR:
         raise InvalidError(
@@ -126,7 +131,7 @@ def check_format(document: Mapping[str, object], kind: str, where: str) -> None:
             f"Read it with a Holdfast of major format {version[0]}"
         )
     if header.get("kind") != kind:
-        raise InvalidError(f"{where}: is a {header.get('kind')!r}; expected a {kind!r}")
+        raise InvalidError(f"{where}: is a {str(header.get('kind'))[:80]!r}; expected a {kind!r}")
 
 
 class _Fields:
@@ -140,6 +145,12 @@ class _Fields:
         if not isinstance(value, kind) or not allowed(value):
             raise CorruptError(f"{self._where}: {name} is {str(value)[:80]!r}; expected a valid {kind.__name__}")
         return value
+
+    def texts(self, name: str) -> dict[str, str]:
+        def plain_texts(found: dict[object, object]) -> bool:
+            return all(isinstance(each, str) and values.plain(each) for pair in found.items() for each in pair)
+
+        return self.of(name, dict, plain_texts)
 
     def whole(self, name: str, largest: int) -> int:
         return self.of(name, int, lambda number: not isinstance(number, bool) and 0 <= number <= largest)
@@ -155,8 +166,10 @@ def _records(entries: list[object], is_name: Callable[[str], bool], where: str) 
         if not isinstance(entry, list) or len(entry) != 3:
             raise CorruptError(f"{where}: {str(entry)[:80]!r}; expected [name, bytes, digest]")
         name, count, digest = entry
-        if not isinstance(name, str) or not is_name(name) or not isinstance(digest, str):
+        if not isinstance(name, str) or not is_name(name):
             raise CorruptError(f"{where}: file {str(name)[:80]!r}; expected a name of this format")
+        if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{32}", digest):
+            raise CorruptError(f"{where}: {name} with digest {str(digest)[:80]!r}; expected 32 hexadecimal digits")
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise CorruptError(f"{where}: {name} of {str(count)[:80]} bytes; expected a whole number")
         records.append(FileRecord(name, count, digest))
@@ -170,6 +183,6 @@ def _parent(entry: object, where: str) -> Parent | None:
         return None
     if isinstance(entry, list) and len(entry) == 3:
         run_id, step, digest = entry
-        if isinstance(run_id, str) and isinstance(step, int) and isinstance(digest, str):
+        if isinstance(run_id, str) and values.plain(run_id) and type(step) is int and isinstance(digest, str):
             return Parent(run_id, step, digest)
     raise CorruptError(f"{where}: parent {str(entry)[:80]!r}; expected [run, step, digest]")

@@ -61,6 +61,13 @@ def is_index_name(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
+def rank_of_part(name: str) -> int:
+    """Return the rank that wrote a part, from its name."""
+    match = _PART.fullmatch(name)
+    assert match is not None, name
+    return int(match[1])
+
+
 def rank_of_pack(name: str) -> int:
     """Return the rank that wrote a pack, from its name."""
     match = _PACK.fullmatch(name)

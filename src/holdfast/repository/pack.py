@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import msgspec
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.text import loads
 from holdfast.settings import PAGE_BYTES
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import BY_SAFETENSORS, DTYPES
@@ -115,8 +115,12 @@ def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
     Raises:
         CorruptError: The header is not that of a safetensors file we could have written.
     """
+    if len(header) < 8 or struct.unpack("<Q", header[:8])[0] != len(header) - 8:
+        raise CorruptError(f"{where}: its first 8 bytes say {header[:8].hex()}; expected {len(header) - 8}, its length")
+    document = loads(header[8:])
+    if not isinstance(document, dict):
+        raise CorruptError(f"{where}: the header is {type(document).__name__}; expected a JSON object")
     try:
-        document = json.loads(header[8:].decode("utf-8"))
         entries = []
         for fqn, entry in document.items():
             if fqn == "__metadata__":

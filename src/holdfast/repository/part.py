@@ -52,6 +52,19 @@ class RankPart:
     """This rank's own values by path, encoded; None if it has none."""
 
 
+def require_own(part: RankPart, rank: int, attempt: str, where: str) -> None:
+    """Refuse the part of another rank or attempt.
+
+    Raises:
+        CorruptError: It says that it is of another.
+    """
+    if (part.rank, part.attempt) != (rank, attempt):
+        raise CorruptError(
+            f"{where}: the part of rank {rank} says rank {part.rank}, attempt {part.attempt[:80]!r}; "
+            f"expected rank {rank}, attempt {attempt}"
+        )
+
+
 def encode_part(part: RankPart) -> bytes:
     """Return the bytes of a part file."""
     return msgspec.msgpack.encode(

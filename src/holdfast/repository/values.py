@@ -20,7 +20,7 @@ from holdfast.repository.text import dumps, loads, plain
 from holdfast.settings import MIB
 from holdfast.spec.values import FrameworkValue, Group, GroupKind, PerRankRef, Skipped, TensorRef
 
-__all__ = ["DEPTH_MAX", "ENCODED_BYTES_MAX", "decode", "dumps", "encode", "loads"]
+__all__ = ["DEPTH_MAX", "ENCODED_BYTES_MAX", "decode", "dumps", "encode", "loads", "plain"]
 
 DEPTH_MAX = 200
 """Arrays and objects of the document around one value; leaves room for an envelope within `TEXT_DEPTH_MAX`."""
@@ -220,7 +220,10 @@ def _below(path: str, key: object) -> str:
     if type(key) is str and len(key) <= 200 and key.isprintable():
         return f"{path}.{key}" if path else key
     # Only the repr of a known type is sure to be short to make and not to raise.
-    shown = f"{key[:200]!r}" if type(key) is str else f"{key!r:.200}" if _is_key(key) else f"<{_type_name(key)}>"
+    try:
+        shown = f"{key[:200]!r}" if type(key) is str else f"{key!r:.200}" if _is_key(key) else f"<{_type_name(key)}>"
+    except ValueError:
+        shown = "<a huge integer>"  # Python refuses to write one in decimal.
     return f"{path}{{{shown}}}"
 
 

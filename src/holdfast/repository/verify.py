@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import check_size, index_from, read_file
 from holdfast.repository.digest import digest_of
-from holdfast.repository.names import MANIFEST_FILE
+from holdfast.repository.index import Index
+from holdfast.repository.names import MANIFEST_FILE, rank_of_part
 from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
-from holdfast.repository.part import decode_part
+from holdfast.repository.part import decode_part, require_own
 from holdfast.spec.damage import Damage
 from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.plan import APART, Piece
@@ -21,8 +22,25 @@ class Verification:
     """Reads every byte of one checkpoint."""
 
     def __init__(
-        self, store: Store, folder: str, manifest: Manifest, slab: memoryview, observer: Observer | None = None
+        self,
+        store: Store,
+        folder: str,
+        manifest: Manifest,
+        slab: memoryview,
+        judge: Callable[[Index], None],
+        observer: Observer | None = None,
     ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            store: Where the checkpoint lies.
+            folder: Its folder there.
+            manifest: Its manifest.
+            slab: Room for two windows and two pages.
+            judge: Raises `CorruptError` if the pieces of an index do not cover every tensor exactly once.
+            observer: Told of progress.
+        """
+        self._judge = judge
         self._store, self._folder, self._manifest = store, folder, manifest
         self._slab, self._observer = slab, observer
         self._total = sum(file.bytes for file in (*manifest.packs, *manifest.parts, *manifest.indexes))
@@ -39,7 +57,7 @@ class Verification:
         for part in manifest.parts:
             try:
                 data = read_file(self._store, self._folder, manifest.attempt, part)
-                decode_part(data, part.name)
+                require_own(decode_part(data, part.name), rank_of_part(part.name), manifest.attempt, part.name)
             except CheckpointError as error:
                 yield self._of_file(part.name, error)
             self._advance(part.bytes)
@@ -54,6 +72,7 @@ class Verification:
             return
         try:
             index = index_from(manifest, files, f"{self._store.url}/{self._folder}")
+            self._judge(index)
         except CheckpointError as error:
             # Every index file is what the manifest says, so the manifest and the index contradict each other.
             yield Damage(MANIFEST_FILE, None, None, None, str(error))

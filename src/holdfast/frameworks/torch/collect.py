@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
-from holdfast.frameworks.torch.held import Ranks, held_of
+from holdfast.frameworks.torch.held import Ranks, held_of, is_meta
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.tensors import (
@@ -138,7 +138,7 @@ class _Collector:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
         self._names.add(fqn)
         require_storable(tensor, fqn)
-        if tensor.is_meta:
+        if is_meta(tensor):
             raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
         # A rank that holds nothing of a tied tensor must know of the tie nevertheless: all ranks list one name.
         empty = declared is not None and not tensor.numel()

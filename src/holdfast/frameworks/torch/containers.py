@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import torch
 
-from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.tensors import dtype_name, require_storable, torch_dtype
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.frameworks.torch.tensors import dtype_name, require_storable
+from holdfast.spec.dtype import DTYPES
 from holdfast.spec.values import FrameworkValue, Value
 
 OnTensor = Callable[[str, torch.Tensor], Value]
@@ -101,13 +103,51 @@ def _like(value: dict[object, object], items: Iterable[tuple[object, object]]) -
 
 def _built(value: FrameworkValue) -> object:
     content = value.value
-    if value.kind == "torch.dtype" and isinstance(content, str):
-        return torch_dtype(content)
-    if value.kind == "torch.size" and isinstance(content, tuple):
-        return torch.Size(content)
+    if value.kind == "torch.dtype":
+        return _dtype(content)
+    if value.kind == "torch.size":
+        return torch.Size(_shape(content))
     if value.kind == "torch.device" and isinstance(content, str):
-        return torch.device(content)
-    if value.kind == "torch.tensor" and isinstance(content, dict):
-        data = torch.frombuffer(bytearray(content["data"]), dtype=torch_dtype(content["dtype"]))
-        return data.reshape(content["shape"])
-    raise InvalidError(f"a value of kind {value.kind!r} was saved by a newer Holdfast; load it with that version")
+        try:
+            return torch.device(content)
+        except RuntimeError as error:
+            raise CorruptError(f"device {content[:80]!r}: unknown to torch ({str(error)[:200]})") from error
+    if value.kind == "torch.tensor":
+        return _tensor(content)
+    raise InvalidError(f"a value of kind {value.kind[:80]!r} was saved by a newer Holdfast; load it with that version")
+
+
+_DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+"""By name: what is stored is looked up here, never as an attribute of torch."""
+
+
+def _dtype(name: object) -> torch.dtype:
+    if not isinstance(name, str) or name not in _DTYPES:
+        shown = repr(name[:80]) if isinstance(name, str) else type(name).__name__
+        raise CorruptError(f"dtype {shown}: torch has none of this name; damaged, or saved with another torch")
+    return _DTYPES[name]
+
+
+def _shape(content: object) -> tuple[int, ...]:
+    if not isinstance(content, tuple) or not all(type(each) is int and 0 <= each < 1 << 63 for each in content):
+        raise CorruptError("a torch.Size that is no tuple of lengths; read another copy")
+    return content
+
+
+def _tensor(content: object) -> torch.Tensor:
+    if not isinstance(content, dict) or content.keys() != {"dtype", "shape", "data"}:
+        raise CorruptError("a small tensor without dtype, shape and data; read another copy")
+    dtype, shape, data = _dtype(content["dtype"]), _shape(content["shape"]), content["data"]
+    # Nothing is allocated that the bytes at hand do not fill, and no stride can pass what torch can count.
+    padded_bytes = math.prod(length or 1 for length in shape) * dtype.itemsize
+    if not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data) or padded_bytes >= 1 << 62:
+        raise CorruptError(f"a small tensor of {dtype} {list(shape)[:64]} whose data does not fit; read another copy")
+    if len(shape) > _DIMENSIONS_MAX or dtype not in _STORABLE:
+        raise CorruptError(f"a small tensor of {dtype} with {len(shape)} dimensions; read another copy")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+_DIMENSIONS_MAX = 64
+_STORABLE = {_DTYPES[name] for name in DTYPES}

@@ -145,6 +145,12 @@ def local_shards_of(tensor: torch.Tensor) -> list[LocalShardOfTensor] | None:
     return list(tensor.local_shards())
 
 
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape and no memory."""
+    shards = local_shards_of(tensor)
+    return tensor.is_meta if shards is None else any(each.tensor.is_meta for each in shards)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the dense tensor that holds this rank's elements, without gradient history."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

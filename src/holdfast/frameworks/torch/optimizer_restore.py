@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from holdfast.errors import InvalidError
+from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.containers import put_together
 from holdfast.frameworks.torch.optimizers import OptimizerView, new_state_tensor
 from holdfast.frameworks.torch.tensors import torch_dtype
@@ -86,6 +86,8 @@ class OptimizerRestoration:
             if not isinstance(values, dict):
                 self._taker.missing.append(path)
                 continue
+            if "params" in values:
+                raise CorruptError(f"{path}: hyperparameters hold params, which no save writes. Read another copy")
             if chosen is None:
                 chosen, chosen_name = values, name
             elif chosen is not values:
@@ -116,6 +118,7 @@ class OptimizerRestoration:
             local_shape = view.local_shape(parameter, spec.global_shape)
             tensor = present.get(key)
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != local_shape:
+                catalog.require_stored(catalog.aliases.get(fqn, fqn))
                 tensor = new_state_tensor(parameter, group, torch_dtype(spec.dtype), local_shape)
             self._taker.want(fqn, tensor, view.declared_for(parameter, tensor))
             state[key] = tensor

@@ -115,6 +115,7 @@ class TorchRestoration:
         if fits and isinstance(template, torch.Tensor) and not template.is_meta:
             tensor = template
         else:
+            self._catalog.require_stored(stored)
             tensor = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
         self.want(reference.fqn, tensor)
         return tensor

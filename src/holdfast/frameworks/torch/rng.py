@@ -32,14 +32,32 @@ def restore(state: object, path: str) -> None:
     if not isinstance(state, dict):
         raise InvalidError(f"{path}: a random state of type {type(state).__name__}; expected one saved by RngState")
     try:
+        _require_numpy_state(state["numpy"])
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         for number, each in enumerate(state.get("cuda", [])[:devices]):
             torch.cuda.set_rng_state(each, number)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidError(f"{path}: the random state does not fit this Python, numpy or torch: {error}") from error
+
+
+def _require_numpy_state(state: object) -> None:
+    """Refuse a state that numpy would take unseen: its position is used as an index without a check."""
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise ValueError("numpy's is no tuple of five")
+    name, keys, position, has_gauss, gauss = state
+    if not isinstance(keys, np.ndarray) or keys.shape != (_KEYS,) or keys.dtype.kind != "u":
+        raise ValueError(f"numpy's keys are not {_KEYS} unsigned numbers")
+    if name != "MT19937" or type(position) is not int or not 0 <= position <= _KEYS:
+        raise ValueError("numpy's position lies outside its keys")
+    if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
+        raise ValueError("numpy's last draw is no number")
+
+
+_KEYS = 624
+"""Words of a Mersenne Twister."""
 
 
 def seed(run_id: str, step: int | None, rank: int) -> None:

@@ -1,0 +1,45 @@
+"""What must hold of an index before anything is allocated for it or read by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.plan.cover import uncovered_names
+from holdfast.ports.clock import Clock
+from holdfast.repository.index import Index
+
+RequireStored = Callable[[str], None]
+"""Refuses a stored FQN of which a pack is not there in full."""
+
+
+def require_covered(index: Index, clock: Clock, where: str) -> None:
+    """Refuse an index whose pieces leave a hole or overlap: what is read would be memory nobody wrote.
+
+    Raises:
+        CorruptError: Names the tensors.
+    """
+    seed = int.from_bytes(clock.random_bytes(8), "little")
+    wrong = uncovered_names(index.tensors.values(), index.pieces_of, seed)
+    if wrong:
+        raise CorruptError(
+            f"{where}: the pieces of {len(wrong)} tensors leave holes or overlap: {wrong[:10]}. Read another copy"
+        )
+
+
+def stored_by(index: Index, faulty: Mapping[str, CheckpointError]) -> RequireStored:
+    """Return what refuses tensors that lie in a faulty pack.
+
+    Args:
+        index: The index.
+        faulty: What is wrong, by name of the pack.
+    """
+
+    def require(fqn: str) -> None:
+        if faulty:
+            for piece in index.pieces_of(fqn):
+                if piece.pack in faulty:
+                    error = faulty[piece.pack]
+                    raise type(error)(f"{fqn}: {error}")
+
+    return require

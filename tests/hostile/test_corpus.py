@@ -1,0 +1,83 @@
+"""Every crafted run ends in one of the five errors, soon and small, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile.cases import HARMLESS
+from tests.hostile.corpus import CASES
+from tests.hostile.crafting import Crafted, make_template
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MEMORY_MIB_MAX = 512
+STAGES = ("open", "objects", "tensors", "read", "verify", "load", "content", "manager", "list")
+CANARY = Path("/tmp/holdfast-was-here")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What each case came to, tried in one process that does nothing else; and what it grew to, under ''."""
+    workplace = tmp_path_factory.mktemp("hostile")
+    CANARY.unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"}
+    command = [sys.executable, "-W", "error", "-m", "tests.hostile.trial", str(workplace)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=550, check=False
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr[-3000:]
+    yield {each.get("name", ""): each for each in found}
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_a_crafted_run_is_refused_by_name(outcomes: dict[str, Any], name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    outcome = outcomes[name]
+    assert outcome["unexpected"] == []
+    first = next((stage for stage in STAGES if stage in outcome["said"]), HARMLESS)
+    assert first == case.noticed_by, outcome["said"]
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_a_crafted_run_changes_nothing_and_starts_nothing(outcomes: dict[str, Any], name: str) -> None:
+    assert outcomes[name]["changed"] == []
+    assert outcomes[name]["did"] == []
+    assert not CANARY.exists()
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_what_the_command_line_shows_of_a_crafted_run_steers_no_terminal(outcomes: dict[str, Any], name: str) -> None:
+    assert outcomes[name]["unclean"] == []
+
+
+def test_the_corpus_takes_little_memory(outcomes: dict[str, Any]) -> None:
+    assert outcomes[""]["peak_mib"] < MEMORY_MIB_MAX
+    print(f"{len(CASES)} crafted runs: {outcomes['']['peak_mib']} MiB above one good run")
+
+
+def test_the_corpus_is_as_large_as_was_promised() -> None:
+    assert len(CASES) >= 100
+    assert sum(case.noticed_by == HARMLESS for case in CASES) < len(CASES) / 5
+
+
+def test_what_is_crafted_differs_from_what_is_good(tmp_path: Path) -> None:
+    """The tools reseal so well that a run rewritten without a change is whole."""
+    import holdfast
+
+    make_template(tmp_path / "run")
+    crafted = Crafted(tmp_path / "run")
+    crafted.edit_manifest(lambda document: None)
+    crafted.edit_index(lambda document: None)
+    crafted.edit_part(lambda document: None)
+    crafted.edit_header(lambda header: None)
+    assert list(holdfast.open_checkpoint(crafted.folder).verify()) == []

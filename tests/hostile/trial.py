@@ -1,0 +1,177 @@
+"""What everything that reads a checkpoint says of a crafted one, in a process that watches itself.
+
+Run as a program: `python -m tests.hostile.trial FOLDER` prints one JSON line per case of the corpus, then one of its
+own peak memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast import api
+from holdfast.cli.app import app
+from holdfast.errors import CheckpointError
+from tests.hostile.corpus import CASES
+from tests.hostile.crafting import STEP, Crafted, content_of, make_template, state_of
+
+STAGES = ("open", "objects", "tensors", "read", "verify", "load", "manager", "list")
+FORBIDDEN_EVENTS = {
+    "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class",
+    "ctypes.dlopen", "socket.connect", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink",
+    "os.chmod", "os.truncate", "shutil.rmtree",
+}  # fmt: skip
+
+
+class Watch:
+    """Notes what a trial must not do: run something, or change the file system."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.seen: list[str] = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[object, ...]) -> None:
+        if not self.active:
+            return
+        if event in FORBIDDEN_EVENTS or (event == "open" and _writes(arguments)):
+            self.seen.append(f"{event} {str(arguments)[:200]}")
+
+
+def _writes(arguments: tuple[object, ...]) -> bool:
+    flags = arguments[2] if len(arguments) > 2 else 0
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+
+
+def tree_of(top: Path) -> dict[str, tuple[object, ...]]:
+    """Everything below a folder, but for times of access."""
+    found: dict[str, tuple[object, ...]] = {}
+    for folder, folders, files in os.walk(top):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            status = os.lstat(path)
+            found[path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
+    return found
+
+
+def tried(crafted: Crafted, good: dict[str, object]) -> dict[str, Any]:
+    """Try one crafted run every way there is; what each stage said, by stage."""
+    said: dict[str, str] = {}
+    unexpected: list[str] = []
+
+    def stage(name: str, act: Callable[[], object]) -> object:
+        try:
+            return act()
+        except CheckpointError as error:
+            said.setdefault(name, f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            unexpected.append(f"{name}: {type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}")
+            said.setdefault(name, "unexpected")
+        return None
+
+    folder = crafted.folder
+    checkpoint: Any = stage("open", lambda: holdfast.open_checkpoint(folder))
+    if checkpoint is not None:
+        stage("objects", lambda: (checkpoint.objects, checkpoint.objects_document()))
+        names = stage("tensors", lambda: list(checkpoint.tensors)) or []
+        assert isinstance(names, list)
+        for name in [*names, *checkpoint.aliases][:50]:
+            stage("tensors", lambda name=name: (checkpoint.pieces(name), checkpoint.written_by(name)))
+            stage("read", lambda name=name: checkpoint.read(name))
+            stage("read", lambda name=name: checkpoint.read(name, framework="torch"))
+        stage("read", lambda: checkpoint.per_rank(0))
+        damages = stage("verify", lambda: [str(each) for each in checkpoint.verify()])
+        if damages:
+            assert isinstance(damages, list)
+            said["verify"] = f"damage: {damages[0]}"
+
+    def load() -> None:
+        state = state_of(5)
+        holdfast.load(folder, state, process_group=False)
+        if content_of(state) != good:
+            said.setdefault("content", "what was loaded is not what was saved")
+
+    def manager() -> None:
+        state = state_of(5)
+        with holdfast.CheckpointManager(crafted.root, process_group=False) as opened:
+            opened.steps()
+            if opened.load(state) is None:
+                said.setdefault("manager", "no step")
+            elif content_of(state) != good:
+                said.setdefault("content", "what was loaded is not what was saved")
+
+    stage("load", load)
+    stage("manager", manager)
+    shown = "".join(_shown(arguments, unexpected) for arguments in _commands(crafted))
+    run = stage("list", lambda: api.list_steps(crafted.root))
+    if isinstance(run, api.RunRecord) and (run.error or any(each.error for each in run.steps)):
+        said.setdefault("list", "a step or the run is damaged")
+    return {
+        "said": said,
+        "unexpected": unexpected,
+        "unclean": sorted({each for each in shown if not each.isprintable() and each != "\n"}),
+    }
+
+
+def _commands(crafted: Crafted) -> list[list[str]]:
+    folder, root = str(crafted.folder), str(crafted.root)
+    return [
+        [*each, *more] for each in (["ls", root], ["inspect", folder], ["verify", folder]) for more in ([], ["--json"])
+    ]
+
+
+def _shown(arguments: list[str], unexpected: list[str]) -> str:
+    ended = CliRunner().invoke(app, arguments)
+    if ended.exception is not None and not isinstance(ended.exception, SystemExit):
+        unexpected.append(f"{arguments[0]}: {type(ended.exception).__name__}: {ended.exception}")
+    if ended.exit_code not in (0, 1, 2):
+        unexpected.append(f"{arguments[0]}: exit {ended.exit_code}")
+    return ended.stdout + ended.stderr
+
+
+def main(workplace: Path, chosen: list[str]) -> None:
+    """Try every case in a folder of its own."""
+    torch.set_num_threads(1)
+    template = workplace / "template"
+    make_template(template)
+    good = content_of(state_of(3))
+    watch = Watch()
+    tried(Crafted(template), good)
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for case in CASES:
+        if chosen and case.name not in chosen:
+            continue
+        inside = workplace / "case"
+        shutil.copytree(template, inside / "root")
+        crafted = Crafted(inside / "root")
+        case.craft(crafted)
+        before = tree_of(inside)
+        watch.seen.clear()
+        watch.active = True
+        outcome = tried(crafted, good)
+        watch.active = False
+        outcome |= {
+            "name": case.name,
+            "changed": sorted(str(each) for each in before.items() ^ tree_of(inside).items())[:10],
+            "did": watch.seen[:10],
+            "peak": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) // 1024,
+        }
+        print(json.dumps(outcome), flush=True)
+        shutil.rmtree(inside)
+    print(json.dumps({"peak_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) // 1024}), flush=True)
+
+
+if __name__ == "__main__":
+    assert STEP == 7
+    main(Path(sys.argv[1]), sys.argv[2:])
