@@ -11,7 +11,7 @@ from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.collect import selected
 from holdfast.frameworks.torch.containers import put_together, take_apart
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
-from holdfast.frameworks.torch.held import Ranks, held_of
+from holdfast.frameworks.torch.held import Ranks, held_of, is_meta
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.tensors import (
@@ -80,7 +80,7 @@ class TorchRestoration:
         if spec is None:
             return False
         require_storable(tensor, fqn)
-        if tensor.is_meta:
+        if is_meta(tensor):
             raise InvalidError(
                 f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
             )
@@ -112,7 +112,7 @@ class TorchRestoration:
         if spec is None:
             raise InvalidError(f"{reference.fqn}: its container is in the checkpoint, the tensor is not")
         fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
-        if fits and isinstance(template, torch.Tensor) and not template.is_meta:
+        if fits and isinstance(template, torch.Tensor) and not is_meta(template):
             tensor = template
         else:
             self._catalog.require_stored(stored)
