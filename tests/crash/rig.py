@@ -18,6 +18,7 @@ import torch
 import holdfast
 from holdfast.frameworks.torch.comm import SoloComm
 from holdfast.frameworks.torch.framework import TorchFramework
+from holdfast.frameworks.torch.held import Ranks
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadRequest
@@ -115,7 +116,8 @@ def local_store(root: Path, faults: Faults | None = None) -> LocalStore:
 def run_at(store: Store, board_faults: Faults | None = None) -> Run:
     """Return a run as the manager builds it."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
-    return Run(store, Job(comm, SystemClock(), SETTINGS), TorchFramework(comm.rank_of_global))
+    ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
+    return Run(store, Job(comm, SystemClock(), SETTINGS), TorchFramework(ranks))
 
 
 def committed_at(root: Path, *steps: int) -> None:
