@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Held, HeldPart, local_shards_of
 from holdfast.ports.framework import Ticket
-from holdfast.spec.box import Box
+from holdfast.spec.box import Box, flat_range_boxes
 from holdfast.spec.dtype import DTYPES, dtype_named
 from holdfast.spec.region import FlatRange, Region, contains, region_boxes
 
@@ -71,40 +71,58 @@ class TorchSource:
 
     def __init__(self, parts: Sequence[HeldPart]) -> None:
         self._parts = parts
-        self._bytes: dict[int, torch.Tensor] = {}
 
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
-        number = 0
+        part = self._parts[0]
         if len(self._parts) > 1:
-            number = next(n for n, each in enumerate(self._parts) if contains(each.region, piece))
-        part = self._parts[number]
+            part = next(each for each in self._parts if contains(each.region, piece))
         offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
-        run = self._flat(number)[offset + start : offset + stop]
-        if run.device.type == "cpu":
-            slab[: stop - start] = run.numpy().data
-        else:
-            torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
+        _copy_run(part.local, offset + start, offset + stop, slab)
         return DONE
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
-        """Return at most `blocks` blocks spread evenly over the held bytes."""
-        return b"".join(_sampled(self._flat(number), blocks, block_bytes) for number in range(len(self._parts)))
-
-    def _flat(self, number: int) -> torch.Tensor:
-        if number not in self._bytes:
-            local = self._parts[number].local.resolve_conj().resolve_neg()
-            self._bytes[number] = local.contiguous().reshape(-1).view(torch.uint8)
-        return self._bytes[number]
+        """Return at most `blocks` blocks spread evenly over the held bytes of each part."""
+        return b"".join(_sampled(part.local, blocks, block_bytes) for part in self._parts)
 
 
-def _sampled(data: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
-    total = data.numel()
+def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> None:
+    """Copy a run of a tensor's row-major bytes, of whole elements, to the front of `slab`.
+
+    A tensor that is not one run of memory, or shows its memory conjugated or negated, is copied box by box: a
+    contiguous copy of all of it could be as large as the state.
+    """
+    if not local.is_contiguous() or local.is_conj() or local.is_neg():
+        at = 0
+        for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
+            into = torch.frombuffer(slab, dtype=local.dtype, count=box.numel, offset=at).view(box.shape)
+            into.copy_(local[box.relative_to((0,) * local.ndim)])
+            at += box.numel * local.itemsize
+        return
+    run = local.reshape(-1).view(torch.uint8)[start:stop]
+    if run.device.type == "cpu":
+        slab[: stop - start] = run.numpy().data
+    else:
+        torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
+
+
+def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
+    total, itemsize = local.numel() * local.itemsize, local.itemsize
+    if not total:
+        return b""
     if total <= blocks * block_bytes:
-        return data.cpu().numpy().tobytes()
-    stride = (total - block_bytes) / max(blocks - 1, 1)
-    starts = [int(number * stride) for number in range(blocks)]
-    return torch.cat([data[start : start + block_bytes] for start in starts]).cpu().numpy().tobytes()
+        runs = [(0, total)]
+    else:
+        run_bytes = -(-block_bytes // itemsize) * itemsize
+        stride = (total - run_bytes) / max(blocks - 1, 1)
+        starts = (int(number * stride) // itemsize * itemsize for number in range(blocks))
+        runs = [(start, start + run_bytes) for start in starts]
+    data = memoryview(bytearray(sum(stop - start for start, stop in runs)))
+    at = 0
+    for start, stop in runs:
+        _copy_run(local, start, stop, data[at : at + stop - start])
+        at += stop - start
+    return data.tobytes()
 
 
 def _first_element(held: Region, piece: Region) -> int:
