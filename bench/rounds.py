@@ -113,6 +113,9 @@ def tiny_round(root: Path, count: int, seconds: Seconds) -> None:
     add("tiny_load", lambda: holdfast.load(root / "ours", target, process_group=False))
     require_equal(saved, target)
     add("tiny_load_dcp", lambda: dcp.load(target, checkpoint_id=root / "dcp", no_dist=True))
+    saved, target = tiny_state(5 * count, fill=True), tiny_state(5 * count, fill=False)
+    add("tiny_save_five_times", lambda: holdfast.save(root / "more", saved, process_group=False))
+    add("tiny_load_five_times", lambda: holdfast.load(root / "more", target, process_group=False))
 
 
 def require_equal(saved: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
@@ -135,7 +138,7 @@ def main(folder: str, total_mib: int, rounds: int, tiny: int) -> None:
     large_round(root / "warmup", saved, target, {})
     for _ in range(rounds):
         large_round(root / "large", saved, target, seconds)
-    for _ in range(max(rounds // 2, 1)):
+    for _ in range(rounds):
         on_first_rank(lambda: tiny_round(root / "tiny", tiny, seconds))
     if dist.get_rank() == 0:
         print(json.dumps(seconds))
