@@ -139,7 +139,7 @@ CASES = [
     Case("digest of an index is no digest", "open", _record("indexes", 2, "\x1b[31m")),
     Case("index said to be huge", "tensors", _record("indexes", 1, 1 << 62)),
     Case("index said to be empty", "tensors", _record("indexes", 1, 0)),
-    Case("pack said to be huge", "read", _record("packs", 1, 1 << 62)),
+    Case("pack said to be huge", "verify", _record("packs", 1, 1 << 62)),
     Case("pack said to be empty", "tensors", _record("packs", 1, 0)),
     Case(
         "a million packs that are not there",

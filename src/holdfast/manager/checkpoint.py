@@ -20,7 +20,7 @@ from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
 from holdfast.repository import values
-from holdfast.repository.catalog import check_size, read_index
+from holdfast.repository.catalog import check_size, read_index, stored_bytes
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import rank_of_pack
@@ -29,7 +29,7 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
 from holdfast.spec.damage import Damage
 from holdfast.spec.manifest import Manifest
-from holdfast.spec.plan import Piece
+from holdfast.spec.plan import LoadPlan, Piece
 from holdfast.spec.values import Group, Value
 
 Selector = int | slice | EllipsisType
@@ -59,7 +59,7 @@ class Checkpoint:
     ) -> None:
         self._place, self._settings, self._to_torch = place, settings, to_torch
         self._clock = clock or SystemClock()
-        self._whole_packs: set[str] = set()
+        self._pack_bytes: dict[str, int] = {}
         self.manifest: Manifest = decode_manifest(manifest_bytes_at(place), f"{place.url}/manifest.json")
         """The commit record."""
 
@@ -127,7 +127,7 @@ class Checkpoint:
             raise MissingError(f"{self.url}: no tensor {fqn!r}; names that end alike: {near}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
         plan = load_plan([WantedBoxes(stored, (box,))], self.index.pieces_of, self._settings.window_bytes)
-        self._require_whole({run.pack for run in plan.runs})
+        self._require_there(plan)
         target = HostTarget(spec.dtype, box)
         prefix = f"{self._place.folder}{self.manifest.attempt}/"
         carry_out(plan, self._place.store, prefix, [target], self._settings)
@@ -135,13 +135,15 @@ class Checkpoint:
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
 
-    def _require_whole(self, packs: set[str]) -> None:
-        """Refuse packs that are not as long as the manifest says, before memory is allocated for what they hold."""
+    def _require_there(self, plan: LoadPlan) -> None:
+        """Refuse to read past the end of a pack, before memory is allocated for it."""
+        records = {pack.name: pack for pack in self.manifest.packs}
         prefix = f"{self._place.folder}{self.manifest.attempt}/"
-        for pack in self.manifest.packs:
-            if pack.name in packs - self._whole_packs:
-                check_size(self._place.store, prefix + pack.name, pack)
-        self._whole_packs |= packs
+        for run in plan.runs:
+            if run.pack not in self._pack_bytes:
+                self._pack_bytes[run.pack] = stored_bytes(self._place.store, prefix + run.pack)
+            if run.stop > self._pack_bytes[run.pack]:
+                check_size(self._place.store, prefix + run.pack, records[run.pack])
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.

@@ -18,7 +18,7 @@ from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
 from holdfast.ports.store import Store
 from holdfast.repository import values
-from holdfast.repository.catalog import faulty_packs, index_from, manifest_in, read_file
+from holdfast.repository.catalog import index_from, manifest_in, read_file, short_packs
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
@@ -159,7 +159,7 @@ def _resolve(
     frames: list[bytes] = []
     own = None
     read: tuple[Manifest, Index] | None = None
-    faulty: dict[str, CheckpointError] = {}
+    short: dict[str, tuple[int, CheckpointError]] = {}
     if comm.rank == 0:
         place = None
         try:
@@ -169,14 +169,14 @@ def _resolve(
                 # Judged before it is given away, so that damage is one rank's error and not every rank's.
                 read = _decoded(frames, place)
                 require_covered(read[1], clock, place.url)
-                faulty = faulty_packs(place.store, place.folder, read[0])
+                short = short_packs(place.store, place.folder, read[0])
         except CheckpointError as error:
             own = error
         head = {
             "error": error_text(own) if own else None,
             "folder": place.folder if place else None,
             "step": place.step if place else None,
-            "faulty": {name: error_text(error) for name, error in faulty.items()},
+            "short": {name: [there, error_text(error)] for name, (there, error) in short.items()},
         }
         frames = [json.dumps(head).encode(), *frames]
     frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
@@ -187,7 +187,8 @@ def _resolve(
         return None
     place = Place(store, head["folder"], head["step"])
     manifest, index = _decoded(frames[1:], place) if read is None else read
-    return place, manifest, index, stored_by(index, {name: error_from(text) for name, text in head["faulty"].items()})
+    told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
+    return place, manifest, index, stored_by(index, told)
 
 
 def _manifest_and_index(place: Place) -> list[bytes]:

@@ -10,7 +10,7 @@ from holdfast.ports.clock import Clock
 from holdfast.repository.index import Index
 
 RequireStored = Callable[[str], None]
-"""Refuses a stored FQN of which a pack is not there in full."""
+"""Refuses a stored FQN of which a piece is not there in full."""
 
 
 def require_covered(index: Index, clock: Clock, where: str) -> None:
@@ -27,19 +27,19 @@ def require_covered(index: Index, clock: Clock, where: str) -> None:
         )
 
 
-def stored_by(index: Index, faulty: Mapping[str, CheckpointError]) -> RequireStored:
-    """Return what refuses tensors that lie in a faulty pack.
+def stored_by(index: Index, short: Mapping[str, tuple[int, CheckpointError]]) -> RequireStored:
+    """Return what refuses tensors that lie where a short pack has ended.
 
     Args:
         index: The index.
-        faulty: What is wrong, by name of the pack.
+        short: By name, packs not there in full: the bytes there are, and what to say of it.
     """
 
     def require(fqn: str) -> None:
-        if faulty:
+        if short:
             for piece in index.pieces_of(fqn):
-                if piece.pack in faulty:
-                    error = faulty[piece.pack]
+                there, error = short.get(piece.pack, (piece.offset + piece.bytes, None))
+                if error is not None and piece.offset + piece.bytes > there:
                     raise type(error)(f"{fqn}: {error}")
 
     return require

@@ -136,6 +136,14 @@ def read_file(store: Store, folder: str, attempt: str, record: FileRecord) -> by
     return data
 
 
+def stored_bytes(store: Store, key: str) -> int:
+    """Return the bytes that are stored at `key`; 0 if there is no such object."""
+    try:
+        return store.size(key)
+    except MissingError:
+        return 0
+
+
 def check_size(store: Store, key: str, record: FileRecord) -> None:
     """Refuse a file that is not there or not as long as the manifest says.
 
@@ -203,22 +211,23 @@ def _require_totals(index: Index, manifest: Manifest, where: str) -> None:
         )
 
 
-def faulty_packs(store: Store, folder: str, manifest: Manifest) -> dict[str, CheckpointError]:
-    """Return, by name, what is wrong with packs that are not there or not as long as the manifest says.
+def short_packs(store: Store, folder: str, manifest: Manifest) -> dict[str, tuple[int, CheckpointError]]:
+    """Return, by name, packs that are not there in full: the bytes there are, and what to say of it.
 
-    One listing, however many packs there are.
+    One listing, however many packs there are. What is there of a short pack can still be read.
     """
     prefix = f"{folder}{manifest.attempt}/"
     found = {entry.key: entry.bytes for entry in store.list(prefix)}
-    faulty: dict[str, CheckpointError] = {}
+    short: dict[str, tuple[int, CheckpointError]] = {}
     for pack in manifest.packs:
-        if found.get(prefix + pack.name) == pack.bytes:
+        there = found.get(prefix + pack.name, 0)
+        if there >= pack.bytes:
             continue
         try:
             check_size(store, prefix + pack.name, pack)
         except (CorruptError, InvalidError) as error:
-            faulty[pack.name] = error
-    return faulty
+            short[pack.name] = there, error
+    return short
 
 
 def read_index(store: Store, folder: str, manifest: Manifest) -> Index:
