@@ -106,28 +106,40 @@ class Opening:
         self._job, self._step = job, step
         self._of = [step, place.hex()]
         self._deadline = job.deadline()
-        # The same save refused before this rank came: it is over, and this rank's number with it. Joining the
-        # next number instead would leave ranks counting apart for good.
-        self._refused = self._refusal_before_us()
-        if self._refused is None:
-            latest = job.key("opening", "next")
-            if job.board.present(latest):
-                (number,) = job.board.get_many([latest], job.left(self._deadline))
-                job.sequence = max(job.sequence, int(number))
-            while job.board.present(self._key("verdict", job.sequence)):
-                # Others opened and closed this number without us: join them at the next.
-                job.sequence += 1
+        self._refused: str | None = None
+        # Read before any verdict is looked for: one that lands in between must not move this rank past it.
+        latest = self._latest()
+        verdict = self._verdict_at(job.sequence)
+        if verdict is None and latest > job.sequence:
+            job.sequence = latest
+            verdict = self._verdict_at(latest)
+        while verdict is not None:
+            if "refused" in verdict and verdict.get("of") == self._of:
+                # The same save, refused before this rank came: it is over, and this rank's number with it. Joining
+                # the next number instead would leave ranks counting apart for good.
+                self._refused = str(verdict["refused"])
+                break
+            # Others opened and closed this number without us: join them at the next.
+            job.sequence = max(job.sequence + 1, latest)
+            verdict = self._verdict_at(job.sequence)
         self._sequence = job.sequence
         job.sequence += 1
 
-    def _refusal_before_us(self) -> str | None:
-        """Return what this very save was refused with, if the others have closed it already."""
-        key = self._key("verdict", self._job.sequence)
-        if not self._job.board.present(key):
+    def _latest(self) -> int:
+        """Return the number that follows the last one rank 0 has closed."""
+        job = self._job
+        key = job.key("opening", "next")
+        return int(job.board.get_many([key], job.left(self._deadline))[0]) if job.board.present(key) else 0
+
+    def _verdict_at(self, sequence: int) -> dict[str, object] | None:
+        """Return the verdict that stands at a number, without waiting for it."""
+        job = self._job
+        key = self._key("verdict", sequence)
+        if not job.board.present(key):
             return None
-        (text,) = self._job.board.get_many([key], self._job.left(self._deadline))
-        verdict = json.loads(text)
-        return str(verdict["refused"]) if "refused" in verdict and verdict.get("of") == self._of else None
+        verdict = json.loads(job.board.get_many([key], job.left(self._deadline))[0])
+        assert isinstance(verdict, dict)
+        return verdict
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank cannot save, so that none of them waits for it. Never raises."""
