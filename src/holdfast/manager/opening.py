@@ -114,9 +114,10 @@ class Opening:
             job.sequence = latest
             verdict = self._verdict_at(latest)
         while verdict is not None:
-            if "refused" in verdict and verdict.get("of") == self._of:
+            if "refused" in verdict and verdict.get("of") == self._of and not self._is_retried(job.sequence + 1):
                 # The same save, refused before this rank came: it is over, and this rank's number with it. Joining
-                # the next number instead would leave ranks counting apart for good.
+                # the next number instead would leave ranks counting apart for good, unless rank 0 is there already:
+                # then the same save is being tried again.
                 self._refused = str(verdict["refused"])
                 break
             # Others opened and closed this number without us: join them at the next.
@@ -140,6 +141,18 @@ class Opening:
         verdict = json.loads(job.board.get_many([key], job.left(self._deadline))[0])
         assert isinstance(verdict, dict)
         return verdict
+
+    def _is_retried(self, sequence: int) -> bool:
+        """Return whether rank 0 has opened this very save again, at a number."""
+        job = self._job
+        key = self._key("open", sequence, 0)
+        if not job.board.present(key):
+            return False
+        (record,) = job.board.get_many([key], job.left(self._deadline))
+        if len(record) != _RECORD.size:
+            return False
+        statement = Statement(*_RECORD.unpack(record))
+        return [statement.step, statement.place.hex()] == self._of
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank cannot save, so that none of them waits for it. Never raises."""
@@ -223,13 +236,16 @@ class Opening:
             records = job.board.get_many(keys, job.left(self._deadline))
         except TimeoutError:
             absent = [rank for rank, key in enumerate(keys) if not job.board.present(key)]
-            return _refusal(
-                UnavailableError(
-                    f"{self._name}: ranks {_some(absent)} did not call save within "
-                    f"{job.settings.commit_timeout_seconds} s; expected all {len(keys)} ranks. "
-                    "Every rank must call save; look at those ranks"
+            if absent:
+                return _refusal(
+                    UnavailableError(
+                        f"{self._name}: ranks {_some(absent)} did not call save within "
+                        f"{job.settings.commit_timeout_seconds} s; expected all {len(keys)} ranks. "
+                        "Every rank must call save; look at those ranks"
+                    )
                 )
-            )
+            # The last of them came while we counted.
+            records = job.board.get_many(keys, job.left(job.deadline()))
         for rank, record in enumerate(records):
             if record.startswith(_REFUSAL) and len(record) != _RECORD.size:
                 error = error_from(record[1:].decode())
