@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast
 from holdfast.errors import UnavailableError
-from holdfast.manager.run import Run
 from holdfast.ports.framework import Selection
 from holdfast.testing.faults import Operation, kill_process, raise_error
 from tests.distributed.faulty import SETTINGS, Trigger, die_first, run_with, said_of, said_of_save, save, state_of
@@ -182,10 +182,17 @@ def _raises(collective: Callable[..., object]) -> holdfast.SaveHandle:
 # --------------------------------------------------------------------------------------------- somebody dies
 
 
-def _first_then(world: World, run: Run, trigger: Trigger, *, armed: bool) -> dict[str, object]:
-    """Save step 1 whole, arm the fault, save step 2, and say what became of it."""
-    assert said_of_save(run, 1)["said"] == "committed"
-    trigger.armed = armed
+def _first_then(
+    world: World, root: str, *, store: Trigger | None = None, board: Trigger | None = None, armed: bool = True
+) -> dict[str, object]:
+    """Save step 1 whole and in peace, arm the fault, save step 2, and say what became of it."""
+    calm = run_with(root, settings=replace(SETTINGS, commit_timeout_seconds=60.0))
+    save(calm, 1).wait(timeout=60)
+    calm.close()
+    run = run_with(root, store=store, board=board)
+    for trigger in (store, board):
+        if trigger is not None:
+            trigger.armed = armed
     said = said_of_save(run, 2)
     write_whole(world.scratch / f"second.{world.rank}", str(said["said"]))
     return said
@@ -193,32 +200,27 @@ def _first_then(world: World, run: Run, trigger: Trigger, *, armed: bool) -> dic
 
 def killed_while_writing(world: World, root: str, victim: int) -> dict[str, object]:
     trigger = Trigger(kill_process(), ["upload.write"], at=3)
-    run = run_with(root, store=trigger)
-    return _first_then(world, run, trigger, armed=world.rank == victim)
+    return _first_then(world, root, store=trigger, armed=world.rank == victim)
 
 
 def killed_before_vote(world: World, root: str, victim: int) -> dict[str, object]:
     trigger = Trigger(kill_process(), ["set"], "/vote/")
-    run = run_with(root, board=trigger)
-    return _first_then(world, run, trigger, armed=world.rank == victim)
+    return _first_then(world, root, board=trigger, armed=world.rank == victim)
 
 
 def committer_killed_before_outcome(world: World, root: str) -> dict[str, object]:
     trigger = Trigger(die_first(world.scratch / "died"), ["compare_set"], "/outcome")
-    run = run_with(root, board=trigger)
-    return _first_then(world, run, trigger, armed=True)
+    return _first_then(world, root, board=trigger)
 
 
 def committer_killed_before_publishing(world: World, root: str) -> dict[str, object]:
     trigger = Trigger(die_first(world.scratch / "died"), ["put_if_absent"], "manifest.json")
-    run = run_with(root, store=trigger)
-    return _first_then(world, run, trigger, armed=True)
+    return _first_then(world, root, store=trigger)
 
 
 def committer_killed_after_publishing(world: World, root: str) -> dict[str, object]:
     trigger = Trigger(die_first(world.scratch / "died"), ["put_if_absent"], "manifest.json", after=True)
-    run = run_with(root, store=trigger)
-    return _first_then(world, run, trigger, armed=True)
+    return _first_then(world, root, store=trigger)
 
 
 def host_killed_as_committer(world: World, root: str, after: bool) -> dict[str, object]:
@@ -231,8 +233,7 @@ def host_killed_as_committer(world: World, root: str, after: bool) -> dict[str, 
             die_first(world.scratch / "died")(operation)
 
     trigger = Trigger(act, ["put_if_absent"], at=None, after=after)
-    run = run_with(root, store=trigger)
-    return _first_then(world, run, trigger, armed=True)
+    return _first_then(world, root, store=trigger)
 
 
 def stopped_committer(world: World, root: str) -> dict[str, object]:
@@ -242,10 +243,10 @@ def stopped_committer(world: World, root: str) -> dict[str, object]:
         write_whole(world.scratch / "stopped", str(world.rank))
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    trigger = Trigger(stop, ["put_if_absent"], "manifest.json")
-    run = run_with(root, store=trigger)
-    assert said_of_save(run, 1)["said"] == "committed"
-    trigger.armed = True
+    calm = run_with(root, settings=replace(SETTINGS, commit_timeout_seconds=60.0))
+    save(calm, 1).wait(timeout=60)
+    calm.close()
+    run = run_with(root, store=Trigger(stop, ["put_if_absent"], "manifest.json", armed=True))
     handle = save(run, 2)
     try:
         handle.wait(timeout=120)

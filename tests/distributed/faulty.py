@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.testing.faults import Action, Faults, FaultyBoard, FaultyStore, Operation
 
-TIMEOUT_SECONDS = 4.0
+TIMEOUT_SECONDS = 5.0
 """Of the commits in these tests."""
 
 GRACE_SECONDS = 5.0
@@ -139,6 +140,8 @@ def said_of(handle_of: Callable[[], SaveHandle]) -> dict[str, object]:
     try:
         handle_of().wait(timeout=TIMEOUT_SECONDS + GRACE_SECONDS)
     except TimeoutError as error:
+        # Into the rank's log: where every thread stands.
+        faulthandler.dump_traceback(all_threads=True)
         return {"said": "late", "error": "TimeoutError", "message": str(error)}
     except CheckpointError as error:
         said = "unknown" if "outcome unknown" in str(error) else "aborted"
