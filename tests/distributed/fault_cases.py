@@ -62,7 +62,7 @@ def one_calls_late(world: World, root: str, late: int) -> dict[str, object]:
     """A rank calls the same save once the others have given up and try again: all save it together, and count on."""
     run = run_with(root)
     if world.rank == late:
-        time.sleep(SETTINGS.commit_timeout_seconds + 2)
+        time.sleep(SETTINGS.commit_timeout_seconds + 3.2)
     first = said_of_save(run, 5)
     retried = first if first["said"] == "committed" else said_of_save(run, 5)
     return {"first": first, "retried": retried, "after": said_of_save(run, 6), "steps": run.steps()}

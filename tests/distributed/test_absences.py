@@ -102,7 +102,7 @@ def test_a_rank_whose_state_raises_ends_the_save_on_every_rank_at_once(world: Re
         assert "no state today" in value["failed"]["message"]
         if rank != failing:
             assert f"rank {failing}" in value["failed"]["message"]
-        assert value["waited"] < PATIENT.commit_timeout_seconds / 2, "nobody waits out the timeout for a rank that said no"
+        assert value["waited"] < PATIENT.commit_timeout_seconds / 2, "nobody waits for a rank that said no"
         assert value["after"]["said"] == "committed", value["after"]
         assert value["steps"] == [2]
 
