@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.testing.faults import Action, Faults, FaultyBoard, FaultyStore, Operation
 
-TIMEOUT_SECONDS = 4.0
+TIMEOUT_SECONDS = 5.0
 """Of the commits in these tests."""
 
 GRACE_SECONDS = 5.0
@@ -29,6 +30,9 @@ GRACE_SECONDS = 5.0
 
 SETTINGS = Settings(commit_timeout_seconds=TIMEOUT_SECONDS, chunk_bytes=4096, window_bytes=8192, windows_in_flight=2)
 """Small windows, so that a small state takes many writes."""
+
+PATIENT = replace(SETTINGS, commit_timeout_seconds=60.0)
+"""For saves that no timeout may end, however busy the machine is."""
 
 
 @dataclass
@@ -131,14 +135,18 @@ def save(run: Run, step: int) -> SaveHandle:
     return run.save(step, state_of(step), Selection())
 
 
-def said_of(handle_of: Callable[[], SaveHandle]) -> dict[str, object]:
+def said_of(
+    handle_of: Callable[[], SaveHandle], within_seconds: float = TIMEOUT_SECONDS + GRACE_SECONDS
+) -> dict[str, object]:
     """Return what a save came to: committed, aborted (certainly no checkpoint) or unknown, and in which words.
 
-    A handle that says nothing within the timeout and its grace says `late`.
+    A handle that says nothing in time says `late`.
     """
     try:
-        handle_of().wait(timeout=TIMEOUT_SECONDS + GRACE_SECONDS)
+        handle_of().wait(timeout=within_seconds)
     except TimeoutError as error:
+        # Into the rank's log: where every thread stands.
+        faulthandler.dump_traceback(all_threads=True)
         return {"said": "late", "error": "TimeoutError", "message": str(error)}
     except CheckpointError as error:
         said = "unknown" if "outcome unknown" in str(error) else "aborted"
@@ -147,4 +155,5 @@ def said_of(handle_of: Callable[[], SaveHandle]) -> dict[str, object]:
 
 
 def said_of_save(run: Run, step: int) -> dict[str, object]:
-    return said_of(lambda: save(run, step))
+    patience = run._job.settings.commit_timeout_seconds + GRACE_SECONDS
+    return said_of(lambda: save(run, step), patience)

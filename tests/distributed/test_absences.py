@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faulty import GRACE_SECONDS, TIMEOUT_SECONDS
+from tests.distributed.faulty import GRACE_SECONDS, PATIENT, TIMEOUT_SECONDS
 from tests.distributed.launch import Case, Results, run_world
 
 CASES = "tests.distributed.fault_cases"
@@ -86,9 +86,10 @@ def test_a_rank_that_never_calls_save_fails_the_others_within_the_timeout(world:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_calls_late_hears_that_the_save_is_over_and_keeps_count(world: Results, late: int) -> None:
-    for value in dicts(world, f"late-{late}"):
-        assert value["first"]["said"] == "aborted", value["first"]
+def test_a_rank_that_calls_late_joins_when_the_save_is_tried_again(world: Results, late: int) -> None:
+    values = dicts(world, f"late-{late}")
+    assert values[1 - late]["first"]["said"] == "aborted", values[1 - late]
+    for value in values:
         assert value["retried"]["said"] == "committed", value["retried"]
         assert value["after"]["said"] == "committed", value["after"]
         assert value["steps"] == [5, 6]
@@ -101,7 +102,7 @@ def test_a_rank_whose_state_raises_ends_the_save_on_every_rank_at_once(world: Re
         assert "no state today" in value["failed"]["message"]
         if rank != failing:
             assert f"rank {failing}" in value["failed"]["message"]
-        assert value["waited"] < TIMEOUT_SECONDS, "nobody waits out the timeout for a rank that said no"
+        assert value["waited"] < PATIENT.commit_timeout_seconds / 2, "nobody waits for a rank that said no"
         assert value["after"]["said"] == "committed", value["after"]
         assert value["steps"] == [2]
 
@@ -160,5 +161,5 @@ def test_every_failure_came_within_the_timeout_and_its_grace(world: Results) -> 
         for each in value.values()
         if isinstance(each, dict) and "said" in each
     ]
-    assert len(said) > 20
+    assert len(said) > 15
     assert not [each for each in said if each["said"] == "late"], (TIMEOUT_SECONDS, GRACE_SECONDS)

@@ -31,7 +31,8 @@ def shown_bytes(count: int) -> str:
         scaled /= 1024
         # 1023.95 would be shown as 1024.0 of a unit.
         if scaled < 1023.95 or unit == _UNITS[-1]:
-            return f"{scaled:,.1f} {unit}"
+            # Only the last unit may reach thousands that are worth a separator.
+            return f"{scaled:,.1f} {unit}" if unit == _UNITS[-1] else f"{scaled:.1f} {unit}"
     raise AssertionError
 
 
@@ -57,11 +58,19 @@ class Column:
     """Side its cells lean to."""
 
 
+class _Console(Console):
+    """A console that leaves a reader gone away to the command: rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what was caught."""
+        raise BrokenPipeError
+
+
 class Screen:
     """A stream that people or programs read."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self.console = _Console(file=stream, highlight=False, markup=False, emoji=False)
         """What draws on it."""
         self.interactive = stream.isatty()
         """Whether somebody looks at it: long lists are cut short then, with a note; never in a pipe."""

@@ -157,9 +157,10 @@ class Ballot:
         job = self._job
         try:
             silent = [rank for rank in range(job.comm.world_size) if not job.board.present(self._key("vote", rank))]
+            who = f"ranks {silent[:16]} did not finish their part" if silent else "all ranks voted and none committed"
             error = UnavailableError(
-                f"{self._name}: ranks {silent[:16]} did not finish their part within "
-                f"{job.settings.commit_timeout_seconds} s of this rank; the attempt is aborted. Look at those ranks"
+                f"{self._name}: {who} within {job.settings.commit_timeout_seconds} s of this rank; "
+                "the attempt is aborted. Look at those ranks"
             )
             text = f"abort:{job.comm.rank}:{error_text(error)}".encode()
             standing = job.board.compare_set(self._key("outcome"), b"", text, job.left(job.deadline()))

@@ -106,28 +106,53 @@ class Opening:
         self._job, self._step = job, step
         self._of = [step, place.hex()]
         self._deadline = job.deadline()
-        # The same save refused before this rank came: it is over, and this rank's number with it. Joining the
-        # next number instead would leave ranks counting apart for good.
-        self._refused = self._refusal_before_us()
-        if self._refused is None:
-            latest = job.key("opening", "next")
-            if job.board.present(latest):
-                (number,) = job.board.get_many([latest], job.left(self._deadline))
-                job.sequence = max(job.sequence, int(number))
-            while job.board.present(self._key("verdict", job.sequence)):
-                # Others opened and closed this number without us: join them at the next.
-                job.sequence += 1
+        self._refused: str | None = None
+        # Read before any verdict is looked for: one that lands in between must not move this rank past it.
+        latest = self._latest()
+        verdict = self._verdict_at(job.sequence)
+        if verdict is None and latest > job.sequence:
+            job.sequence = latest
+            verdict = self._verdict_at(latest)
+        while verdict is not None:
+            if "refused" in verdict and verdict.get("of") == self._of and not self._is_retried(job.sequence + 1):
+                # The same save, refused before this rank came: it is over, and this rank's number with it. Joining
+                # the next number instead would leave ranks counting apart for good, unless rank 0 is there already:
+                # then the same save is being tried again.
+                self._refused = str(verdict["refused"])
+                break
+            # Others opened and closed this number without us: join them at the next.
+            job.sequence = max(job.sequence + 1, latest)
+            verdict = self._verdict_at(job.sequence)
         self._sequence = job.sequence
         job.sequence += 1
 
-    def _refusal_before_us(self) -> str | None:
-        """Return what this very save was refused with, if the others have closed it already."""
-        key = self._key("verdict", self._job.sequence)
-        if not self._job.board.present(key):
+    def _latest(self) -> int:
+        """Return the number that follows the last one rank 0 has closed."""
+        job = self._job
+        key = job.key("opening", "next")
+        return int(job.board.get_many([key], job.left(self._deadline))[0]) if job.board.present(key) else 0
+
+    def _verdict_at(self, sequence: int) -> dict[str, object] | None:
+        """Return the verdict that stands at a number, without waiting for it."""
+        job = self._job
+        key = self._key("verdict", sequence)
+        if not job.board.present(key):
             return None
-        (text,) = self._job.board.get_many([key], self._job.left(self._deadline))
-        verdict = json.loads(text)
-        return str(verdict["refused"]) if "refused" in verdict and verdict.get("of") == self._of else None
+        verdict = json.loads(job.board.get_many([key], job.left(self._deadline))[0])
+        assert isinstance(verdict, dict)
+        return verdict
+
+    def _is_retried(self, sequence: int) -> bool:
+        """Return whether rank 0 has opened this very save again, at a number."""
+        job = self._job
+        key = self._key("open", sequence, 0)
+        if not job.board.present(key):
+            return False
+        (record,) = job.board.get_many([key], job.left(self._deadline))
+        if len(record) != _RECORD.size:
+            return False
+        statement = Statement(*_RECORD.unpack(record))
+        return [statement.step, statement.place.hex()] == self._of
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank cannot save, so that none of them waits for it. Never raises."""
@@ -211,13 +236,16 @@ class Opening:
             records = job.board.get_many(keys, job.left(self._deadline))
         except TimeoutError:
             absent = [rank for rank, key in enumerate(keys) if not job.board.present(key)]
-            return _refusal(
-                UnavailableError(
-                    f"{self._name}: ranks {_some(absent)} did not call save within "
-                    f"{job.settings.commit_timeout_seconds} s; expected all {len(keys)} ranks. "
-                    "Every rank must call save; look at those ranks"
+            if absent:
+                return _refusal(
+                    UnavailableError(
+                        f"{self._name}: ranks {_some(absent)} did not call save within "
+                        f"{job.settings.commit_timeout_seconds} s; expected all {len(keys)} ranks. "
+                        "Every rank must call save; look at those ranks"
+                    )
                 )
-            )
+            # The last of them came while we counted.
+            records = job.board.get_many(keys, job.left(job.deadline()))
         for rank, record in enumerate(records):
             if record.startswith(_REFUSAL) and len(record) != _RECORD.size:
                 error = error_from(record[1:].decode())

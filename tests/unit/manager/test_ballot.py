@@ -87,6 +87,24 @@ def test_an_abort_after_the_count_is_complete_is_undecided() -> None:
     assert isinstance(first[1], Undecided)
 
 
+def test_a_count_completed_after_an_abort_commits_nothing() -> None:
+    """A rank whose vote counted lost the reply and gave up before the last rank voted."""
+    aborted = threading.Event()
+
+    def part(rank: int, ballot: Ballot) -> object:
+        if rank == 0:
+            assert not ballot.vote(VOTE)
+            ballot.abort(UnavailableError("reply lost"))
+            aborted.set()
+            return None
+        assert aborted.wait(10.0)
+        return outcome(lambda: ballot.vote(VOTE))
+
+    error = ballots(2, part)[1]
+    assert isinstance(error, Aborted)
+    assert "rank 0 aborted: reply lost" in str(error.error)
+
+
 def test_who_never_voted_is_named_at_the_deadline() -> None:
     def part(rank: int, ballot: Ballot) -> object:
         return outcome(lambda: ballot.vote(VOTE) or ballot.await_result()) if rank != 1 else None

@@ -329,3 +329,22 @@ def test_a_job_of_one_rank_needs_nobody() -> None:
     tensor = GlobalTensor("int64", np.arange(10))
     require_reports(world.play(lambda rank, run: saved(run, 1, {"w": tensor, "v": {1, 2}})))
     assert world.committed() == [1]
+
+
+def test_the_same_step_tried_again_is_joined_by_a_rank_that_skipped_it() -> None:
+    """Who skipped a save must not take the retry, which has the same step, for the save it missed."""
+    world = World(3, settings=HASTY)
+    retrying = threading.Event()
+
+    def part(rank: int, run: Run) -> object:
+        if rank == 2:
+            assert retrying.wait(20.0)
+            return saved(run, 1, {"w": sharded(3)})
+        first = saved(run, 1, {"w": sharded(3)})
+        assert isinstance(first, UnavailableError), first
+        opened = threading.Timer(0.3, retrying.set)
+        opened.start()
+        return saved(run, 1, {"w": sharded(3)})
+
+    require_reports(world.play(part))
+    assert world.committed() == [1]

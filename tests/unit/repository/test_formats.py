@@ -1,10 +1,8 @@
-"""Columns, index, part, pack header, manifest and names: round trips, and what hostile bytes meet."""
+"""Columns, index, part, pack header and names: round trips, and what hostile bytes meet."""
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -19,7 +17,6 @@ from holdfast.repository.catalog import index_from
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index, IndexDocument, decode_index, document_of, encode_index, index_of
-from holdfast.repository.manifest import decode_manifest, encode_manifest, sealed, unsealed
 from holdfast.repository.names import (
     STEP_MAX,
     index_name,
@@ -35,25 +32,14 @@ from holdfast.repository.names import (
 from holdfast.repository.pack import entries_of, header_of
 from holdfast.repository.part import RankPart, decode_part, encode_part
 from holdfast.spec.box import Box
-from holdfast.spec.manifest import FileRecord, Manifest, Parent
+from holdfast.spec.manifest import FileRecord
 from holdfast.spec.plan import PackItem, PackPlan, Piece
 from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import TensorSpec
 from holdfast.spec.values import Group
+from tests.unit.repository.documents import little_memory, manifest
 
 CHUNK = 4096
-MEMORY_MAX = 32 << 20
-
-
-@contextmanager
-def little_memory() -> Iterator[None]:
-    """Fail if a block takes far more memory than the few bytes it is given could justify."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < MEMORY_MAX
-    finally:
-        tracemalloc.stop()
 
 
 def piece(fqn: str, dtype: str, shape: tuple[int, ...], region: Region, pack: str, offset: int) -> Piece:
@@ -75,32 +61,6 @@ def small_index() -> Index:
     ):
         index.add(each, "test")
     return index
-
-
-def manifest() -> Manifest:
-    return Manifest(
-        run_id="run",
-        step=7,
-        attempt="0123456789abcdef",
-        created="2026-01-01T00:00:00+00:00",
-        parent=Parent("run", 6, "f" * 32),
-        world_size=2,
-        layouts=({"mesh": [2], "placements": ["Shard(0)"], "tensors": 1},),
-        software={"python": "3.11"},
-        tensors=5,
-        tensor_bytes=10927,
-        aliases={"tied": "w"},
-        tree=Group("dict", {"step": 7, "lr": 0.1, "name": "ü", "nested": Group("dict", {"t": (1, None)})}),
-        packs=(
-            FileRecord("r00000.safetensors", 1 << 16, "a" * 32),
-            FileRecord("r00001.safetensors", 1 << 16, "a" * 32),
-            FileRecord("r00001-1.safetensors", 4096, "b" * 32),
-            FileRecord("enc/r00000.safetensors", 1 << 16, "b" * 32),
-            FileRecord("enc/r00001.safetensors", 1 << 16, "b" * 32),
-        ),
-        parts=tuple(FileRecord(f"parts/r0000{n}.msgpack", 100, "c" * 32) for n in range(2)),
-        indexes=(FileRecord("index-00000.msgpack", 300, "d" * 32),),
-    )
 
 
 # ------------------------------------------------------------------------------------------------- columns
@@ -327,85 +287,6 @@ def test_a_part_with_a_pack_outside_is_corrupt() -> None:
     for record in (FileRecord("../r00000.safetensors", 1, ""), FileRecord("r00000.safetensors", -1, "")):
         with pytest.raises(CorruptError, match="pack"):
             decode_part(encode_part(replace(part(), packs=(record,))), "here")
-
-
-# ------------------------------------------------------------------------------------------------- manifest
-
-
-def test_a_manifest_comes_back_with_its_digest() -> None:
-    for each in (manifest(), replace(manifest(), step=None, parent=None, layouts=(), aliases={})):
-        data = encode_manifest(each)
-        again = decode_manifest(data, "here")
-        assert again == each
-        assert again.digest == unsealed(data, "here")[1]
-        assert encode_manifest(again) == data
-
-
-def test_every_flipped_bit_of_a_manifest_is_found() -> None:
-    data = encode_manifest(manifest())
-    for at in range(len(data)):
-        for bit in range(8):
-            flipped = bytearray(data)
-            flipped[at] ^= 1 << bit
-            with pytest.raises((CorruptError, InvalidError)):
-                decode_manifest(bytes(flipped), "here")
-
-
-def test_every_truncation_of_a_manifest_is_found() -> None:
-    data = encode_manifest(manifest())
-    for stop in range(len(data)):
-        with pytest.raises(CorruptError):
-            decode_manifest(data[:stop], "here")
-    with pytest.raises(CorruptError):
-        decode_manifest(data + b"\n", "here")
-
-
-BAD_FIELDS: dict[str, tuple[object, ...]] = {
-    "holdfast": (None, {}, {"format": 1}, {"format": []}, {"format": [2, 0]}, {"format": [1, 0], "kind": "run"}, []),
-    "run_id": (None, 1, []),
-    "step": (-1, STEP_MAX + 1, 1.5, "7", True),
-    "attempt": (None, "", "0123456789ABCDEF", "../../../../etc/x", "0123456789abcdef0", 7),
-    "created": (None, 7),
-    "parent": ([], ["run", 1], ["run", "1", "x"], "run", 7),
-    "world_size": (None, -1, 1 << 40, "2", 2.0, True),
-    "layouts": (None, {}, "x"),
-    "software": (None, []),
-    "tensors": (None, -1, 1 << 63),
-    "tensor_bytes": (None, -1),
-    "aliases": (None, []),
-    "packs": (None, {}, [[]], [["r00000.safetensors", 1]], [["/etc/passwd", 1, "x"]], [["r00000.safetensors", -1, "x"]],
-              [["r00000.safetensors", 1.5, "x"]], [["r00000.safetensors", True, "x"]], [["r00000.safetensors", 1, 2]],
-              [["r00000.safetensors", 1, "x"]] * 2, ["r00000.safetensors"], [[1, 1, "x"]]),
-    "parts": (None, [["r00000.safetensors", 1, "x"]], [["parts/../x.msgpack", 1, "x"]]),
-    "indexes": (None, [["index-0.msgpack", 1, "x"]]),
-    "state": (None, 1, [], {"$group": 1}, {"$group": {"kind": "x", "items": {}}}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("field", BAD_FIELDS)
-def test_a_sealed_manifest_that_says_something_impossible_is_refused(field: str) -> None:
-    document, _ = unsealed(encode_manifest(manifest()), "here")
-    for bad in BAD_FIELDS[field]:
-        changed = {**document, field: bad}
-        if bad == -1 or not (isinstance(bad, int) and bad >= 1 << 63):
-            with little_memory(), pytest.raises((CorruptError, InvalidError)):
-                decode_manifest(sealed(changed), "here")
-    if field not in ("step", "parent"):
-        without = {name: value for name, value in document.items() if name != field}
-        with pytest.raises((CorruptError, InvalidError)):
-            decode_manifest(sealed(without), "here")
-
-
-def test_a_newer_format_is_refused_saying_which_reads_it() -> None:
-    document, _ = unsealed(encode_manifest(manifest()), "here")
-    newer = sealed({**document, "holdfast": {"format": [2, 3], "kind": "checkpoint"}})
-    with pytest.raises(InvalidError, match=r"format 2\.3.*reads format 1.*major format 2"):
-        decode_manifest(newer, "here")
-
-
-def test_an_unknown_field_is_ignored() -> None:
-    document, _ = unsealed(encode_manifest(manifest()), "here")
-    assert decode_manifest(sealed({**document, "later": [1, 2]}), "here") == manifest()
 
 
 # ------------------------------------------------------------------------------------------------- pack header

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -39,12 +39,20 @@ from holdfast.spec.values import Group, PerRankRef, Skipped, TensorRef, Value
 
 
 def selected(selection: Selection, name: str) -> bool:
-    """Return whether a name takes part."""
+    """Return whether a name takes part: a pattern speaks of the names it matches and of all that stands under them."""
     if selection.only is None and not selection.skip:
         return True
-    if selection.only is not None and not any(fnmatchcase(name, pattern) for pattern in selection.only):
-        return False
-    return not any(fnmatchcase(name, pattern) for pattern in selection.skip)
+    names = [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
+
+    def spoken_of(patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
+
+    return (selection.only is None or spoken_of(selection.only)) and not spoken_of(selection.skip)
+
+
+def selected_whole(selection: Selection, path: str) -> bool:
+    """Return whether something that is saved and loaded as one takes part, by its own name or by what is under it."""
+    return selected(selection, f"{path}.")
 
 
 def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> Collected:
@@ -89,6 +97,9 @@ class _Collector:
             case OptimizerNode():
                 return self._optimizer(node)
             case StatefulNode():
+                if not selected_whole(self._selection, node.path):
+                    self.skipped.append(node.path)
+                    return Skipped(node.path)
                 state = take_apart(node.stateful.state_dict(), node.path, self._reference)
                 return Group("stateful", {"state": state})
             case ValueNode():

@@ -14,6 +14,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from holdfast.errors import InvalidError, UnavailableError
 
+_CONNECT_SECONDS_MAX = 10.0
+"""Longest try to reach the store's host; c10d takes up to about twice what it is told."""
+
 
 class TorchBoard:
     """A c10d store, seen by every thread through a connection of its own.
@@ -22,7 +25,9 @@ class TorchBoard:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        # Ours from the start, so that its timeout may be set: a clone is given its parent's, and tries that long to
+        # reach a host that is gone.
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._local = threading.local()
         self._cloning = threading.Lock()
 
@@ -77,15 +82,17 @@ class TorchBoard:
             store = getattr(self._local, "store", None)
             if store is None:
                 with self._cloning:
+                    connect_seconds = min(timeout_seconds / 3, _CONNECT_SECONDS_MAX)
+                    self._store.set_timeout(timedelta(seconds=max(connect_seconds, 0.001)))
                     store = self._store.clone()  # type: ignore[attr-defined]
                 self._local.store = store
             store.set_timeout(timedelta(seconds=max(timeout_seconds, 0.001)))
             yield store
         except RuntimeError as error:
-            if time.monotonic() - start >= 0.9 * timeout_seconds:
-                raise TimeoutError(f"{verb} {key}: nothing within {timeout_seconds:.1f} s") from error
             # A connection that failed once may hold half a reply: the next call opens another.
             self._local.store = None
+            if time.monotonic() - start >= 0.9 * timeout_seconds:
+                raise TimeoutError(f"{verb} {key}: nothing within {timeout_seconds:.1f} s") from error
             raise UnavailableError(
                 f"the job's key-value store failed at {verb} {key} ({error}). "
                 "The rank or agent that hosts it may be gone: restart the job"

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
-from holdfast.frameworks.torch.collect import selected
+from holdfast.frameworks.torch.collect import selected, selected_whole
 from holdfast.frameworks.torch.containers import put_together, take_apart
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
 from holdfast.frameworks.torch.held import Ranks, held_of, is_meta
@@ -146,6 +146,12 @@ class TorchRestoration:
         self._used.add(self._catalog.aliases.get(name, name))
         return False
 
+    def _takes_part_whole(self, path: str) -> bool:
+        if selected_whole(self._selection, path):
+            return True
+        self.skipped.append(path)
+        return False
+
     def _dict(self, node: DictNode, saved: Value) -> None:
         items = _children(saved)
         for key, child in node.children.items():
@@ -166,7 +172,7 @@ class TorchRestoration:
                 self._module(node, saved)
             case OptimizerNode():
                 if not isinstance(saved, Group) or saved.kind != "optimizer":
-                    if self.takes_part(node.path):
+                    if self._takes_part_whole(node.path):
                         self.missing.append(node.path)
                 else:
                     self._finishes.append(OptimizerRestoration(node.view, saved, self, self._catalog).finish)
@@ -197,9 +203,10 @@ class TorchRestoration:
             self._finishes.append(lambda: _load_module_entries(node, made_by_hooks))
 
     def _stateful(self, node: StatefulNode, saved: Value) -> None:
+        if not self._takes_part_whole(node.path):
+            return
         if not isinstance(saved, Group) or saved.kind != "stateful":
-            if self.takes_part(node.path):
-                self.missing.append(node.path)
+            self.missing.append(node.path)
             return
         current: dict[str, object] = {}
         take_apart(node.stateful.state_dict(), node.path, lambda path, tensor: current.setdefault(path, tensor))

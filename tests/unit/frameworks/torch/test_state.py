@@ -264,6 +264,64 @@ def test_skipping_optimizer_state_leaves_the_targets_own(tmp_path: Path) -> None
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def scheduled(size: int) -> tuple[dict[str, object], torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * size)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, size)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": Counter(size)}
+    return state, optimizer, scheduler
+
+
+@pytest.mark.parametrize("pattern", ["scheduler", "scheduler*", "scheduler.*", "sched*"])
+def test_skip_leaves_objects_with_a_state_dict_alone(tmp_path: Path, pattern: str) -> None:
+    saved, _, _ = scheduled(1)
+    holdfast.save(tmp_path / "c", saved)
+    state, optimizer, scheduler = scheduled(2)
+    report = holdfast.load(tmp_path / "c", state, skip=pattern)
+    assert report.skipped == ("scheduler",)
+    assert scheduler.step_size == 2
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    report = holdfast.save(tmp_path / "d", saved, skip=pattern)
+    assert report.skipped == ("scheduler",)
+    assert "scheduler" not in holdfast.open_checkpoint(tmp_path / "d").objects
+
+
+@pytest.mark.parametrize("pattern", ["model", "model.*", "mod*"])
+def test_only_leaves_everything_else_alone(tmp_path: Path, pattern: str) -> None:
+    saved, _, _ = scheduled(1)
+    holdfast.save(tmp_path / "c", saved)
+    state, optimizer, scheduler = scheduled(2)
+    report = holdfast.load(tmp_path / "c", state, only=pattern)
+    assert report.loaded and all(name.startswith("model.") for name in report.loaded)
+    assert scheduler.step_size == 2
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert state["loader"].count == 2  # type: ignore[attr-defined]
+    assert {"scheduler", "loader"} <= set(report.skipped)
+
+
+@pytest.mark.parametrize("pattern", ["loader", "loader.*"])
+def test_tensors_of_a_skipped_object_are_not_unexpected(tmp_path: Path, pattern: str) -> None:
+    saved, _, _ = scheduled(1)
+    holdfast.save(tmp_path / "c", saved)
+    state, _, _ = scheduled(2)
+    report = holdfast.load(tmp_path / "c", state, skip=pattern)
+    assert report.missing == report.unexpected == ()
+    assert state["loader"].count == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("pattern", ["optimizer", "optimizer.*", "opt*"])
+def test_a_pattern_speaks_of_all_that_stands_under_what_it_matches(tmp_path: Path, pattern: str) -> None:
+    saved, _, _ = scheduled(1)
+    holdfast.save(tmp_path / "c", saved, skip=pattern)
+    state, optimizer, _ = scheduled(2)
+    holdfast.load(tmp_path / "c", state, skip=[pattern])
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    model = state["model"]
+    holdfast.save(tmp_path / "bare", {"model": model})
+    report = holdfast.load(tmp_path / "bare", {"model": model, "optimizer": optimizer}, skip=pattern)
+    assert report.missing == ()
+
+
 @pytest.mark.parametrize("patterns", [3, [3], [None]])
 def test_patterns_that_are_no_text_are_refused(tmp_path: Path, patterns: object) -> None:
     with pytest.raises((InvalidError, TypeError)) as caught:
