@@ -52,7 +52,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("load_fsdp", path=at("hsdp"), name="load_hsdp_as_4"),
             case("save_meshes", path=at("meshes")),
             *(case("load_meshes", path=at("meshes"), shift=shift, name=f"load_meshes_{shift}") for shift in (0, 1, 4)),
-            case("refuse_strided", path=at("strided")),
+            case("strided", path=at("strided")),
             case("in_a_subgroup", path=at("subgroup"), ranks=[1, 3]),
             case("mesh_in_a_subgroup", path=at("submesh"), ranks=[1, 3]),
         ],
@@ -206,11 +206,8 @@ def test_partial_is_refused_by_name_on_every_rank(worlds: Worlds) -> None:
         assert "sums" in said and "Partial" in said
 
 
-def test_strided_shards_are_refused_by_name(worlds: Worlds) -> None:
-    for said in worlds.four.values("refuse_strided"):
-        assert isinstance(said, str)
-        assert "model.0.weight" in said and "_StridedShard" in said
-    assert not (worlds.root / "strided").exists()
+def test_strided_shards_are_stored_where_they_belong(worlds: Worlds) -> None:
+    assert worlds.four.values("strided") == [True] * 4
 
 
 def test_hand_written_tensor_parallel_halves_are_refused_never_mixed(worlds: Worlds) -> None:
