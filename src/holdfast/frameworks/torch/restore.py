@@ -11,7 +11,7 @@ from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.collect import selected
 from holdfast.frameworks.torch.containers import put_together, take_apart
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
-from holdfast.frameworks.torch.held import Ranks, held_of, is_meta
+from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_of
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.tensors import (
@@ -56,7 +56,7 @@ class TorchRestoration:
         self.skipped: list[str] = []
         self._used: set[str] = set()
         self._names: set[str] = set()
-        self._ties: dict[tuple[object, ...], tuple[str, str]] = {}
+        self._ties: dict[tuple[object, ...], tuple[str, str, object]] = {}
         self._finishes: list[Callable[[], None]] = []
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
@@ -79,11 +79,12 @@ class TorchRestoration:
         spec = self._catalog.tensors.get(stored)
         if spec is None:
             return False
-        require_storable(tensor, fqn)
-        if is_meta(tensor):
-            raise InvalidError(
-                f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
-            )
+        for each in memory_of(tensor, declared, fqn):
+            require_storable(each, fqn)
+            if is_meta(each):
+                raise InvalidError(
+                    f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
+                )
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
         self._names.add(fqn)
@@ -100,7 +101,7 @@ class TorchRestoration:
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
                 "expected the same. Build the model it was saved from, or leave it out with skip="
             )
-        if self._is_first_of_tie(fqn, stored, tensor):
+        if self._is_first_of_tie(fqn, stored, tensor, held):
             target = TorchTarget(held, spec.dtype)
             self.wanted.append(Wanted(stored, name_of(tensor.dtype), held.global_shape, target.boxes, target, fqn))
         return True
@@ -120,7 +121,7 @@ class TorchRestoration:
         self.want(reference.fqn, tensor)
         return tensor
 
-    def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor) -> bool:
+    def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor, held: Held) -> bool:
         """Return whether this memory is not yet being filled.
 
         Raises:
@@ -128,9 +129,15 @@ class TorchRestoration:
         """
         if 0 in tensor.shape:
             return True
-        first_fqn, first_stored = self._ties.setdefault(storage_key(tensor), (fqn, stored))
+        lies = (held.global_shape, tuple(part.region for part in held.parts))
+        first_fqn, first_stored, first_lies = self._ties.setdefault(storage_key(tensor), (fqn, stored, lies))
         if first_fqn == fqn:
             return True
+        if lies != first_lies:
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first_fqn}, but the two are stated to be different parts; "
+                "state the same of both, or leave one out with skip="
+            )
         if stored != first_stored and not self._catalog.same_content(stored, first_stored):
             raise InvalidError(
                 f"{fqn}: shares its memory with {first_fqn}, but the checkpoint holds different values for the two; "

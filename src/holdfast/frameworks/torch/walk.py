@@ -104,10 +104,22 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     tensors = {path: node.tensors for path, node in found.modules.items()}
     for parent, key, optimizer in found.optimizers:
         path = _joined(parent.path, key)
+        _require_unlisted(optimizer, path, found.listed)
         names = named_parameters_of(optimizer, path, tensors, found.loose)
         view = OptimizerView(optimizer, path, names, found.declared, frozenset(found.elsewhere))
         parent.children[key] = OptimizerNode(path, view)
     return root
+
+
+def _require_unlisted(optimizer: torch.optim.Optimizer, path: str, listed: Mapping[int, str]) -> None:
+    """Refuse to guess how state lies that belongs to one of several tensors under a name."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in listed:
+                raise InvalidError(
+                    f"{path}: holds a tensor of {listed[id(parameter)]}, which Sharded declares as a list; expected "
+                    "one tensor for each parameter of an optimizer. State its moments as Sharded too, and leave it out"
+                )
 
 
 @dataclass(slots=True)
@@ -120,6 +132,8 @@ class _Found:
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
     declared: dict[int, Sharded] = field(default_factory=dict)
     elsewhere: set[int] = field(default_factory=set)
+    listed: dict[int, str] = field(default_factory=dict)
+    """Path of the list in a declaration that a tensor stands in, by the tensor's identity."""
 
 
 def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
@@ -145,8 +159,11 @@ def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
             found.loose[path] = value
             node.children[key] = TensorNode(path, value)
         elif isinstance(value, Sharded):
-            tensor = tensors_of(value, path)[0]
+            tensors = tensors_of(value, path)
+            tensor = tensors[0]
             found.loose[path] = tensor
+            if isinstance(value.tensor, list | tuple):
+                found.listed |= dict.fromkeys(map(id, tensors), path)
             found.declared[id(tensor)] = value
             node.children[key] = TensorNode(path, tensor, value)
         elif isinstance(value, dict) and _is_branch(value):
