@@ -180,6 +180,13 @@ def memory_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> list[
     return [tensor] if declared is None else tensors_of(declared, fqn)
 
 
+def memory_bytes(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> int:
+    """Return the bytes of a tensor's elements on this rank."""
+    shards = local_shards_of(tensor)
+    own = memory_of(tensor, declared, fqn) if shards is None else [each.tensor for each in shards]
+    return sum(local.numel() * local.element_size() for local in map(local_of, own))
+
+
 def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
     """Return the declaration of a tensor that lies as a declared one does (its optimizer state), or None.
 

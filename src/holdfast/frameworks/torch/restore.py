@@ -11,7 +11,7 @@ from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.collect import selected
 from holdfast.frameworks.torch.containers import put_together, take_apart
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
-from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_of
+from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_bytes, memory_of
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.tensors import (
@@ -51,12 +51,15 @@ class TorchRestoration:
         self._catalog, self._selection = catalog, selection
         self._ranks = ranks
         self.wanted: list[Wanted] = []
+        self.held: dict[str, int] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.skipped: list[str] = []
         self._used: set[str] = set()
         self._names: set[str] = set()
         self._ties: dict[tuple[object, ...], tuple[str, str, object]] = {}
+        self._lacked: dict[int, str] = {}
+        self._had: set[int] = set()
         self._finishes: list[Callable[[], None]] = []
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
@@ -78,6 +81,8 @@ class TorchRestoration:
         stored = self._catalog.aliases.get(fqn, fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
+            if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
+                self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
         for each in memory_of(tensor, declared, fqn):
             require_storable(each, fqn)
@@ -101,8 +106,12 @@ class TorchRestoration:
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
                 "expected the same. Build the model it was saved from, or leave it out with skip="
             )
+        self._had.add(id(tensor))
+        # A tied tensor that came under another name lacks nothing.
+        self.held.pop(self._lacked.get(id(tensor), ""), None)
         if self._is_first_of_tie(fqn, stored, tensor, held):
             target = TorchTarget(held, spec.dtype)
+            self.held[fqn] = sum(part.local.numel() * part.local.element_size() for part in held.parts)
             self.wanted.append(Wanted(stored, name_of(tensor.dtype), held.global_shape, target.boxes, target, fqn))
         return True
 
