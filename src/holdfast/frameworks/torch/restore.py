@@ -154,6 +154,10 @@ class TorchRestoration:
             )
         return False
 
+    def pass_over(self, fqn: str) -> None:
+        """Take note that the state needs nothing of a stored tensor: what it is tied to is filled."""
+        self._used.add(self._catalog.aliases.get(fqn, fqn))
+
     def takes_part(self, name: str) -> bool:
         """Return whether `only` and `skip` let a name take part; count it as skipped if not."""
         if selected(self._selection, name):
