@@ -226,6 +226,7 @@ _WORDS = (
     "torch.dtype", "torch.size", "torch.device", "torch.tensor", "load", "__class__", "\x1b[31m", "0x" + "f" * 5000,
 )  # fmt: skip
 _PLAIN = (None, True, False, 0, 1, -1, 2, 64, 255, 1 << 62, -(1 << 63), 0.0, -0.0, 1.5, 1e308, 5e-324)
+_WIDE = ("0x10000000000000000", "-0xffffffffffffffffff", "0x" + "f" * 5000)
 _FRAMEWORK_KINDS = ("torch.dtype", "torch.size", "torch.device", "torch.tensor")
 _FIELDS = (("dtype", "shape", "data"), ("dtype", "value"), ("dtype", "data"), ("kind", "value"), ("kind", "items"),
            ("items", "metadata"))  # fmt: skip
@@ -249,6 +250,10 @@ def _value(draw: Iterator[int], depth: int) -> object:
     tag = _TAGS[next(draw) % len(_TAGS)]
     if tag == "$framework" and next(draw) % 2:
         return {tag: {"kind": _FRAMEWORK_KINDS[next(draw) % 4], "value": _value(draw, depth + 1)}}
+    if tag == "$int" and next(draw) % 4:
+        return {tag: _WIDE[next(draw) % len(_WIDE)]}
+    if tag in ("$dict", "$counter", "$ordered_dict") and next(draw) % 4:
+        return {tag: [[_value(draw, depth + 1), _value(draw, depth + 1)] for _ in range(next(draw) % 3 + 1)]}
     return {tag: _value(draw, depth + 1)}
 
 
