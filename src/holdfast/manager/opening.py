@@ -108,17 +108,27 @@ class Opening:
         self._deadline = job.deadline()
         # The same save refused before this rank came: it is over, and this rank's number with it. Joining the
         # next number instead would leave ranks counting apart for good.
+        # Others may be closing this number right now. What they reached is read before we look for a refusal, and a
+        # verdict is looked into before we go past it: a rank that missed its own refusal would be one number ahead.
+        mine, reached = job.sequence, self._reached()
         self._refused = self._refusal_before_us()
         if self._refused is None:
-            latest = job.key("opening", "next")
-            if job.board.present(latest):
-                (number,) = job.board.get_many([latest], job.left(self._deadline))
-                job.sequence = max(job.sequence, int(number))
-            while job.board.present(self._key("verdict", job.sequence)):
-                # Others opened and closed this number without us: join them at the next.
-                job.sequence += 1
+            job.sequence = max(mine, reached)
+            while self._refused is None and job.board.present(self._key("verdict", job.sequence)):
+                self._refused = self._refusal_before_us() if job.sequence == mine else None
+                if self._refused is None:
+                    # Others opened and closed this number without us: join them at the next.
+                    job.sequence += 1
         self._sequence = job.sequence
         job.sequence += 1
+
+    def _reached(self) -> int:
+        """Return the number after the last that rank 0 closed."""
+        latest = self._job.key("opening", "next")
+        if not self._job.board.present(latest):
+            return 0
+        (number,) = self._job.board.get_many([latest], self._job.left(self._deadline))
+        return int(number)
 
     def _refusal_before_us(self) -> str | None:
         """Return what this very save was refused with, if the others have closed it already."""
