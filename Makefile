@@ -4,18 +4,21 @@
 #   make test    the whole test suite
 #   make check   ruff, mypy, import-linter
 #   make bench   the small benchmark
+#   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make clean   remove the environment, caches and runs
 #
 # PYTHON=/path/to/python3 chooses another interpreter for the environment.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench fuzz clean
 
 TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?=
 
 # Candidates are run, not only found: a version manager's shim may lie on the path and lead nowhere.
 CANDIDATES := python3 python3.11 python3.12 python3.13 python3.14 python
@@ -56,6 +59,11 @@ check: $(READY)
 bench: $(READY)
 	@$(PY) -m bench
 
+# atheris is installed for this target alone: it is large, and no test needs it.
+fuzz: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,fuzz]'
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m fuzz $(FUZZ_TARGETS)
+
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
-	find src tests demo bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests demo bench fuzz -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -18,12 +18,14 @@ from holdfast.manager.steps import RunRecord, StepRecord, run_record
 from holdfast.ports.framework import Selection
 from holdfast.settings import Settings
 from holdfast.spec.damage import Damage
+from holdfast.spec.forecast import Forecast
 from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.sharded import Sharded
 
 __all__ = [
     "Checkpoint",
     "FlatRange",
+    "Forecast",
     "Region",
     "Sharded",
     "CheckpointManager",

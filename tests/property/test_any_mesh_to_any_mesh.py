@@ -30,7 +30,7 @@ STEP = 7
 ANYTHING = Selection()
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(jobs())
 def test_saved_on_one_layout_loaded_on_another(job: Job2Job) -> None:
     store = fresh_store()

@@ -13,10 +13,12 @@ from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.ls import shown_time
 from holdfast.cli.opening import opened
+from holdfast.cli.plan import plan_document, show_plan
 from holdfast.cli.screen import Column, Screen, printable, shown_bytes, shown_ranks, stdout
 from holdfast.cli.tree import tree_lines
 
 TENSORS_MAX = 50
+RANKS_MAX = 64
 VALUE_LINES_MAX = 60
 
 _COLUMNS = (
@@ -34,6 +36,12 @@ def inspect(
     tensors: Annotated[
         str | None, typer.Option("--tensors", metavar="GLOB", help="Show only tensors whose name matches, no values.")
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--plan", metavar="MESH", help="Show instead what each rank of a job, e.g. dp=2,fsdp=4, would read."
+        ),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Cut no list short on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
 ) -> None:
@@ -44,6 +52,14 @@ def inspect(
     with ended_well():
         checkpoint = opened(path)
         names = _chosen(checkpoint, tensors)
+        if mesh is not None:
+            forecast = checkpoint.plan_for(mesh, names)
+            if as_json:
+                stdout().json(plan_document(checkpoint, forecast))
+            else:
+                screen = stdout()
+                show_plan(screen, checkpoint, forecast, RANKS_MAX if screen.interactive and not everything else None)
+            return
         if as_json:
             stdout().json(_document(checkpoint, names, tensors))
             return

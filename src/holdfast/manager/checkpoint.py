@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
@@ -16,6 +16,7 @@ from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import require_covered
+from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
@@ -28,7 +29,9 @@ from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
 from holdfast.spec.damage import Damage
+from holdfast.spec.forecast import Forecast
 from holdfast.spec.manifest import Manifest
+from holdfast.spec.mesh import described_mesh
 from holdfast.spec.plan import LoadPlan, Piece
 from holdfast.spec.values import Group, Value
 
@@ -160,6 +163,24 @@ class Checkpoint:
     def written_by(self, fqn: str) -> Mapping[int, int]:
         """Return how many pieces of a tensor each rank wrote; ranks that wrote none are left out."""
         return Counter(rank_of_pack(piece.pack) for piece in self.pieces(fqn))
+
+    def plan_for(self, mesh: str, fqns: Iterable[str] | None = None) -> Forecast:
+        """Return what each rank of a job would read of this checkpoint; reads nothing but the index.
+
+        Args:
+            mesh: The job, e.g. `dp=2,fsdp=4`; docs/cli.md tells the language.
+            fqns: What it loads, by stored name; None: every tensor.
+        Raises:
+            InvalidError: The mesh is not described as it should be.
+            MissingError: No such tensor.
+        """
+        described = described_mesh(mesh)
+        stored = self.index.tensors
+        names = sorted(stored) if fqns is None else list(fqns)
+        absent = [fqn for fqn in names if fqn not in stored]
+        if absent:
+            raise MissingError(f"{self.url}: no tensor {absent[0]!r}. See .tensors")
+        return forecast(described, [stored[fqn] for fqn in names], self.index.pieces_of, self._settings.window_bytes)
 
     def verification(self, observer: Observer | None = None) -> Verification:
         """Return the work of reading everything back."""

@@ -25,6 +25,7 @@ from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import part_name
 from holdfast.repository.part import decode_part, require_own
 from holdfast.settings import Settings
+from holdfast.spec.dtype import DTYPES
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import LoadPlan
 from holdfast.spec.values import Value
@@ -53,6 +54,15 @@ class LoadReport:
 
     bytes: int
     """Bytes this rank read from storage."""
+
+    tensors: int
+    """Tensors this rank's state holds under the keys passed, tied ones once; without what was skipped."""
+
+    tensor_bytes: int
+    """Bytes of these in this rank's memory."""
+
+    loaded_bytes: int
+    """Bytes of them that came from the checkpoint: all of them, unless names are missing."""
 
     seconds: float
     """From the call until the state was filled."""
@@ -106,13 +116,14 @@ def load(
     if resolved is None:
         return None
     place, manifest, index, require_stored = resolved
-    restoration, plan, own = None, LoadPlan(()), None
+    restoration, plan, loaded_bytes, own = None, LoadPlan(()), 0, None
     try:
         catalog = _catalog(place, manifest, index, require_stored)
         restoration = framework.restoration(request.state, catalog, request.selection)
         for wanted in restoration.wanted:
             require_stored(wanted.stored_fqn)
         plan = _plan(restoration, index, request, settings)
+        loaded_bytes = _filled_bytes(restoration, plan)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     missing, unexpected = _agree_on_names(comm, restoration, own)
@@ -135,6 +146,9 @@ def load(
         unexpected=tuple(unexpected),
         skipped=tuple(restoration.skipped),
         bytes=plan.bytes,
+        tensors=len(restoration.held),
+        tensor_bytes=sum(restoration.held.values()),
+        loaded_bytes=loaded_bytes,
         seconds=clock.monotonic_seconds() - start,
     )
     if comm.rank == 0:
@@ -261,6 +275,27 @@ def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings
             )
     wanted = [WantedBoxes(each.stored_fqn, each.boxes) for each in restoration.wanted]
     return load_plan(wanted, index.pieces_of, settings.window_bytes)
+
+
+def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
+    """Return the bytes of this rank's memory that a plan fills, all of what is held and not missing.
+
+    What is held is measured on memory, what is filled on the plan, so neither side's mistake hides itself.
+
+    Raises:
+        InvalidError: They differ.
+    """
+    itemsizes = [DTYPES[each.dtype].itemsize for each in restoration.wanted]
+    parts = (part for run in plan.runs for chunk in run.chunks for part in chunk.parts)
+    filled = sum(part.box.numel * itemsizes[part.wanted_number] for part in parts)
+    missing = set(restoration.missing)
+    held = sum(count for fqn, count in restoration.held.items() if fqn not in missing)
+    if held != filled:
+        raise InvalidError(
+            f"the state holds {held} bytes of tensors that the checkpoint has, and the plan fills {filled}; expected "
+            "the same. Nothing was changed. This is a fault in Holdfast: report it"
+        )
+    return filled
 
 
 def _agree_on_names(comm: Comm, restoration: Restoration | None, own: Exception | None) -> tuple[list[str], list[str]]:

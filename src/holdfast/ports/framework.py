@@ -115,6 +115,14 @@ class Restoration(Protocol):
         ...
 
     @property
+    def held(self) -> Mapping[str, int]:
+        """Bytes of each tensor of this rank's state that takes part, by one of its names: measured on the memory.
+
+        A tensor with several names counts once; one that the checkpoint lacks counts too.
+        """
+        ...
+
+    @property
     def missing(self) -> Sequence[str]:
         """Names the state has and the checkpoint lacks."""
         ...

@@ -108,6 +108,7 @@ class _NumpyRestoration:
     skipped: Sequence[str]
     state: Mapping[str, object]
     values: Mapping[str, object] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
 
     def finish(self) -> None:
         if isinstance(self.state, dict):
@@ -145,12 +146,14 @@ class NumpyFramework:
         wanted: list[Wanted] = []
         missing: list[str] = []
         values: dict[str, object] = {}
+        measured: dict[str, int] = {}
         chosen = [fqn for fqn in state if _takes_part(fqn, selection)]
         for fqn in chosen:
             each = state[fqn]
             if isinstance(each, Exception):
                 raise each
             if isinstance(each, GlobalTensor):
+                measured[fqn] = sum(len(_bytes_of(each.array, region)) for region in each.regions_on(self._rank))
                 spec = catalog.tensors.get(fqn)
                 if spec is None:
                     missing.append(fqn)
@@ -168,7 +171,7 @@ class NumpyFramework:
         stored = {*catalog.tensors, *catalog.tree.items}
         unexpected = sorted(fqn for fqn in stored - set(state) if _takes_part(fqn, selection))
         skipped = [fqn for fqn in state if fqn not in chosen]
-        return _NumpyRestoration(wanted, missing, unexpected, skipped, state, values)
+        return _NumpyRestoration(wanted, missing, unexpected, skipped, state, values, measured)
 
 
 def _bytes_of(array: NDArray[np.generic], region: Region) -> bytes:

@@ -336,3 +336,54 @@ def np_tensor(array: object) -> object:
     import torch
 
     return torch.from_numpy(array)
+
+
+# ------------------------------------------------------------------------------------------------- inspect --plan
+
+
+def test_a_plan_shows_what_each_rank_would_read(pristine: Path) -> None:
+    ended = separately("inspect", pristine / STEP, "--plan", "dp=2,fsdp=2")
+    assert (ended.status, ended.err) == (0, "")
+    rows = rows_of(ended.out)
+    assert {"0", "1", "2", "3"} <= set(rows)
+    assert rows["0"][1:] == rows["2"][1:]
+    assert "dp=2 Replicate, fsdp=2 Shard(0)" in ended.out
+    assert "plan for 4 ranks; nothing was read" in ended.out
+
+
+def test_a_plan_as_json_counts_bytes(pristine: Path) -> None:
+    manifest = package.open_checkpoint(pristine / STEP).manifest
+    document = holdfast("inspect", pristine / STEP, "--plan", "dp=2", "--json").json()
+    assert document["mesh"] == [{"name": "dp", "size": 2, "placement": "Replicate"}]
+    assert document["tensor_bytes"] == manifest.tensor_bytes
+    assert document["tensor_count"] == manifest.tensors
+    assert document["imbalance"] == 1.0
+    assert document["bytes"] == 2 * manifest.tensor_bytes
+    assert [(each["rank"], each["held_bytes"], each["bytes"]) for each in document["ranks"]] == [
+        (rank, manifest.tensor_bytes, manifest.tensor_bytes) for rank in (0, 1)
+    ]
+    half = holdfast("inspect", pristine / STEP, "--plan", "fsdp=2", "--tensors", "half", "--json").json()
+    assert half["tensor_count"] == 1
+    assert [each["held_bytes"] for each in half["ranks"]] == [6, 6]
+    assert [each["chunks"] for each in half["ranks"]] == [1, 1]
+
+
+def test_a_plan_reads_no_pack(root: Path) -> None:
+    before = holdfast("inspect", root / STEP, "--plan", "fsdp=3", "--json").out
+    for pack in (root / STEP).glob("*/*.safetensors"):
+        pack.unlink()
+    assert holdfast("inspect", root / STEP, "--plan", "fsdp=3", "--json").out == before
+
+
+def test_a_mesh_that_is_none_is_refused_with_the_grammar(pristine: Path) -> None:
+    ended = holdfast("inspect", pristine / STEP, "--plan", "fsdp")
+    assert ended.status == 2
+    assert ended.out == ""
+    assert "'fsdp' is no mesh dimension; expected name=size[:placement]" in " ".join(ended.err.split())
+
+
+def test_a_plan_of_many_ranks_is_cut_short_on_a_terminal_only(pristine: Path) -> None:
+    shown = on_terminal("inspect", pristine / STEP, "--plan", "dp=100", columns=120)
+    assert shown.status == 0
+    assert "and 36 more ranks: --all shows them" in shown.out
+    assert "more ranks" not in separately("inspect", pristine / STEP, "--plan", "dp=100").out

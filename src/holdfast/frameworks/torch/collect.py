@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
-from holdfast.frameworks.torch.held import Ranks, held_of, is_meta
+from holdfast.frameworks.torch.held import Ranks, held_of, is_meta, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.tensors import (
@@ -74,7 +74,7 @@ class _Collector:
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
         self._names: set[str] = set()
-        self._stored: dict[tuple[object, ...], str] = {}
+        self._stored: dict[tuple[object, ...], tuple[str, tuple[object, ...]]] = {}
 
     def dict_group(self, node: DictNode) -> Group:
         items: dict[str, Value] = {}
@@ -148,19 +148,28 @@ class _Collector:
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
         self._names.add(fqn)
-        require_storable(tensor, fqn)
-        if is_meta(tensor):
-            raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
+        memory = memory_of(tensor, declared, fqn)
+        for each in memory:
+            require_storable(each, fqn)
+            if is_meta(each):
+                raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
+        held = held_of(tensor, declared, fqn, self._ranks)
+        regions = tuple(part.region for part in held.parts)
         # A rank that holds nothing of a tied tensor must know of the tie nevertheless: all ranks list one name.
         empty = declared is not None and not tensor.numel()
-        first = self._stored.setdefault((id(tensor),) if empty else storage_key(tensor), fqn)
+        key = (id(tensor),) if empty else storage_key(tensor)
+        lies = (held.global_shape, regions, *(storage_key(each) for each in memory[1:]))
+        first, first_lies = self._stored.setdefault(key, (fqn, lies))
         if first != fqn and (empty or 0 not in tensor.shape):
+            if lies != first_lies:
+                raise InvalidError(
+                    f"{fqn}: shares its memory with {first}, but the two are stated to be different parts; "
+                    "state the same of both, or leave one out with skip="
+                )
             self.aliases[fqn] = first
             return True
-        held = held_of(tensor, declared, fqn, self._ranks)
         if held.on_mesh:
             spec = TensorSpec(fqn, dtype_name(tensor.dtype), held.global_shape)
-            regions = tuple(part.region for part in held.parts)
             self.shards.append(
                 LocalShard(Shard(spec, held.layout, held.holders, role, regions), TorchSource(held.parts))
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -86,13 +87,15 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
         InvalidError: The layout cannot be kept, or the local tensor is not as large as it says.
     """
     if declared is not None:
-        return _declared(declared, fqn, ranks.rank)
+        return _declared(declared, fqn, ranks)
     shape = tuple(tensor.shape)
     shards = local_shards_of(tensor)
     if shards is not None:
         starts = [tuple(each.metadata.shard_offsets) for each in shards]
         local_tensors = [each.tensor for each in shards]
-        return _declared(Sharded(local_tensors, shape, starts), fqn, ranks.rank)
+        if not shards:
+            return Held(shape, None, (ranks.rank,), ())
+        return _declared(Sharded(local_tensors, shape, starts), fqn, ranks)
     local = local_of(tensor)
     if not isinstance(tensor, DTensor):
         return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
@@ -158,16 +161,30 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(declared: Sharded, fqn: str) -> list[torch.Tensor]:
-    """Return the local tensors of a declaration.
+    """Return the local tensors of a declaration, at least one.
 
     Raises:
         InvalidError: They are no tensors.
     """
     tensors = list(declared.tensor) if isinstance(declared.tensor, list | tuple) else [declared.tensor]
+    if not tensors:
+        raise InvalidError(f"{fqn}: Sharded holds no tensor; leave the name out on a rank that holds nothing of it")
     for each in tensors:
         if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
             raise InvalidError(f"{fqn}: Sharded holds {type(each).__name__}; expected plain torch tensors")
     return [each for each in tensors if isinstance(each, torch.Tensor)]
+
+
+def memory_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> list[torch.Tensor]:
+    """Return the tensors that stand in the state: the local ones of a declaration, else the tensor itself."""
+    return [tensor] if declared is None else tensors_of(declared, fqn)
+
+
+def memory_bytes(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> int:
+    """Return the bytes of a tensor's elements on this rank."""
+    shards = local_shards_of(tensor)
+    own = memory_of(tensor, declared, fqn) if shards is None else [each.tensor for each in shards]
+    return sum(local.numel() * local.element_size() for local in map(local_of, own))
 
 
 def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
@@ -181,9 +198,11 @@ def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
     return None
 
 
-def _declared(declared: Sharded, fqn: str, rank: int) -> Held:
+def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
     tensors = tensors_of(declared, fqn)
-    shape = tuple(int(length) for length in declared.global_shape)
+    shape = _whole_numbers(declared.global_shape)
+    if shape is None or any(length < 0 for length in shape):
+        raise InvalidError(f"{fqn}: global_shape={declared.global_shape!r}; expected the length of each dimension")
     if (declared.start is None) == (declared.flat_start is None):
         raise InvalidError(f"{fqn}: Sharded needs either start or flat_start, and not both")
     several = isinstance(declared.tensor, list | tuple)
@@ -200,34 +219,54 @@ def _declared(declared: Sharded, fqn: str, rank: int) -> Held:
             parts.append(HeldPart(_flat_range(start, local, shape, fqn), local))
         else:
             parts.append(HeldPart(_box(start, local, shape, fqn), local))
-    replicas = (rank,) if declared.replicas is None else tuple(sorted(set(map(int, declared.replicas))))
-    if rank not in replicas:
-        raise InvalidError(
-            f"{fqn}: replicas={list(replicas)} lacks this rank, {rank}; expected every rank that holds it"
-        )
+    replicas = _replicas(declared.replicas, fqn, ranks)
     held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
     return Held(shape, None, replicas, held)
 
 
-def _flat_range(start: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> FlatRange:
-    numel = torch.Size(shape).numel()
-    if not isinstance(start, int) or local.ndim != 1 or not 0 <= start <= start + local.numel() <= numel:
+def _replicas(stated: object, fqn: str, ranks: Ranks) -> tuple[int, ...]:
+    if stated is None:
+        return (ranks.rank,)
+    numbers = _whole_numbers(stated)
+    if numbers is None or not all(0 <= each < ranks.world_size for each in numbers):
         raise InvalidError(
-            f"{fqn}: flat_start={start!r} with a local tensor of shape {tuple(local.shape)}; expected a 1-d tensor "
+            f"{fqn}: replicas={stated!r}; expected ranks of the process group, from 0 to {ranks.world_size - 1}"
+        )
+    if ranks.rank not in numbers:
+        raise InvalidError(
+            f"{fqn}: replicas={stated!r} lacks this rank, {ranks.rank}; expected every rank that holds it"
+        )
+    return tuple(sorted(set(numbers)))
+
+
+def _whole_numbers(stated: object) -> tuple[int, ...] | None:
+    """Return a sequence of whole numbers as such; None for anything else, fractions and text included."""
+    if not isinstance(stated, Sequence) or isinstance(stated, str | bytes):
+        return None
+    if any(isinstance(each, bool) or not isinstance(each, SupportsIndex) for each in stated):
+        return None
+    return tuple(operator.index(each) for each in stated)
+
+
+def _flat_range(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> FlatRange:
+    numel = torch.Size(shape).numel()
+    (start,) = _whole_numbers([stated]) or (-1,)
+    if local.ndim != 1 or not 0 <= start <= start + local.numel() <= numel:
+        raise InvalidError(
+            f"{fqn}: flat_start={stated!r} with a local tensor of shape {tuple(local.shape)}; expected a 1-d tensor "
             f"and a run inside the {numel} elements of {shape}"
         )
     return FlatRange(start, start + local.numel())
 
 
-def _box(start: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> Box:
-    fits = isinstance(start, Sequence) and len(start) == len(shape) == local.ndim
-    if fits and isinstance(start, Sequence):
-        first = tuple(int(each) for each in start)
-        box = Box(first, tuple(a + n for a, n in zip(first, local.shape, strict=True)))
+def _box(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> Box:
+    start = _whole_numbers(stated)
+    if start is not None and len(start) == len(shape) == local.ndim:
+        box = Box(start, tuple(a + n for a, n in zip(start, local.shape, strict=True)))
         if Box.whole(shape).contains(box):
             return box
     raise InvalidError(
-        f"{fqn}: start={start!r} with a local tensor of shape {tuple(local.shape)}; expected a box inside {shape}"
+        f"{fqn}: start={stated!r} with a local tensor of shape {tuple(local.shape)}; expected a box inside {shape}"
     )
 
 

@@ -31,6 +31,10 @@ class TensorTaker(Protocol):
         """Return the tensor a container refers to, to be filled."""
         ...
 
+    def pass_over(self, fqn: str) -> None:
+        """Take note that the state needs nothing of a stored tensor."""
+        ...
+
     def takes_part(self, name: str) -> bool:
         """Return whether `only` and `skip` let a name take part; count it as skipped if not."""
         ...
@@ -53,8 +57,25 @@ class OptimizerRestoration:
                 self._state(parameter, group, catalog)
         own = set(view.names.values())
         for name in self._members:
-            if name not in own and taker.takes_part(f"{view.path}.param_groups.{name}"):
+            if name not in own and self._is_of_tie(name, catalog):
+                for key in self._stored.get(name, ()):
+                    taker.pass_over(view.state_fqn(name, key))
+            elif name not in own and taker.takes_part(f"{view.path}.param_groups.{name}"):
                 taker.unexpected.append(f"{view.path}.param_groups.{name}")
+
+    def _is_of_tie(self, name: str, catalog: Catalog) -> bool:
+        """Return whether a name is tied to one of this optimizer's and was saved with the same state and rates."""
+        tied = self._view.ties.get(name)
+        if tied is None or self._members.get(tied) != self._members[name]:
+            return False
+        keys = self._stored.get(name, [])
+        if sorted(keys) != sorted(self._stored.get(tied, [])):
+            return False
+        for key in keys:
+            first, second = (self._view.state_fqn(each, key) for each in (tied, name))
+            if not catalog.same_content(catalog.aliases.get(first, first), catalog.aliases.get(second, second)):
+                return False
+        return True
 
     def finish(self) -> None:
         """Set hyperparameters and state."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,6 +39,9 @@ class OptimizerView:
     elsewhere: frozenset[int] = frozenset()
     """Parameters of which FSDP1 left this rank nothing, by identity: their state is other ranks' alone."""
 
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied parameters, and the name each goes by here."""
+
     def declared_for(self, parameter: torch.Tensor, state: torch.Tensor) -> Sharded | None:
         """Return the layout that a parameter's declaration gives a tensor of its state, or None."""
         declared = self.declared.get(id(parameter))
@@ -60,7 +63,7 @@ def named_parameters_of(
     optimizer: torch.optim.Optimizer,
     path: str,
     modules: Mapping[str, Mapping[str, torch.Tensor]],
-    loose: Mapping[str, torch.Tensor],
+    loose: Mapping[str, tuple[str, torch.Tensor]],
 ) -> dict[torch.Tensor, str]:
     """Return the FQN of every parameter of an optimizer.
 
@@ -71,14 +74,14 @@ def named_parameters_of(
         optimizer: The optimizer.
         path: Where it stands in the state.
         modules: By path, the tensors of each module of the state by FQN.
-        loose: Tensors that stand in the state by themselves, by path.
+        loose: Tensors that stand in the state by themselves, by path: each with the key of the state under which
+            its dict stands, which is empty for one that stands at the top.
     Raises:
         InvalidError: A parameter belongs to nothing in the state.
     """
     known: dict[int, tuple[str, str]] = {}
-    for loose_path, each in loose.items():
-        branch, _, name = loose_path.partition(".")
-        known[id(each)] = (branch, name) if name else ("", loose_path)
+    for loose_path, (branch, each) in loose.items():
+        known[id(each)] = (branch, loose_path.removeprefix(f"{branch}.") if branch else loose_path)
     for module_path, tensors in modules.items():
         for fqn, tensor in tensors.items():
             known.setdefault(id(tensor), (module_path, fqn))
@@ -95,6 +98,26 @@ def named_parameters_of(
     if len(owners) == 1:
         return {parameter: fqn for parameter, (_, fqn) in found.items()}
     return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in found.items()}
+
+
+def ties_of(
+    names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, str]:
+    """Return the further names that an optimizer's parameters have in their modules, and the name of each.
+
+    State is stored under all names of its parameter, as the parameter is: one copy may hold an embedding and a head
+    as one tensor, and another, cut into pipeline stages, as two.
+    """
+    known = {id(parameter): name for parameter, name in names.items()}
+    ties: dict[str, str] = {}
+    for tensors in modules.values():
+        first: dict[int, str] = {}
+        for fqn, tensor in tensors.items():
+            name = known.get(id(tensor))
+            main = first.setdefault(id(tensor), fqn)
+            if name is not None and fqn != main and name.endswith(main):
+                ties[name.removesuffix(main) + fqn] = name
+    return ties
 
 
 OnState = Callable[[str, torch.Tensor, Sharded | None], Value]
@@ -114,6 +137,7 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
     members: dict[str, Value] = {}
     state: dict[str, Value] = {}
     known = set(view.names)
+    further = _by_name(view.ties)
     for key in view.optimizer.state:
         if key not in known:
             raise InvalidError(
@@ -130,11 +154,19 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
         hyperparameters[content] = values
         for parameter in group["params"]:
             name = view.names[parameter]
-            members[name] = content
-            kept = _collect_state(view, name, parameter, on_state)
-            if kept:
-                state[name] = kept
+            for each in (name, *further.get(name, ())):
+                members[each] = content
+                kept = _collect_state(view, each, parameter, on_state)
+                if kept:
+                    state[each] = kept
     return Group("optimizer", {"hyperparameters": hyperparameters, "param_groups": members, "state": state})
+
+
+def _by_name(ties: Mapping[str, str]) -> dict[str, list[str]]:
+    further: dict[str, list[str]] = {}
+    for each, name in ties.items():
+        further.setdefault(name, []).append(each)
+    return further
 
 
 def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState) -> dict[str, Value]:
@@ -160,11 +192,14 @@ def new_state_tensor(
 ) -> torch.Tensor:
     """Return room for a state tensor that the optimizer has not made yet.
 
-    A tensor shaped like the parameter lies as the parameter does. A 0-d one (a step count) lies in host memory,
-    as PyTorch's optimizers put it, unless the group is capturable or fused.
+    A tensor shaped like the parameter lies as the parameter does. One of another shape is what `new_zeros` of the
+    parameter makes, as in Adafactor: of a DTensor a replicated one. A 0-d one (a step count) lies in host memory, as
+    PyTorch's optimizers put it, unless the group is capturable or fused.
     """
     if tuple(parameter.shape) == shape and shape:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    if shape and isinstance(parameter, DTensor):
+        return parameter.detach().new_zeros(shape, dtype=dtype)
     on_device = bool(group.get("capturable")) or bool(group.get("fused")) or bool(shape)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return torch.zeros(shape, dtype=dtype, device=local.device if on_device else "cpu")

@@ -11,7 +11,7 @@ from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.collect import selected, selected_whole
 from holdfast.frameworks.torch.containers import put_together, take_apart
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
-from holdfast.frameworks.torch.held import Ranks, held_of, is_meta
+from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_bytes, memory_of
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.tensors import (
@@ -51,12 +51,15 @@ class TorchRestoration:
         self._catalog, self._selection = catalog, selection
         self._ranks = ranks
         self.wanted: list[Wanted] = []
+        self.held: dict[str, int] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.skipped: list[str] = []
         self._used: set[str] = set()
         self._names: set[str] = set()
-        self._ties: dict[tuple[object, ...], tuple[str, str]] = {}
+        self._ties: dict[tuple[object, ...], tuple[str, str, object]] = {}
+        self._lacked: dict[int, str] = {}
+        self._had: set[int] = set()
         self._finishes: list[Callable[[], None]] = []
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
@@ -78,12 +81,15 @@ class TorchRestoration:
         stored = self._catalog.aliases.get(fqn, fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
+            if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
+                self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
-        require_storable(tensor, fqn)
-        if is_meta(tensor):
-            raise InvalidError(
-                f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
-            )
+        for each in memory_of(tensor, declared, fqn):
+            require_storable(each, fqn)
+            if is_meta(each):
+                raise InvalidError(
+                    f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
+                )
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
         self._names.add(fqn)
@@ -100,8 +106,12 @@ class TorchRestoration:
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
                 "expected the same. Build the model it was saved from, or leave it out with skip="
             )
-        if self._is_first_of_tie(fqn, stored, tensor):
+        self._had.add(id(tensor))
+        # A tied tensor that came under another name lacks nothing.
+        self.held.pop(self._lacked.get(id(tensor), ""), None)
+        if self._is_first_of_tie(fqn, stored, tensor, held):
             target = TorchTarget(held, spec.dtype)
+            self.held[fqn] = sum(part.local.numel() * part.local.element_size() for part in held.parts)
             self.wanted.append(Wanted(stored, name_of(tensor.dtype), held.global_shape, target.boxes, target, fqn))
         return True
 
@@ -120,7 +130,7 @@ class TorchRestoration:
         self.want(reference.fqn, tensor)
         return tensor
 
-    def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor) -> bool:
+    def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor, held: Held) -> bool:
         """Return whether this memory is not yet being filled.
 
         Raises:
@@ -128,15 +138,25 @@ class TorchRestoration:
         """
         if 0 in tensor.shape:
             return True
-        first_fqn, first_stored = self._ties.setdefault(storage_key(tensor), (fqn, stored))
+        lies = (held.global_shape, tuple(part.region for part in held.parts))
+        first_fqn, first_stored, first_lies = self._ties.setdefault(storage_key(tensor), (fqn, stored, lies))
         if first_fqn == fqn:
             return True
+        if lies != first_lies:
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first_fqn}, but the two are stated to be different parts; "
+                "state the same of both, or leave one out with skip="
+            )
         if stored != first_stored and not self._catalog.same_content(stored, first_stored):
             raise InvalidError(
                 f"{fqn}: shares its memory with {first_fqn}, but the checkpoint holds different values for the two; "
                 "untie them, or leave one out with skip="
             )
         return False
+
+    def pass_over(self, fqn: str) -> None:
+        """Take note that the state needs nothing of a stored tensor: what it is tied to is filled."""
+        self._used.add(self._catalog.aliases.get(fqn, fqn))
 
     def takes_part(self, name: str) -> bool:
         """Return whether `only` and `skip` let a name take part; count it as skipped if not."""

@@ -150,8 +150,10 @@ class TorchTarget:
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
-        view = self._views[0] if len(self._views) == 1 else next(v for v in self._views if v.box.contains(part))
-        view.place(part, source, source_box)
+        for view in self._views:
+            # Stated targets may overlap (a halo), and then each of them is to be filled.
+            if len(self._views) == 1 or view.box.contains(part):
+                view.place(part, source, source_box)
 
 
 def _boxes(held: Held) -> Iterator[tuple[Box, torch.Tensor]]:

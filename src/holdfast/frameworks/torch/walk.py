@@ -14,7 +14,7 @@ from holdfast.frameworks.torch.containers import holds_tensor
 from holdfast.frameworks.torch.fsdp1 import declarations, holds_any
 from holdfast.frameworks.torch.held import RankOfGlobal, tensors_of
 from holdfast.frameworks.torch.naming import module_entries
-from holdfast.frameworks.torch.optimizers import OptimizerView, named_parameters_of
+from holdfast.frameworks.torch.optimizers import OptimizerView, named_parameters_of, ties_of
 from holdfast.spec.per_rank import PerRank, RngState
 from holdfast.spec.sharded import Sharded
 
@@ -104,10 +104,24 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     tensors = {path: node.tensors for path, node in found.modules.items()}
     for parent, key, optimizer in found.optimizers:
         path = _joined(parent.path, key)
+        _require_unlisted(optimizer, path, found.listed)
         names = named_parameters_of(optimizer, path, tensors, found.loose)
-        view = OptimizerView(optimizer, path, names, found.declared, frozenset(found.elsewhere))
+        view = OptimizerView(
+            optimizer, path, names, found.declared, frozenset(found.elsewhere), ties_of(names, tensors)
+        )
         parent.children[key] = OptimizerNode(path, view)
     return root
+
+
+def _require_unlisted(optimizer: torch.optim.Optimizer, path: str, listed: Mapping[int, str]) -> None:
+    """Refuse to guess how state lies that belongs to one of several tensors under a name."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in listed:
+                raise InvalidError(
+                    f"{path}: holds a tensor of {listed[id(parameter)]}, which Sharded declares as a list; expected "
+                    "one tensor for each parameter of an optimizer. State its moments as Sharded too, and leave it out"
+                )
 
 
 @dataclass(slots=True)
@@ -117,12 +131,14 @@ class _Found:
     rank_of_global: RankOfGlobal
     optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = field(default_factory=list)
     modules: dict[str, ModuleNode] = field(default_factory=dict)
-    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+    loose: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     declared: dict[int, Sharded] = field(default_factory=dict)
     elsewhere: set[int] = field(default_factory=set)
+    listed: dict[int, str] = field(default_factory=dict)
+    """Path of the list in a declaration that a tensor stands in, by the tensor's identity."""
 
 
-def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
+def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> None:
     if id(node.mapping) in above:
         raise InvalidError(f"{node.path}: the dict holds itself; a state must be a tree")
     for key, value in node.mapping.items():
@@ -142,17 +158,20 @@ def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
             found.elsewhere |= {each for each, shard in child.declared.items() if not holds_any(shard)}
             node.children[key] = child
         elif isinstance(value, torch.Tensor):
-            found.loose[path] = value
+            found.loose[path] = (branch, value)
             node.children[key] = TensorNode(path, value)
         elif isinstance(value, Sharded):
-            tensor = tensors_of(value, path)[0]
-            found.loose[path] = tensor
+            tensors = tensors_of(value, path)
+            tensor = tensors[0]
+            found.loose[path] = (branch, tensor)
+            if isinstance(value.tensor, list | tuple):
+                found.listed |= dict.fromkeys(map(id, tensors), path)
             found.declared[id(tensor)] = value
             node.children[key] = TensorNode(path, tensor, value)
         elif isinstance(value, dict) and _is_branch(value):
-            branch = DictNode(path, value)
-            _fill(branch, found, above | {id(node.mapping)})
-            node.children[key] = branch
+            child_node = DictNode(path, value)
+            _fill(child_node, found, above | {id(node.mapping)}, branch or key)
+            node.children[key] = child_node
         elif not isinstance(value, type) and isinstance(value, Stateful):
             node.children[key] = StatefulNode(path, value)
         else:

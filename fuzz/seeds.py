@@ -1,0 +1,70 @@
+"""Where fuzzing begins: the golden files of every released version, and every tag there is."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from holdfast.repository import values
+from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
+
+GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "format"
+
+_VALUES = (
+    b'{"a":[1,2.5,null,true,"x"]}', b'{"$tuple":[1,{"$tuple":[]}]}', b'{"$set":[1,2]}', b'{"$frozenset":["a"]}',
+    b'{"$dict":[[1,2],[{"$tuple":[1,null]},3]]}', b'{"$ordered_dict":[["a",1]]}',
+    b'{"$ordered_dict":{"items":[["a",1]],"metadata":{}}}', b'{"$counter":[["a",2]]}',
+    b'{"$group":{"kind":"dict","items":{"a":1}}}', b'{"$framework":{"kind":"torch.dtype","value":"float32"}}',
+    b'{"$framework":{"kind":"torch.size","value":{"$tuple":[1,2]}}}',
+    b'{"$framework":{"kind":"torch.device","value":"cpu"}}',
+    b'{"$framework":{"kind":"torch.tensor","value":{"dtype":"int8","shape":{"$tuple":[1]},"data":{"$bytes":"AA=="}}}}',
+    b'{"$int":"0x10000000000000000"}', b'{"$float":"nan"}', b'{"$float":"nan:7ff8000000000001"}',
+    b'{"$complex":[1.0,{"$float":"inf"}]}', b'{"$bytes":"YQ=="}', b'{"$bytearray":"YQ=="}', b'{"$str":"7aCA"}',
+    b'{"$datetime":"2024-01-02T03:04:05+00:00"}', b'{"$datetime":["2024-01-02T03:04:05",1]}', b'{"$date":"2024-01-02"}',
+    b'{"$time":"03:04:05"}', b'{"$timedelta":[1,2,3]}', b'{"$path":"/a/b"}', b'{"$pure_windows_path":"C:\\\\a"}',
+    b'{"$ndarray":{"dtype":"<f4","shape":[2],"data":"AAAAAAAAAAA="}}',
+    b'{"$ndarray":{"dtype":"<M8[s]","shape":[],"data":"AAAAAAAAAAA="}}',
+    b'{"$ndarray":{"dtype":"<U1","shape":[1],"data":"YQAAAA=="}}', b'{"$scalar":{"dtype":"<f4","value":1.5}}',
+    b'{"$scalar":{"dtype":"<c8","data":"AAAAAAAAAAA="}}', b'{"$scalar":{"dtype":"U","value":"a"}}',
+    b'{"$tensor":"a.b"}', b'{"$skipped":"a"}', b'{"$per_rank":"a"}',
+)  # fmt: skip
+
+
+def seeds_of(target: str) -> list[bytes]:
+    """Return what a target begins with."""
+    if target == "manifest":
+        return [_unsealed(path.read_bytes()) for path in sorted(GOLDEN.rglob("manifest.json"))]
+    if target == "index":
+        return [path.read_bytes() for path in sorted(GOLDEN.rglob("index-*.msgpack"))]
+    if target == "part":
+        return [path.read_bytes() for path in sorted(GOLDEN.rglob("parts/*.msgpack"))]
+    if target in ("pack", "pack-length"):
+        headers = [_header(path.read_bytes()) for path in sorted(GOLDEN.rglob("*.safetensors"))]
+        return [header[8:].rstrip() for header in headers] if target == "pack" else headers
+    if target in ("value", "framework-value"):
+        return [*_VALUES, *(values.dumps(values.encode(each, "")) for each in ({"a": [1, (2.5, None)]}, [{1: b"x"}]))]
+    if target == "column":
+        return [bytes((width, count)) + bytes(range(width * count)) for width in (1, 2, 4, 8) for count in (0, 1, 3)]
+    if target == "name":
+        names = ("r00000.safetensors", "enc/r00003-1.safetensors", "parts/r00003.msgpack", "index-00000.msgpack")
+        return [each.encode() for each in (*names, "step-000000001000", "../a", "a/./b")]
+    if target == "shown":
+        return [b"plain", "\x1b[31m\u202e\x9b".encode(), b"s\xed\xa0\x80"]
+    return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]
+
+
+def words_of(target: str) -> list[str]:
+    """Return words that a target's texts are made of."""
+    if target in ("manifest", "value", "framework-value"):
+        return [*_CONTAINER_OF_TAG, *_LEAF_OF_TAG, "torch.tensor", "torch.dtype", "torch.size", "torch.device", "dtype"]
+    if target.startswith("pack"):
+        return ["dtype", "shape", "data_offsets", "__metadata__", "BF16", "F32"]
+    return []
+
+
+def _unsealed(data: bytes) -> bytes:
+    return data.rpartition(b',\n "digest"')[0]
+
+
+def _header(data: bytes) -> bytes:
+    return data[: 8 + int(struct.unpack("<Q", data[:8])[0])]

@@ -1,0 +1,308 @@
+"""What is fuzzed: each target takes any bytes; whatever it raises is a finding.
+
+Digests are made to fit inside the targets, so that what lies behind them is reached.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from holdfast.cli.screen import printable
+from holdfast.cli.tree import tree_lines
+from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.frameworks.torch.containers import put_together
+from holdfast.plan.cover import uncovered_names
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.repository import values
+from holdfast.repository.columns import packed, unpacked
+from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.index import Index, IndexDocument, decode_index, encode_index, index_of
+from holdfast.repository.manifest import decode_manifest, encode_manifest
+from holdfast.repository.names import is_index_name, is_pack_name, is_part_name, step_folder, step_of_folder
+from holdfast.repository.pack import entries_of
+from holdfast.repository.part import decode_part, encode_part
+from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
+from holdfast.spec.box import Box
+from holdfast.spec.dtype import DTYPES
+from holdfast.spec.region import region_boxes
+from holdfast.stores.keys import split_key
+
+ELEMENTS_COUNTED_MAX = 5000
+"""Tensors up to this size are compared with a count of every element."""
+
+
+def manifest(data: bytes) -> None:
+    """A manifest, sealed: decoded it says the same once encoded again."""
+    sealed = data + b',\n "digest": "' + hex_digest_of(data).encode() + b'"\n}\n'
+    try:
+        found = decode_manifest(sealed, "here")
+    except CheckpointError:
+        return
+    again = encode_manifest(found)
+    assert encode_manifest(decode_manifest(again, "here")) == again
+
+
+def index(data: bytes) -> None:
+    """An index file."""
+    try:
+        found = decode_index(data, "here")
+    except CorruptError:
+        return
+    again = encode_index(found)
+    assert encode_index(decode_index(again, "here")) == again
+    _prove(found)
+
+
+def index_document(data: bytes) -> None:
+    """An index whose numbers, rather than bytes, are what is fuzzed; so holes and overlaps are met often."""
+    try:
+        found = index_of(_document(data), "here")
+    except CorruptError:
+        return
+    assert encode_index(decode_index(encode_index(found), "here")) == encode_index(found)
+    _prove(found)
+
+
+def part(data: bytes) -> None:
+    """A rank's part."""
+    try:
+        found = decode_part(data, "here")
+    except CorruptError:
+        return
+    again = encode_part(found)
+    assert encode_part(decode_part(again, "here")) == again
+
+
+def pack(data: bytes) -> None:
+    """The header of a pack, its length stated as it is."""
+    try:
+        entries = entries_of(struct.pack("<Q", len(data)) + data, "here")
+    except CorruptError:
+        return
+    for entry in entries:
+        assert type(entry.fqn) is str
+        assert all(type(number) is int for number in (*entry.shape, entry.start, entry.stop))
+        hash(entry)
+
+
+def pack_length(data: bytes) -> None:
+    """The header of a pack, its length as it comes."""
+    try:
+        entries_of(data, "here")
+    except CorruptError:
+        return
+    assert struct.unpack("<Q", data[:8])[0] == len(data) - 8
+
+
+def value(data: bytes) -> None:
+    """A value's JSON text: what it decodes to is encoded to what decodes to the same, and can be shown."""
+    try:
+        found = values.decode(values.loads(data), "")
+    except CorruptError:
+        return
+    again = values.dumps(values.encode(found, ""))
+    assert values.dumps(values.encode(values.decode(values.loads(again), ""), "")) == again
+    for line in tree_lines({"value": found}, whole_names=True):
+        assert line.isprintable(), line
+
+
+def framework_value(data: bytes) -> None:
+    """A value's JSON text, put together as a framework does on loading."""
+    try:
+        put_together(values.decode(values.loads(data), ""), lambda leaf: leaf)
+    except (CorruptError, InvalidError):
+        return
+
+
+def value_document(data: bytes) -> None:
+    """A document whose structure, rather than text, is what is fuzzed; so tags are met with contents nearly right."""
+    text = values.dumps(_value(_drawn(data), 0))
+    value(text)
+    framework_value(text)
+
+
+def column(data: bytes) -> None:
+    """A column of numbers."""
+    if len(data) < 2:
+        return
+    try:
+        numbers = unpacked((data[0], data[2:]), "here", data[1] if data[1] < 128 else None)
+    except CorruptError:
+        return
+    assert np.array_equal(unpacked(packed(numbers), "here", len(numbers)), numbers)
+
+
+def name(data: bytes) -> None:
+    """Names of files and folders: whatever is taken for one cannot lead anywhere else."""
+    text = data.decode("utf-8", "surrogateescape")
+    if is_pack_name(text) or is_part_name(text) or is_index_name(text):
+        assert text.isascii()
+        assert ".." not in text
+        assert split_key(text) == tuple(text.split("/"))
+    step = step_of_folder(text)
+    if step is not None:
+        assert step_folder(step) == text + "/"
+    try:
+        parts = split_key(text)
+    except InvalidError:
+        return
+    assert not any(each in ("", ".", "..") or "\0" in each for each in parts)
+
+
+def shown(data: bytes) -> None:
+    """Text on its way to a terminal."""
+    text = printable(data.decode("utf-8", "surrogatepass" if data[:1] == b"s" else "surrogateescape"))
+    assert text.isprintable()
+    text.encode("utf-8")
+    assert printable(text) == text
+
+
+def _shown(data: bytes) -> None:
+    try:
+        shown(data)
+    except UnicodeDecodeError:
+        return
+
+
+def _document(data: bytes) -> IndexDocument:
+    """Return an index of few, small numbers drawn from bytes."""
+    draw = _drawn(data)
+    tensors = next(draw) % 4
+    ndims = [next(draw) % 4 for _ in range(tensors)]
+    shapes = [next(draw) % 12 for ndim in ndims for _ in range(ndim)]
+    dtypes = sorted(DTYPES)[next(draw) % 8 : 12]
+    numbers = sorted(next(draw) % (tensors + 1) for _ in range(next(draw) % 10))
+    kinds = [next(draw) % 8 == 7 for _ in numbers]
+    widths = [1 if kind else (ndims[at] if at < tensors else 0) for kind, at in zip(kinds, numbers, strict=True)]
+    starts = [next(draw) % 12 for width in widths for _ in range(width)]
+    stops = [next(draw) % 13 if next(draw) % 2 else 12 for width in widths for _ in range(width)]
+    first = [sum(ndims[:number]) for number in range(tensors)]
+    bounds = [
+        bound
+        for number, kind in zip(numbers, kinds, strict=True)
+        if number < tensors
+        for bound in _bounds(shapes[first[number] : first[number] + ndims[number]], kind)
+    ]
+    if len(bounds) == len(stops) and next(draw) % 8:
+        stops = [min(stop, bound) if stop != 12 else bound for stop, bound in zip(stops, bounds, strict=True)]
+        starts = [min(start, stop) for start, stop in zip(starts, stops, strict=True)]
+    dtype_numbers = [next(draw) % len(dtypes) for _ in range(tensors)]
+    counts = 0
+    at = 0
+    for number, width, kind in zip(numbers, widths, kinds, strict=True):
+        lengths = [
+            max(stop - start, 0) for start, stop in zip(starts[at : at + width], stops[at : at + width], strict=True)
+        ]
+        at += width
+        counts += bool(math.prod(lengths)) and (number < tensors or kind)
+    return IndexDocument(
+        chunk_bytes=1 << 16,
+        fqns=[f"t{number}" for number in range(tensors)],
+        dtypes=dtypes,
+        dtype_numbers=packed(dtype_numbers),
+        ndims=packed(ndims),
+        shapes=packed(shapes),
+        packs=[("own", "r00000.safetensors")],
+        piece_tensors=packed(numbers),
+        piece_packs=packed([0] * len(numbers)),
+        piece_offsets=packed([next(draw) for _ in numbers]),
+        piece_starts=packed(starts),
+        piece_stops=packed(stops),
+        digests=bytes(16 * counts),
+        piece_kinds=packed([int(kind) for kind in kinds]) if any(kinds) else None,
+    )
+
+
+_TAGS = sorted({*_CONTAINER_OF_TAG, *_LEAF_OF_TAG})
+_WORDS = (
+    "", "a", "items", "metadata", "kind", "value", "dtype", "shape", "data", "dict", "optimizer", "stateful", "float32",
+    "int8", "<f4", "<U1", "|b1", "<M8[s]", "U", "S", "AA==", "AAAAAAAAAAA=", "7aCA", "0x10000000000000000",
+    "nan", "-inf", "nan:7ff8000000000001", "2024-01-02", "03:04:05", "2024-01-02T03:04:05+00:00", "cpu",
+    "torch.dtype", "torch.size", "torch.device", "torch.tensor", "load", "__class__", "\x1b[31m", "0x" + "f" * 5000,
+)  # fmt: skip
+_PLAIN = (None, True, False, 0, 1, -1, 2, 64, 255, 1 << 62, -(1 << 63), 0.0, -0.0, 1.5, 1e308, 5e-324)
+_WIDE = ("0x10000000000000000", "-0xffffffffffffffffff", "0x" + "f" * 5000)
+_FRAMEWORK_KINDS = ("torch.dtype", "torch.size", "torch.device", "torch.tensor")
+_FIELDS = (("dtype", "shape", "data"), ("dtype", "value"), ("dtype", "data"), ("kind", "value"), ("kind", "items"),
+           ("items", "metadata"))  # fmt: skip
+
+
+def _value(draw: Iterator[int], depth: int) -> object:
+    """Return a document drawn from bytes."""
+    choice = next(draw) % 12 if depth < 6 else 0
+    if choice < 2:
+        return _PLAIN[next(draw) % len(_PLAIN)]
+    if choice < 5:
+        return _WORDS[next(draw) % len(_WORDS)]
+    if choice < 7:
+        return [_value(draw, depth + 1) for _ in range(next(draw) % 4)]
+    if choice < 8:
+        return [[_value(draw, depth + 1), _value(draw, depth + 1)] for _ in range(next(draw) % 3)]
+    if choice < 9:
+        return {name: _value(draw, depth + 1) for name in _FIELDS[next(draw) % len(_FIELDS)]}
+    if choice < 10:
+        return {_WORDS[next(draw) % len(_WORDS)]: _value(draw, depth + 1) for _ in range(next(draw) % 3)}
+    tag = _TAGS[next(draw) % len(_TAGS)]
+    if tag == "$framework" and next(draw) % 2:
+        return {tag: {"kind": _FRAMEWORK_KINDS[next(draw) % 4], "value": _value(draw, depth + 1)}}
+    if tag == "$int" and next(draw) % 4:
+        return {tag: _WIDE[next(draw) % len(_WIDE)]}
+    if tag in ("$dict", "$counter", "$ordered_dict") and next(draw) % 4:
+        return {tag: [[_value(draw, depth + 1), _value(draw, depth + 1)] for _ in range(next(draw) % 3 + 1)]}
+    return {tag: _value(draw, depth + 1)}
+
+
+def _bounds(shape: list[int], flat: bool) -> list[int]:
+    return [math.prod(shape)] if flat else shape
+
+
+def _drawn(data: bytes) -> Iterator[int]:
+    yield from data
+    while True:
+        yield 0
+
+
+def _prove(found: Index) -> None:
+    """Compare the proof of exact cover, and what a load would place, with a count of every element."""
+    small = [each for each in found.tensors.values() if math.prod(each.global_shape) <= ELEMENTS_COUNTED_MAX]
+    if sum(len(found.pieces_of(each.fqn)) for each in small) > 200:
+        return
+    wrong = set(uncovered_names(small, found.pieces_of, 12345))
+    for tensor in small:
+        counts = np.zeros(tensor.global_shape, dtype=np.int64)
+        for piece in found.pieces_of(tensor.fqn):
+            for box in region_boxes(piece.region, tensor.global_shape):
+                counts[box.relative_to((0,) * counts.ndim)] += 1
+        exact = bool((counts == 1).all())
+        assert exact == (tensor.fqn not in wrong), (tensor, counts)
+        whole = Box.whole(tensor.global_shape)
+        spans = sorted(
+            (piece.offset, piece.offset + piece.bytes) for piece in found.pieces_of(tensor.fqn) if piece.bytes
+        )
+        apart = all(later[0] >= each[1] for each, later in pairwise(spans))
+        if exact and apart and len({piece.pack for piece in found.pieces_of(tensor.fqn)}) <= 1:
+            plan = load_plan([WantedBoxes(tensor.fqn, (whole,))], found.pieces_of, 1 << 22)
+            placed = sum(part.box.numel for run in plan.runs for chunk in run.chunks for part in chunk.parts)
+            assert placed == math.prod(tensor.global_shape), tensor
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "manifest": manifest,
+    "index": index,
+    "index-document": index_document,
+    "part": part,
+    "pack": pack,
+    "pack-length": pack_length,
+    "value": value,
+    "framework-value": framework_value,
+    "value-document": value_document,
+    "column": column,
+    "name": name,
+    "shown": _shown,
+}
+"""Every target by name."""

@@ -1,0 +1,62 @@
+"""What each rank of a described job would read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.plan.nearby import NearbyPieces
+from holdfast.spec.forecast import Forecast, RankForecast
+from holdfast.spec.mesh import DescribedMesh
+from holdfast.spec.plan import Piece
+from holdfast.spec.tensor import TensorSpec
+
+
+def forecast(
+    mesh: DescribedMesh,
+    tensors: Sequence[TensorSpec],
+    pieces_of: Callable[[str], Sequence[Piece]],
+    run_bytes_max: int,
+) -> Forecast:
+    """Return what each rank would read, were every tensor laid out on a mesh.
+
+    Args:
+        mesh: The job.
+        tensors: What it loads.
+        pieces_of: Stored pieces of an FQN.
+        run_bytes_max: Neighbouring chunks are read together up to this many bytes.
+    """
+    nearby = {tensor.fqn: NearbyPieces(pieces_of(tensor.fqn)) for tensor in tensors}
+    ranks: list[RankForecast] = []
+    for rank in range(mesh.ranks):
+        twin = mesh.twin_of(rank)
+        # Replicas read the same; a rank's twin has been reckoned up before it.
+        ranks.append(
+            replace(ranks[twin], rank=rank) if twin < rank else _on_rank(mesh, rank, tensors, nearby, run_bytes_max)
+        )
+    return Forecast(mesh, tuple(ranks), len(tensors), sum(tensor.global_bytes for tensor in tensors))
+
+
+def _on_rank(
+    mesh: DescribedMesh,
+    rank: int,
+    tensors: Sequence[TensorSpec],
+    nearby: Mapping[str, NearbyPieces],
+    run_bytes_max: int,
+) -> RankForecast:
+    # A model has few shapes and many tensors of each.
+    boxes_by_shape = {shape: mesh.boxes_on(rank, shape) for shape in {tensor.global_shape for tensor in tensors}}
+    boxes_of = {tensor.fqn: boxes_by_shape[tensor.global_shape] for tensor in tensors}
+    plan = load_plan(
+        [WantedBoxes(fqn, boxes) for fqn, boxes in boxes_of.items()],
+        lambda fqn: nearby[fqn].near(boxes_of[fqn]),
+        run_bytes_max,
+    )
+    return RankForecast(
+        rank=rank,
+        held_bytes=sum(tensor.itemsize * sum(box.numel for box in boxes_of[tensor.fqn]) for tensor in tensors),
+        bytes=plan.bytes,
+        chunks=sum(len(run.chunks) for run in plan.runs),
+        reads=len(plan.runs),
+    )
