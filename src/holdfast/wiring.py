@@ -98,9 +98,9 @@ _ALONE = _Alone()
 def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return the job that saves by path share, made at a group's first such save; then a collective of its ranks."""
     comm = comm_of(process_group)
-    from holdfast.frameworks.torch.comm import group_of
+    from holdfast.frameworks.torch.comm import SoloComm, group_of
 
-    key = group_of(process_group) if comm.world_size > 1 else _ALONE
+    key = _ALONE if isinstance(comm, SoloComm) else group_of(process_group)
     jobs = _jobs.setdefault(key, {})
     if settings not in jobs:
         jobs[settings] = Job(comm, clock(), settings)

@@ -159,7 +159,11 @@ class _Windows:
         slab, count, offset = self._slab, self._filled, self._offset
         self._slab, self._filled, self._offset = None, 0, offset + count
         self._writes = [write for write in self._writes if not write.done() or write.exception()]
-        write = self._threads.submit(self._upload.write, offset, slab[:count])
+        try:
+            write = self._threads.submit(self._upload.write, offset, slab[:count])
+        except BaseException:
+            self._slabs.give(slab)
+            raise
         # A write that is cancelled never runs, and must give its slab back all the same.
         write.add_done_callback(lambda _: self._slabs.give(slab))
         self._writes.append(write)

@@ -12,7 +12,7 @@ from types import EllipsisType
 from holdfast.engine.host import HostTarget
 from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import require_covered
@@ -57,9 +57,7 @@ class TensorInfo:
 class Checkpoint:
     """A committed checkpoint. Opening it reads the manifest; the index is read when it is first needed."""
 
-    def __init__(
-        self, place: Place, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, place: Place, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None) -> None:
         self._place, self._settings, self._to_torch = place, settings, to_torch
         self._clock = clock or SystemClock()
         self._pack_bytes: dict[str, int] = {}
@@ -184,7 +182,11 @@ class Checkpoint:
 
     def verification(self, observer: Observer | None = None) -> Verification:
         """Return the work of reading everything back."""
-        slab = new_slab(self._settings.window_bytes * 2 + 2 * PAGE_BYTES)
+        try:
+            chunk_bytes = self.index.chunk_bytes
+        except CheckpointError:
+            chunk_bytes = 0  # The damage is what verification is about to report.
+        slab = new_slab(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES)
         return Verification(
             self._place.store,
             self._place.folder,

@@ -69,6 +69,9 @@ class SaveHandle:
         self.staged: Future[None] = Future()
         self.replicated: Future[None] = Future()
         self.committed: Future[SaveReport] = Future()
+        for future in (self.staged, self.replicated, self.committed):
+            # A save cannot be cancelled from outside, and a future that could be would be by asyncio's timeouts.
+            future.set_running_or_notify_cancel()
 
     def wait(self, moment: Moment = "committed", timeout: float | None = None) -> SaveReport | None:
         """Wait for a moment; return the report once committed, None for an earlier moment.

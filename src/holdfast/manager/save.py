@@ -27,7 +27,7 @@ from holdfast.repository.catalog import confirmed_manifest, exists
 from holdfast.repository.digest import hex_digest_of, short_digest_of
 from holdfast.repository.index import Index, encode_index
 from holdfast.repository.manifest import encode_manifest
-from holdfast.repository.names import index_name, is_attempt_folder, part_name
+from holdfast.repository.names import index_name, is_attempt_file, is_attempt_folder, part_name
 from holdfast.repository.pack import header_of
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
@@ -128,6 +128,9 @@ class Save:
         holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
         owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
         index = Index(settings.chunk_bytes)
+        if agreement.speaks:
+            # Also what falls to other ranks to write: a tensor that nobody wrote must be missed when all is merged.
+            index.tensors.update({shard.tensor.fqn: shard.tensor for shard in shards})
         records = []
         for pack in packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max):
             key = self._key(agreement, pack.name)
@@ -152,7 +155,7 @@ class Save:
             url=self._place.url,
             attempt=agreement.attempt,
             bytes=sum(piece.bytes for piece in index.all_pieces()),
-            tensors=len(index.tensors),
+            tensors=len(index.pieces),
             staged_seconds=staged_seconds,
             committed_seconds=0.0,
             divergent=agreement.divergent,
@@ -259,10 +262,15 @@ class Save:
         place = self._place
         try:
             for name in place.store.folders(place.folder):
-                if is_attempt_folder(name) and name != agreement.attempt:
-                    prefix = f"{place.folder}{name}/"
+                if not is_attempt_folder(name) or name == agreement.attempt:
+                    continue
+                prefix = f"{place.folder}{name}/"
+                keys = [entry.key for entry in place.store.list(prefix)]
+                if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
                     # A key that is absent still has its folder looked at: one that died early left nothing else.
-                    place.store.delete([*(entry.key for entry in place.store.list(prefix)), f"{prefix}nothing"])
+                    place.store.delete([*keys, f"{prefix}nothing"])
+                else:
+                    logger.warning("%s: %s holds more than an attempt and is left alone", self._name, prefix)
         except CheckpointError as error:
             logger.warning("%s: leftovers of failed attempts stay for now: %s", self._name, error)
 
@@ -354,8 +362,11 @@ def _unknown(name: str, place: Place, reason: str) -> UnavailableError:
 
 def _refusal(error: BaseException, name: str) -> BaseException:
     """Return what a state that could not be taken apart is refused with, on this rank and on the others alike."""
-    if isinstance(error, InvalidError) or not isinstance(error, Exception):
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
+    if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
+        # The state is not wrong and training need not end: the next save may find room.
+        return UnavailableError(f"{name}: the state could not be taken apart now: {type(error).__name__}: {error}")
     return InvalidError(f"{name}: the state could not be taken apart: {type(error).__name__}: {error}")
 
 

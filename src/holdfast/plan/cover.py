@@ -56,9 +56,7 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
     return [int(number) for number in np.flatnonzero(wrong)]
 
 
-def uncovered_names(
-    tensors: Iterable[TensorSpec], pieces_of: Callable[[str], Sequence[Piece]], seed: int
-) -> list[str]:
+def uncovered_names(tensors: Iterable[TensorSpec], pieces_of: Callable[[str], Sequence[Piece]], seed: int) -> list[str]:
     """Return the FQNs of the tensors that their pieces do not cover exactly once.
 
     Args:

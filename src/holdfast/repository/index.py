@@ -87,13 +87,16 @@ class Index:
         Raises:
             InvalidError: The tensor is known with another dtype or shape.
         """
-        known = self.tensors.setdefault(piece.tensor.fqn, piece.tensor)
-        if known != piece.tensor:
+        self._know(piece.tensor, where)
+        self.pieces.setdefault(piece.tensor.fqn, []).append(piece)
+
+    def _know(self, tensor: TensorSpec, where: str) -> None:
+        known = self.tensors.setdefault(tensor.fqn, tensor)
+        if known != tensor:
             raise InvalidError(
-                f"{where}: {piece.tensor.fqn} is {piece.tensor.dtype} {list(piece.tensor.global_shape)} here and "
+                f"{where}: {tensor.fqn} is {tensor.dtype} {list(tensor.global_shape)} here and "
                 f"{known.dtype} {list(known.global_shape)} on another rank; expected one tensor"
             )
-        self.pieces.setdefault(piece.tensor.fqn, []).append(piece)
 
     def merge(self, other: Index, where: str) -> None:
         """Add everything another index lists.
@@ -103,6 +106,8 @@ class Index:
         """
         if other.chunk_bytes != self.chunk_bytes:
             raise InvalidError(f"{where}: chunk_bytes={other.chunk_bytes}; expected {self.chunk_bytes} as elsewhere")
+        for tensor in other.tensors.values():
+            self._know(tensor, where)
         for pieces in other.pieces.values():
             for piece in pieces:
                 self.add(piece, where)

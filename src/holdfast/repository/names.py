@@ -68,6 +68,11 @@ def rank_of_part(name: str) -> int:
     return int(match[1])
 
 
+def is_attempt_file(name: str) -> bool:
+    """Return whether a name inside an attempt's folder is one that an attempt gives."""
+    return is_pack_name(name) or is_part_name(name) or is_index_name(name)
+
+
 def rank_of_pack(name: str) -> int:
     """Return the rank that wrote a pack, from its name."""
     match = _PACK.fullmatch(name)

@@ -130,7 +130,11 @@ class ProcessGroupComm:
         if group is not None and dist.get_rank(group) < 0:
             raise InvalidError("process_group: this rank is not a member; only members may call")
         self._group = group
-        self._board = TorchBoard(PrefixStore("holdfast", dist.distributed_c10d._get_default_store()))
+        # Asked once: a commit may still be under way when the process group is destroyed. The store is held for
+        # the same reason, for on the rank that hosts it the host lives only as long as somebody holds it.
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._default_store = dist.distributed_c10d._get_default_store()
+        self._board = TorchBoard(PrefixStore("holdfast", self._default_store))
         members = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
         self._rank_of_global = {each: number for number, each in enumerate(members)}
         self._first = 0 if group is None else dist.get_global_rank(group, 0)
@@ -138,12 +142,12 @@ class ProcessGroupComm:
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return dist.get_rank(self._group)
+        return self._rank
 
     @property
     def world_size(self) -> int:
         """Ranks in the group."""
-        return dist.get_world_size(self._group)
+        return self._world_size
 
     @property
     def board(self) -> TorchBoard:

@@ -145,10 +145,19 @@ class OptimizerRestoration:
             state[key] = tensor
         values = self._values.get(name)
         for key, value in values.items() if isinstance(values, dict) else ():
-            state[key] = put_together(value, lambda leaf: self._leaf(leaf, present))
-        for key, tensor in present.items():
-            if key not in state and not self._taker.takes_part(view.state_fqn(name, key)):
-                state[key] = tensor
+            if self._taker.takes_part(view.state_fqn(name, key)):
+                state[key] = put_together(value, lambda leaf: self._leaf(leaf, present))
+        stepped = bool(self._stored.get(name) or values)
+        for key, own in present.items():
+            if key in state:
+                continue
+            fqn = view.state_fqn(name, key)
+            if not self._taker.takes_part(fqn):
+                state[key] = own
+            elif stepped:
+                # Saved without this one entry: a state without it could not take another step.
+                self._taker.missing.append(fqn)
+                state[key] = own
         if id(parameter) not in view.elsewhere:
             self._states.append((parameter, state))
 

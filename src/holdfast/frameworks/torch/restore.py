@@ -121,6 +121,9 @@ class TorchRestoration:
         spec = self._catalog.tensors.get(stored)
         if spec is None:
             raise InvalidError(f"{reference.fqn}: its container is in the checkpoint, the tensor is not")
+        if isinstance(template, torch.Tensor) and not selected(self._selection, reference.fqn):
+            self.takes_part(reference.fqn)
+            return template
         fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
         if fits and isinstance(template, torch.Tensor) and not is_meta(template):
             tensor = template

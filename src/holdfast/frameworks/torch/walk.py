@@ -149,6 +149,7 @@ def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> N
             )
         path = _joined(node.path, key)
         if isinstance(value, torch.optim.Optimizer):
+            _require_own_state(value, path)
             found.optimizers.append((node, key, value))
             # Keeps the order of the dict: the node is put in once every parameter has its name.
             node.children[key] = ValueNode(path, None)
@@ -176,6 +177,20 @@ def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> N
             node.children[key] = StatefulNode(path, value)
         else:
             node.children[key] = ValueNode(path, value)
+
+
+def _require_own_state(optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Refuse optimizers that keep their state in another optimizer's hands, where ours would not find it.
+
+    Raises:
+        InvalidError: Names the optimizer.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
+            raise InvalidError(
+                f"{path}: {kind.__name__} keeps its state where it cannot be read by parameter; use fully_shard, or "
+                "pass the optimizer inside it"
+            )
 
 
 def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal) -> ModuleNode:
