@@ -100,9 +100,7 @@ def named_parameters_of(
     return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in found.items()}
 
 
-def ties_of(
-    names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str, torch.Tensor]]
-) -> dict[str, str]:
+def ties_of(names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str]:
     """Return the further names that an optimizer's parameters have in their modules, and the name of each.
 
     State is stored under all names of its parameter, as the parameter is: one copy may hold an embedding and a head
