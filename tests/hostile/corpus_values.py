@@ -37,6 +37,19 @@ def _every_group(**values: object) -> Any:
     return _optimizer(change)
 
 
+def _extra_state(value: object) -> Any:
+    return lambda crafted: crafted.edit_state(
+        lambda items: items["model"]["$group"]["items"].update({"1._extra_state": value})
+    )
+
+
+def _differing_hugely(items: Document) -> None:
+    (table,) = items["hyperparameters"].values()
+    for number, name in enumerate(items["param_groups"]):
+        items["hyperparameters"][str(number)] = {**table, "lr": {"$int": "0x" + "f" * (5000 + number)}}
+        items["param_groups"][name] = str(number)
+
+
 def _array(dtype: str = "<f4", shape: object = (2,), data: bytes = bytes(8)) -> object:
     return {"$ndarray": {"dtype": dtype, "shape": shape, "data": base64.b64encode(data).decode()}}
 
@@ -243,7 +256,7 @@ CASES = [
     ),
     Case(
         "a module's group is a stateful",
-        HARMLESS,
+        "load",
         lambda c: c.edit_state(lambda items: items.update(model={"$group": {"kind": "stateful", "items": {}}})),
     ),
     Case("own values are a list", "read", _own(lambda document: [document])),
@@ -277,4 +290,7 @@ CASES = [
         _numpy_state(lambda parts: parts.__setitem__(0, "os.system")),
     ),
     Case("numpy's random state of two", "load", _numpy_state(lambda parts: parts.__delitem__(slice(2, None)))),
+    Case("a module's extra state of another kind", "load", _extra_state([1])),
+    Case("a module's extra state of dtype load", "load", _extra_state(_framework("torch.dtype", "load"))),
+    Case("hyperparameters of one group that differ hugely", "load", _optimizer(_differing_hugely)),
 ]

@@ -39,10 +39,23 @@ class Counter:
         self.count = int(str(state["count"]))
 
 
+class Scaled(torch.nn.Linear):
+    """A module that keeps a number besides its tensors."""
+
+    scale = 1
+
+    def get_extra_state(self) -> object:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.scale = state["scale"] + 0
+
+
 def state_of(seed: int) -> dict[str, object]:
     """A training state whose every tensor and value depends on the seed."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Linear(40, 6))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 40), Scaled(40, 6))
+    model[1].scale = seed
     model.register_parameter("tied", model[0].weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=seed * 1e-3)
     model[1](model[0](torch.ones(2, 6))).sum().backward()
@@ -63,12 +76,13 @@ def state_of(seed: int) -> dict[str, object]:
 
 def content_of(state: dict[str, Any]) -> dict[str, object]:
     """What of a state a load must bring back, in a form that `==` compares bit by bit."""
-    tensors = {f"model.{name}": each for name, each in state["model"].state_dict().items()}
+    tensors = {f"model.{name}": each for name, each in state["model"].named_parameters()}
     for number, each in enumerate(state["optimizer"].state_dict()["state"].values()):
         tensors |= {f"optimizer.{number}.{key}": value for key, value in each.items()}
     tensors |= {"queue": state["box"]["queue"][0], "inner": state["box"]["queue"][1]["inner"]}
     tensors |= {"half": state["half"], "big": state["big"]}
     return {name: each.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for name, each in tensors.items()} | {
+        "scale": state["model"][1].scale,
         "lr": state["optimizer"].param_groups[0]["lr"],
         "count": state["counter"].count,
         "note": state["note"],

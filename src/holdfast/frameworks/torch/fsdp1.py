@@ -40,9 +40,6 @@ class _Handle(Protocol):
     uses_sharded_strategy: bool
     process_group: dist.ProcessGroup
     _use_orig_params: bool
-    _skipped_use_sharded_views: bool
-
-    def is_sharded(self, tensor: object) -> bool: ...
 
 
 class _Wrapper(Protocol):
@@ -172,8 +169,13 @@ def _replicas(module: nn.Module, handle: _Handle, where: str, rank_of_global: Ra
 
 
 def _bring_back(module: nn.Module, handle: _Handle) -> None:
-    """Let go of parameters that are whole for the moment; local, no rank waits for another."""
-    if handle.is_sharded(handle.flat_param) and not handle._skipped_use_sharded_views:
+    """Let go of parameters that are whole; local, no rank waits for another.
+
+    SHARD_GRAD_OP keeps the gathered copy beside the shard and takes it for the next forward unseen: what is loaded
+    into the shard would not be used.
+    """
+    if not hasattr(handle.flat_param, "_local_shard"):
+        # No forward has run yet: there is nothing but the shard.
         return
     from torch.distributed.fsdp._runtime_utils import _reshard
 

@@ -118,10 +118,10 @@ class OptimizerRestoration:
 
     def _require_same(self, first: str, chosen: dict[str, Value], second: str, values: dict[str, Value]) -> None:
         for key in sorted(chosen.keys() | values.keys()):
-            if repr(chosen.get(key)) != repr(values.get(key)):
+            if _written(chosen.get(key)) != _written(values.get(key)):
                 raise InvalidError(
-                    f"{self._view.path}.param_groups: one group holds {first} with {key}={chosen.get(key)!r} and "
-                    f"{second} with {key}={values.get(key)!r} in the checkpoint; expected one value per group. "
+                    f"{self._view.path}.param_groups: one group holds {first} with {key}={_written(chosen.get(key))} "
+                    f"and {second} with {key}={_written(values.get(key))} in the checkpoint; expected one value per group. "
                     "Group the parameters as they were saved"
                 )
 
@@ -163,6 +163,18 @@ class OptimizerRestoration:
 
     def _leaf(self, leaf: Value, present: Mapping[str, object]) -> object:
         return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf
+
+
+def _written(value: Value) -> str:
+    """Return a hyperparameter as Python writes it, which is also how two are compared.
+
+    Raises:
+        InvalidError: It holds an integer so long that Python refuses to write it.
+    """
+    try:
+        return repr(value)
+    except ValueError as error:
+        raise InvalidError(f"a hyperparameter cannot be compared: {error}; group the parameters as saved") from error
 
 
 def _mapping(saved: Group, name: str) -> dict[str, Value]:

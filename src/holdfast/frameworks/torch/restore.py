@@ -339,10 +339,13 @@ def _children(saved: Value) -> Mapping[str, Value]:
 
 
 def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
-    if any(map(is_wrapper, node.module.modules())):
-        load_extra_state(node.module, entries, extra_state_owners(node.module))
-    else:
-        node.module.load_state_dict(entries, strict=False)
+    try:
+        if any(map(is_wrapper, node.module.modules())):
+            load_extra_state(node.module, entries, extra_state_owners(node.module))
+        else:
+            node.module.load_state_dict(entries, strict=False)
+    except Exception as error:
+        raise InvalidError(f"{node.path}: {type(node.module).__name__} refused its extra state: {error}") from error
 
 
 def _load_stateful(node: StatefulNode, state: dict[str, object]) -> None:

@@ -1,0 +1,158 @@
+"""One model function for every layout, its optimizer, and digests of whole tensors that use nothing of Holdfast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.networks import digest
+
+VOCABULARY, WIDTH, HIDDEN, EXPERTS, CLASSES = 11, 6, 10, 4, 3
+
+
+class Block(nn.Module):
+    """A feed-forward block; one parameter of a single element, which most ranks hold nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Experts(nn.Module):
+    """Experts stacked along the first dimension; on a mesh of their own, each rank runs the ones it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, 5) * 0.3)
+        self.back = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = isinstance(self.weight, DTensor) and self.weight.device_mesh.mesh_dim_names == ("ep",)
+        weight, back = (each.to_local() if split else each for each in (self.weight, self.back))
+        out = torch.einsum("teh,ehw->tw", torch.relu(torch.einsum("tw,ewh->teh", x, weight)), back)
+        return x + (collectives.all_reduce(out) if split else out)
+
+
+class Net(nn.Module):
+    """Blocks, experts and a head, in dimensions that few numbers of ranks divide, with two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleDict({str(number): Block() for number in range(2)})
+        self.experts = Experts()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("scale", torch.full((), 0.5))
+        self.register_buffer("seen", torch.arange(VOCABULARY))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for block in self.blocks.values():
+            y = block(y)
+        return self.head(self.experts(y)) * self.scale
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def adamw(parameters: Iterable[tuple[Tensor, int]]) -> torch.optim.AdamW:
+    """Return AdamW with two groups of different hyperparameters.
+
+    Args:
+        parameters: Each with the number of dimensions of the whole tensor, which decides its group.
+    """
+    wide: list[Tensor] = []
+    narrow: list[Tensor] = []
+    for parameter, dimensions in parameters:
+        (wide if dimensions > 1 else narrow).append(parameter)
+    groups = [
+        {"params": wide, "lr": 0.05, "weight_decay": 0.1},
+        {"params": narrow, "lr": 0.01, "weight_decay": 0.0, "betas": (0.8, 0.95)},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def batch(number: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (7,), generator=torch.Generator().manual_seed(number))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
+    for number in steps:
+        optimizer.zero_grad()
+        loss = model(batch(number)).square().sum()
+        loss.backward()
+        optimizer.step()
+
+
+def step_with_made_up_gradients(
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, steps: Sequence[int]
+) -> None:
+    """Step with gradients made element by element, for layouts whose forward is their owner's own code."""
+    for number in steps:
+        for each in parameters:
+            each.grad = (each.detach() * (number + 0.7) + 0.1 * number).sin()
+        optimizer.step()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor whole; a collective for a DTensor."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def of_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return digests of every tensor and group of a module and its optimizer; a collective where there are DTensors."""
+    found = {name: digest(whole(tensor)) for name, tensor in model.state_dict().items()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, group in members(optimizer):
+        found[f"{names[parameter]}/group"] = hyperparameters(group)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{names[parameter]}/{key}"] = digest(whole(value))
+    return found
+
+
+def members(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Tensor, Mapping[str, object]]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, group
+
+
+def hyperparameters(group: Mapping[str, object]) -> str:
+    return repr({key: value for key, value in group.items() if key not in ("params", "param_names")})
+
+
+def gathered(mine: Mapping[str, tuple[Tensor, int]], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Put flat runs of all ranks together, by name; elements that nobody holds stay NaN.
+
+    Args:
+        mine: This rank's run of each tensor and the number of its first element.
+        shapes: Whole shapes.
+    """
+    everybody: list[dict[str, tuple[Tensor, int]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, dict(mine))
+    tensors = {name: torch.full((torch.Size(shape).numel(),), float("nan")) for name, shape in shapes.items()}
+    for runs in everybody:
+        for name, (run, start) in (runs or {}).items():
+            tensors[name][start : start + run.numel()] = run
+    return {name: tensor.view(tuple(shapes[name])) for name, tensor in tensors.items()}
+
+
+def laid_end_to_end(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Return the runs of every rank of a group joined in the order of ranks, which is how FSDP1 cuts."""
+    everybody: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everybody, dict(mine), group=group)
+    names = sorted({name for runs in everybody for name in runs})
+    return {name: torch.cat([runs[name] for runs in everybody if name in runs]) for name in names}

@@ -1,0 +1,168 @@
+"""Each layout to each: real gloo processes train, save, build anew, load and step on; whole tensors are compared.
+
+What was found is the table in `docs/layouts.md`. `HOLDFAST_WRITE_LAYOUTS=1` writes it; otherwise it must say the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import REPOSITORY, Case, run_world
+from tests.distributed.matrix import cases
+from tests.distributed.matrix.layouts import KINDS
+
+TABLE = REPOSITORY / "docs" / "layouts.md"
+DEADLINE_SECONDS = 240.0
+Digests = dict[str, str]
+
+pytestmark = pytest.mark.timeout(600)
+"""The first test to ask for the matrix waits for all of it."""
+
+
+def _joined(values: Iterable[Mapping[str, str]], what: str) -> Digests:
+    """Return what all ranks say of whole tensors; those that say something of one tensor say the same."""
+    found: Digests = {}
+    for rank, digests in enumerate(values):
+        for name, said in digests.items():
+            assert found.setdefault(name, said) == said, f"{what}: rank {rank} says otherwise of {name}"
+    return found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    saved: Mapping[str, Digests]
+    """Digests of what each layout held when it saved."""
+
+    stored_bytes: Mapping[str, int]
+    """Bytes of tensors that all ranks of a layout wrote."""
+
+    loaded: Mapping[tuple[str, str], Digests]
+    """Digests after loading: (saved on, loaded on)."""
+
+    unexpected: Mapping[tuple[str, str], list[str]]
+    """Names in the checkpoint that no rank's state has."""
+
+
+def _run(function: str, root: Path) -> dict[str, list[dict[str, object]]]:
+    """Run one function on every layout: one world for each number of ranks."""
+    run = getattr(cases, function)
+    found = {kind: [run(None, kind, str(root))] for kind, each in KINDS.items() if each.ranks == 1}
+    for ranks in sorted({each.ranks for each in KINDS.values()} - {1}):
+        kinds = [kind for kind, each in KINDS.items() if each.ranks == ranks]
+        module = "tests.distributed.matrix.cases"
+        world = [Case(f"{module}:{function}", {"kind": kind, "root": str(root)}, kind) for kind in kinds]
+        results = run_world(ranks, world, root / f"{function}-{ranks}", deadline_seconds=DEADLINE_SECONDS)
+        for kind in kinds:
+            found[kind] = [each for each in results.values(kind) if isinstance(each, dict)]
+    return found
+
+
+def _digests(value: object) -> Digests:
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    root = tmp_path_factory.mktemp("matrix")
+    saved = _run("save", root)
+    loaded = _run("load", root)
+    pairs = [(source, kind) for source in KINDS for kind in KINDS]
+    return Matrix(
+        {kind: _joined((_digests(each["digests"]) for each in ranks), kind) for kind, ranks in saved.items()},
+        {kind: sum(int(str(each["bytes"])) for each in ranks) for kind, ranks in saved.items()},
+        {
+            (source, kind): _joined(
+                (_digests(_digests(rank[source])["digests"]) for rank in loaded[kind]), f"{source} on {kind}"
+            )
+            for source, kind in pairs
+        },
+        {
+            (source, kind): [str(name) for rank in loaded[kind] for name in _digests(rank[source])["unexpected"]]
+            for source, kind in pairs
+        },
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_holds_the_same_names(matrix: Matrix, kind: str) -> None:
+    assert matrix.saved[kind].keys() == matrix.saved["one"].keys()
+    assert {"experts.weight/exp_avg", "blocks.1.gain/step", "head.bias/group", "seen"} <= matrix.saved[kind].keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_stores_every_byte_once(matrix: Matrix, kind: str) -> None:
+    assert matrix.stored_bytes[kind] == matrix.stored_bytes["one"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", KINDS)
+def test_each_to_each(matrix: Matrix, source: str, kind: str) -> None:
+    assert matrix.loaded[source, kind] == matrix.saved[source]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_a_checkpoint_is_unexpected_anywhere(matrix: Matrix, kind: str) -> None:
+    assert {source: matrix.unexpected[source, kind] for source in KINDS} == {source: [] for source in KINDS}
+
+
+def test_training_leaves_layouts_with_different_numbers(matrix: Matrix) -> None:
+    """Or a load that did nothing could pass."""
+    moments = {kind: digests["experts.weight/exp_avg"] for kind, digests in matrix.saved.items()}
+    assert len(set(moments.values())) > 5
+
+
+def test_the_table_says_what_was_found(matrix: Matrix) -> None:
+    found = _table(matrix)
+    if os.environ.get("HOLDFAST_WRITE_LAYOUTS"):
+        TABLE.write_text(found)
+    assert TABLE.read_text() == found, "run this file with HOLDFAST_WRITE_LAYOUTS=1 and look at what changed"
+
+
+def _table(matrix: Matrix) -> str:
+    titles = [each.title for each in KINDS.values()]
+    lines = ["| saved on ↓ · loaded on → | " + " | ".join(titles) + " |", "|-|" + "-|" * len(titles)]
+    for source, row in KINDS.items():
+        cells = []
+        for kind in KINDS:
+            same = matrix.loaded[source, kind] == matrix.saved[source] and not matrix.unexpected[source, kind]
+            cells.append("✓" if same else "✗")
+        lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
+    tensors = sum(not name.endswith("/group") for name in matrix.saved["one"])
+    return TEXT.format(table="\n".join(lines), tensors=tensors, stored_bytes=matrix.stored_bytes["one"])
+
+
+TEXT = """\
+# Layouts
+
+Any layout to any other, bit for bit. This page is written by `tests/distributed/test_matrix.py` from what it found
+(`HOLDFAST_WRITE_LAYOUTS=1` writes it; without, the test fails unless it says the same).
+
+Real gloo processes train one model for two steps of AdamW with two parameter groups, save, build it anew from another
+seed on another layout, load, and step on. ✓: after loading, each of the {tensors} tensors ({stored_bytes} bytes:
+parameters, buffers, moments and step counts) and the hyperparameters of each parameter are what was saved, by digest
+of the whole tensor. Half of the loads go into an optimizer that has stepped before, half into one that has not.
+
+{table}
+
+What they are:
+
+- **FSDP1**: `FullyShardedDataParallel` with `use_orig_params=True`, blocks wrapped one by one. Each parameter is one
+  run of this rank's flat shard and is stored and loaded in place as that; no collective runs, padding is never
+  stored. `use_orig_params=False` is refused by name, and so is FSDP1 over tensor parallelism: use `fully_shard`.
+- **FSDP2** and **HSDP**: `fully_shard` on every block and the root, on one-dimensional and (replicate, shard) meshes.
+- **TP**: `parallelize_module` on embedding, feed-forward and head; what it leaves plain is equal on all ranks.
+- **FSDP2 × TP**: strided shards where both split one dimension. What tensor parallelism leaves alone must be a
+  replicated DTensor on its mesh (as with `SequenceParallel`); a plain parameter would become a shard on each of
+  several unrelated meshes, and is refused by name.
+- **SP**: the sequence is split, parameters are replicated DTensors. Context parallelism holds parameters alike.
+- **PP**: each rank keeps the modules of its stages under their own names, one or several stages.
+- **EP**: experts are `Shard(0)` on a mesh of their own, their optimizer state too; the rest is under FSDP2.
+- **flat ranges**: parameters laid end to end and cut into equal runs through rows, as ZeRO does, stated with
+  `holdfast.Sharded`.
+"""

@@ -1,0 +1,291 @@
+"""Trainings that are not all alike, on real gloo processes: ties, frozen parts, other optimizers, several jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import Case, Results, run_world
+from tests.distributed.matrix import trainings
+
+CASES = "tests.distributed.matrix.trainings"
+LAYOUTS = ["ddp", "fsdp1", "fsdp2"]
+OPTIMIZERS = [("adafactor", "ddp"), ("factored", "ddp"), ("factored", "fsdp2"), ("muon", "ddp"), ("muon", "fsdp2")]
+
+
+def case(function: str, name: str = "", **arguments: object) -> Case:
+    return Case(f"{CASES}:{function}", arguments, name)
+
+
+@dataclass(frozen=True)
+class Worlds:
+    root: Path
+    two: Results
+    three: Results
+    four: Results
+    one: dict[str, object]
+    """What one process said of what it saved, by kind."""
+
+    def at(self, name: str) -> str:
+        return str(self.root / name)
+
+    def same(self, results: Results, name: str) -> object:
+        values = results.values(name)
+        assert all(value == values[0] for value in values), f"{name}: ranks disagree"
+        return values[0]
+
+    def joined(self, results: Results, name: str, part: str = "") -> dict[str, str]:
+        found: dict[str, str] = {}
+        for value in results.values(name):
+            assert isinstance(value, dict)
+            for key, said in (value[part] if part else value).items():
+                assert found.setdefault(key, said) == said, f"{name}: ranks disagree about {key}"
+        return found
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    root = tmp_path_factory.mktemp("trainings")
+
+    def at(name: str) -> str:
+        return str(root / name)
+
+    one = {
+        "tied": trainings.save_tied(None, at("tied-one"), "one"),
+        "frozen": trainings.save_frozen(None, at("frozen-one"), "one", [1, 2]),
+        "counting": trainings.save_counting(None, at("counting-one"), "one"),
+        **{
+            kind: trainings.save_optimizer(None, at(f"{kind}-one"), kind, "one")
+            for kind in ("adafactor", "factored", "muon")
+        },
+    }
+    two = run_world(
+        2,
+        [
+            *(case("save_tied", f"save_tied_{each}", path=at(f"tied-{each}"), layout=each) for each in LAYOUTS),
+            *(case("load_tied", f"load_tied_{each}", path=at("tied-one"), layout=each) for each in LAYOUTS),
+            case("load_tied", "load_tied_2", path=at("tied-fsdp1"), layout="fsdp2"),
+            case("save_tied_stages", path=at("stages")),
+            case("load_tied_stages", path=at("stages")),
+            case("load_tied_stages", "load_tied_stages_one", path=at("tied-one")),
+            case("save_untied_stages", path=at("untied")),
+            *(
+                case("save_frozen", f"save_frozen_{each}", path=at(f"frozen-{each}"), layout=each, steps=[1, 2])
+                for each in LAYOUTS
+            ),
+            *(case("load_frozen", f"load_frozen_{each}", path=at("frozen-one"), layout=each) for each in LAYOUTS),
+            *(
+                case("save_frozen", f"save_unstepped_{each}", path=at(f"unstepped-{each}"), layout=each, steps=[])
+                for each in LAYOUTS
+            ),
+            case("load_frozen", "load_unstepped", path=at("unstepped-fsdp1"), layout="fsdp2"),
+            *(
+                case("save_optimizer", f"save_{kind}_{each}", path=at(f"{kind}-{each}"), kind=kind, layout=each)
+                for kind, each in OPTIMIZERS
+            ),
+            *(
+                case(
+                    "load_optimizer",
+                    f"load_{kind}_{each}_{stepped}",
+                    path=at(f"{kind}-one"),
+                    kind=kind,
+                    layout=each,
+                    stepped=stepped,
+                )
+                for kind, each in OPTIMIZERS
+                for stepped in (False, True)
+            ),
+            case("refuse_local_rows", path=at("rows")),
+            case("save_scheduled", path=at("scheduled"), layout="ddp"),
+            case("load_scheduled", path=at("scheduled"), layout="fsdp2"),
+            case("save_counting", path=at("counting"), layout="fsdp1"),
+            case("load_counting", "load_counting_one", path=at("counting-one"), layout="fsdp1"),
+            case("save_adamw_again", path=at("adamw")),
+            case("fsdp1_refusals", path=at("refusals")),
+            case("fsdp1_whole", path=at("whole")),
+            case("sharded_tensors", path=at("boxes")),
+            case("save_own", path=at("own")),
+            case("load_own", path=at("own")),
+        ],
+        root / "world-2",
+        deadline_seconds=150.0,
+    )
+    three = run_world(
+        3,
+        [
+            case("load_own_resized", path=at("own")),
+            case("load_counting", path=at("counting"), layout="fsdp1"),
+        ],
+        root / "world-3",
+    )
+    four = run_world(
+        4,
+        [
+            case("actor_and_critic", path=at("jobs")),
+            case("refuse_plain_under_two_meshes", path=at("meshes")),
+        ],
+        root / "world-4",
+    )
+    return Worlds(root, two, three, four, one)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tied_parameters_are_stored_once_and_load_anywhere(worlds: Worlds, layout: str) -> None:
+    saved = worlds.same(worlds.two, f"save_tied_{layout}")
+    assert isinstance(saved, dict)
+    assert [name for name in saved["names"] if name.startswith("model.")] == [
+        "model.embed.weight",
+        "model.middle.bias",
+        "model.middle.weight",
+    ]
+    assert trainings.load_tied(None, worlds.at(f"tied-{layout}"), "one")["model"] == saved["model"]
+    one = worlds.one["tied"]
+    assert isinstance(one, dict)
+    loaded = worlds.same(worlds.two, f"load_tied_{layout}")
+    assert isinstance(loaded, dict)
+    assert loaded["model"] == one["model"]
+
+
+def test_tied_parameters_from_fsdp1_to_fsdp2(worlds: Worlds) -> None:
+    saved, loaded = (worlds.same(worlds.two, name) for name in ("save_tied_fsdp1", "load_tied_2"))
+    assert isinstance(saved, dict)
+    assert isinstance(loaded, dict)
+    assert loaded["model"] == saved["model"]
+
+
+def test_embeddings_tied_across_stages_are_two_names_of_equal_content(worlds: Worlds) -> None:
+    saved = worlds.joined(worlds.two, "save_tied_stages")
+    assert saved["embed.weight"] == saved["head.weight"]
+    assert worlds.joined(worlds.two, "load_tied_stages") == saved
+    loaded = trainings.load_tied(None, worlds.at("stages"), "one")["model"]
+    assert isinstance(loaded, dict)
+    assert loaded == {name: said for name, said in saved.items() if "/" not in name}
+
+
+def test_a_tied_model_of_one_process_loads_into_stages(worlds: Worlds) -> None:
+    one = worlds.one["tied"]
+    assert isinstance(one, dict)
+    loaded = worlds.joined(worlds.two, "load_tied_stages_one")
+    assert {name: said for name, said in loaded.items() if "/" not in name} == one["model"]
+    assert loaded["head.weight/exp_avg"] == loaded["embed.weight/exp_avg"]
+    assert loaded["head.weight/group"] == loaded["embed.weight/group"]
+
+
+def test_stages_whose_copies_came_apart_do_not_load_into_a_tied_model(worlds: Worlds) -> None:
+    worlds.two.values("save_untied_stages")
+    from holdfast import load
+    from holdfast.errors import InvalidError
+
+    with pytest.raises(InvalidError, match=r"model\.head\.weight: shares its memory with model\.embed\.weight"):
+        load(worlds.at("untied"), {"model": trainings.tied(3)}, process_group=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_frozen_backbone(worlds: Worlds, layout: str) -> None:
+    saved = worlds.joined(worlds.two, f"save_frozen_{layout}")
+    assert "experts.weight/exp_avg" in saved and "blocks.0.up.weight/exp_avg" not in saved
+    assert trainings.load_frozen(None, worlds.at(f"frozen-{layout}"), "one") == saved
+    assert worlds.joined(worlds.two, f"load_frozen_{layout}") == worlds.one["frozen"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_that_has_not_stepped(worlds: Worlds, layout: str) -> None:
+    saved = worlds.joined(worlds.two, f"save_unstepped_{layout}")
+    assert not any("/" in name for name in saved)
+    assert trainings.load_frozen(None, worlds.at(f"unstepped-{layout}"), "one") == saved
+    if layout == "fsdp1":
+        assert worlds.joined(worlds.two, "load_unstepped") == saved
+
+
+@pytest.mark.parametrize(("kind", "layout"), OPTIMIZERS)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_shaped_unlike_the_parameter(worlds: Worlds, kind: str, layout: str, stepped: bool) -> None:
+    saved = worlds.same(worlds.two, f"save_{kind}_{layout}")
+    assert trainings.load_optimizer(None, worlds.at(f"{kind}-{layout}"), kind, "one", stepped) == saved
+    assert worlds.same(worlds.two, f"load_{kind}_{layout}_{stepped}") == worlds.one[kind]
+
+
+def test_state_of_this_ranks_rows_alone_is_refused_never_mixed(worlds: Worlds) -> None:
+    for said in worlds.two.values("refuse_local_rows"):
+        assert isinstance(said, str)
+        assert "optimizer.state." in said and ".rows" in said
+    assert not (worlds.root / "rows").exists()
+
+
+def test_a_scheduler_and_a_scaler_go_from_ddp_to_fsdp2(worlds: Worlds) -> None:
+    saved = worlds.same(worlds.two, "save_scheduled")
+    assert isinstance(saved, dict)
+    assert saved["scaler"]["scale"] == 16.0
+    assert worlds.same(worlds.two, "load_scheduled") == saved
+
+
+def test_fsdp1_with_extra_state_and_ties_loads_on_another_number_of_ranks(worlds: Worlds) -> None:
+    one = worlds.one["counting"]
+    assert isinstance(one, dict)
+    saved = worlds.joined(worlds.two, "save_counting", "digests")
+    assert saved.keys() == one["digests"].keys()
+    assert worlds.joined(worlds.two, "load_counting_one", "digests") == one["digests"]
+    assert worlds.joined(worlds.three, "load_counting", "digests") == saved
+    for value in (*worlds.two.values("load_counting_one"), *worlds.three.values("load_counting")):
+        assert isinstance(value, dict)
+        assert value["calls"] == 1 and value["calls again"] == 2
+        assert value["steps again"] in ([2.0], []), "a rank may hold nothing at all"
+
+
+def test_fsdp1_makes_no_state_where_a_rank_holds_nothing(worlds: Worlds) -> None:
+    for value in worlds.two.values("save_adamw_again"):
+        assert value == [3.0]
+
+
+def test_fsdp1_that_cannot_be_kept_is_refused_by_name(worlds: Worlds) -> None:
+    for said in worlds.two.values("fsdp1_refusals"):
+        assert isinstance(said, dict)
+        assert "model.0" in said["flat"] and "use_orig_params=True" in said["flat"]
+        assert "p: a FlatParameter" in said["flat parameter"]
+        assert "summon_full_params" in said["whole"]
+        assert "not in process_group" in said["alone"]
+        assert "model.weight" in said["strided"] and "row-major" in said["strided"]
+
+
+def test_fsdp1_no_shard_is_whole(worlds: Worlds) -> None:
+    assert worlds.same(worlds.two, "fsdp1_whole") == {}
+
+
+def test_sharded_tensors_of_several_boxes(worlds: Worlds) -> None:
+    for value in worlds.two.values("sharded_tensors"):
+        assert value == {"same": True, "inside": True, "in place": True, "whole": True}
+
+
+def test_a_plain_parameter_under_two_meshes_is_refused_by_name(worlds: Worlds) -> None:
+    for said in worlds.four.values("refuse_plain_under_two_meshes"):
+        assert isinstance(said, str)
+        assert "model.blocks.0.norm.weight" in said and "different meshes" in said
+        assert "model.blocks.0.up.weight" not in said
+    assert not (worlds.root / "meshes" / "manifest.json").exists()
+
+
+def test_two_jobs_in_one_world_keep_apart(worlds: Worlds) -> None:
+    values = worlds.four.values("actor_and_critic")
+    assert values[0] == values[1] == {"role": "actor", "step": 3, "same": True, "steps": [1, 2, 3]}
+    assert values[2] == values[3] == {"role": "critic", "step": 5, "same": True, "steps": [1, 2, 3, 4, 5]}
+
+
+def test_own_values_come_back_to_their_ranks(worlds: Worlds) -> None:
+    drawn = worlds.two.values("save_own")
+    assert drawn[0] != drawn[1]
+    for rank, value in enumerate(worlds.two.values("load_own")):
+        assert value == {"draws": drawn[rank], "position": 100 + rank, "shard": [rank, "text"]}
+
+
+def test_own_values_on_another_number_of_ranks(worlds: Worlds) -> None:
+    drawn = worlds.two.values("save_own")
+    values = [value for value in worlds.three.values("load_own_resized") if isinstance(value, dict)]
+    assert [value["draws"] for value in values[:2]] == drawn
+    assert values[2]["draws"] not in drawn
+    for rank, value in enumerate(values):
+        assert value["again"] == value["draws"], "a rank that is new is seeded the same each time"
+        assert value["first"] == 100
+        assert value["made"] == [[[0, "text"], [1, "text"]], rank, 3]
+        assert "InvalidError" in value["refused"] and "shard: kept by each of 2 ranks" in value["refused"]
