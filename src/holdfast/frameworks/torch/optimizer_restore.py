@@ -121,8 +121,8 @@ class OptimizerRestoration:
             if _written(chosen.get(key)) != _written(values.get(key)):
                 raise InvalidError(
                     f"{self._view.path}.param_groups: one group holds {first} with {key}={_written(chosen.get(key))} "
-                    f"and {second} with {key}={_written(values.get(key))} in the checkpoint; expected one value per group. "
-                    "Group the parameters as they were saved"
+                    f"and {second} with {key}={_written(values.get(key))} in the checkpoint; "
+                    "expected one value per group. Group the parameters as they were saved"
                 )
 
     def _state(self, parameter: torch.Tensor, group: Mapping[str, object], catalog: Catalog) -> None:
