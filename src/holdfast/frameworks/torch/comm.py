@@ -27,6 +27,7 @@ class TorchBoard:
     def __init__(self, store: Store) -> None:
         # Ours from the start, so that its timeout may be set: a clone is given its parent's, and tries that long to
         # reach a host that is gone.
+        self._given = store  # A host lives only as long as somebody holds it, and a clone does not count.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._local = threading.local()
         self._cloning = threading.Lock()
