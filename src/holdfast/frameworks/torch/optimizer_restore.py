@@ -119,9 +119,10 @@ class OptimizerRestoration:
     def _require_same(self, first: str, chosen: dict[str, Value], second: str, values: dict[str, Value]) -> None:
         for key in sorted(chosen.keys() | values.keys()):
             if _written(chosen.get(key)) != _written(values.get(key)):
+                kept = f"{first} with {key}={_written(chosen.get(key))}"
                 raise InvalidError(
-                    f"{self._view.path}.param_groups: one group holds {first} with {key}={_written(chosen.get(key))} "
-                    f"and {second} with {key}={_written(values.get(key))} in the checkpoint; expected one value per group. "
+                    f"{self._view.path}.param_groups: one group holds {kept} and {second} with "
+                    f"{key}={_written(values.get(key))} in the checkpoint; expected one value per group. "
                     "Group the parameters as they were saved"
                 )
 
