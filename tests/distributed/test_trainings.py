@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import Case, Results, run_world
-from tests.distributed.matrix import trainings
+from tests.distributed.matrix import optimizers, ties, wrapped
 
-CASES = "tests.distributed.matrix.trainings"
+CASES = "tests.distributed.matrix"
 LAYOUTS = ["ddp", "fsdp1", "fsdp2"]
 OPTIMIZERS = [("adafactor", "ddp"), ("factored", "ddp"), ("factored", "fsdp2"), ("muon", "ddp"), ("muon", "fsdp2")]
 
 
 def case(function: str, name: str = "", **arguments: object) -> Case:
-    return Case(f"{CASES}:{function}", arguments, name)
+    return Case(f"{CASES}.{function}", arguments, name or function.rpartition(":")[2])
 
 
 @dataclass(frozen=True)
@@ -53,41 +53,62 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
         return str(root / name)
 
     one = {
-        "tied": trainings.save_tied(None, at("tied-one"), "one"),
-        "frozen": trainings.save_frozen(None, at("frozen-one"), "one", [1, 2]),
-        "counting": trainings.save_counting(None, at("counting-one"), "one"),
+        "tied": ties.save_tied(None, at("tied-one"), "one"),
+        "frozen": optimizers.save_frozen(None, at("frozen-one"), "one", [1, 2]),
+        "counting": wrapped.save_counting(None, at("counting-one"), "one"),
         **{
-            kind: trainings.save_optimizer(None, at(f"{kind}-one"), kind, "one")
+            kind: optimizers.save_optimizer(None, at(f"{kind}-one"), kind, "one")
             for kind in ("adafactor", "factored", "muon")
         },
     }
     two = run_world(
         2,
         [
-            *(case("save_tied", f"save_tied_{each}", path=at(f"tied-{each}"), layout=each) for each in LAYOUTS),
-            *(case("load_tied", f"load_tied_{each}", path=at("tied-one"), layout=each) for each in LAYOUTS),
-            case("load_tied", "load_tied_2", path=at("tied-fsdp1"), layout="fsdp2"),
-            case("save_tied_stages", path=at("stages")),
-            case("load_tied_stages", path=at("stages")),
-            case("load_tied_stages", "load_tied_stages_one", path=at("tied-one")),
-            case("save_untied_stages", path=at("untied")),
+            *(case("ties:save_tied", f"save_tied_{each}", path=at(f"tied-{each}"), layout=each) for each in LAYOUTS),
+            *(case("ties:load_tied", f"load_tied_{each}", path=at("tied-one"), layout=each) for each in LAYOUTS),
+            case("ties:load_tied", "load_tied_2", path=at("tied-fsdp1"), layout="fsdp2"),
+            case("ties:save_tied_stages", path=at("stages")),
+            case("ties:load_tied_stages", path=at("stages")),
+            case("ties:load_tied_stages", "load_tied_stages_one", path=at("tied-one")),
+            case("ties:save_untied_stages", path=at("untied")),
             *(
-                case("save_frozen", f"save_frozen_{each}", path=at(f"frozen-{each}"), layout=each, steps=[1, 2])
+                case(
+                    "optimizers:save_frozen",
+                    f"save_frozen_{each}",
+                    path=at(f"frozen-{each}"),
+                    layout=each,
+                    steps=[1, 2],
+                )
                 for each in LAYOUTS
             ),
-            *(case("load_frozen", f"load_frozen_{each}", path=at("frozen-one"), layout=each) for each in LAYOUTS),
             *(
-                case("save_frozen", f"save_unstepped_{each}", path=at(f"unstepped-{each}"), layout=each, steps=[])
+                case("optimizers:load_frozen", f"load_frozen_{each}", path=at("frozen-one"), layout=each)
                 for each in LAYOUTS
             ),
-            case("load_frozen", "load_unstepped", path=at("unstepped-fsdp1"), layout="fsdp2"),
             *(
-                case("save_optimizer", f"save_{kind}_{each}", path=at(f"{kind}-{each}"), kind=kind, layout=each)
+                case(
+                    "optimizers:save_frozen",
+                    f"save_unstepped_{each}",
+                    path=at(f"unstepped-{each}"),
+                    layout=each,
+                    steps=[],
+                )
+                for each in LAYOUTS
+            ),
+            case("optimizers:load_frozen", "load_unstepped", path=at("unstepped-fsdp1"), layout="fsdp2"),
+            *(
+                case(
+                    "optimizers:save_optimizer",
+                    f"save_{kind}_{each}",
+                    path=at(f"{kind}-{each}"),
+                    kind=kind,
+                    layout=each,
+                )
                 for kind, each in OPTIMIZERS
             ),
             *(
                 case(
-                    "load_optimizer",
+                    "optimizers:load_optimizer",
                     f"load_{kind}_{each}_{stepped}",
                     path=at(f"{kind}-one"),
                     kind=kind,
@@ -97,17 +118,17 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
                 for kind, each in OPTIMIZERS
                 for stepped in (False, True)
             ),
-            case("refuse_local_rows", path=at("rows")),
-            case("save_scheduled", path=at("scheduled"), layout="ddp"),
-            case("load_scheduled", path=at("scheduled"), layout="fsdp2"),
-            case("save_counting", path=at("counting"), layout="fsdp1"),
-            case("load_counting", "load_counting_one", path=at("counting-one"), layout="fsdp1"),
-            case("save_adamw_again", path=at("adamw")),
-            case("fsdp1_refusals", path=at("refusals")),
-            case("fsdp1_whole", path=at("whole")),
-            case("sharded_tensors", path=at("boxes")),
-            case("save_own", path=at("own")),
-            case("load_own", path=at("own")),
+            case("optimizers:refuse_local_rows", path=at("rows")),
+            case("optimizers:save_scheduled", path=at("scheduled"), layout="ddp"),
+            case("optimizers:load_scheduled", path=at("scheduled"), layout="fsdp2"),
+            case("wrapped:save_counting", path=at("counting"), layout="fsdp1"),
+            case("wrapped:load_counting", "load_counting_one", path=at("counting-one"), layout="fsdp1"),
+            case("wrapped:save_adamw_again", path=at("adamw")),
+            case("wrapped:fsdp1_refusals", path=at("refusals")),
+            case("wrapped:fsdp1_whole", path=at("whole")),
+            case("jobs:sharded_tensors", path=at("boxes")),
+            case("jobs:save_own", path=at("own")),
+            case("jobs:load_own", path=at("own")),
         ],
         root / "world-2",
         deadline_seconds=150.0,
@@ -115,16 +136,16 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     three = run_world(
         3,
         [
-            case("load_own_resized", path=at("own")),
-            case("load_counting", path=at("counting"), layout="fsdp1"),
+            case("jobs:load_own_resized", path=at("own")),
+            case("wrapped:load_counting", path=at("counting"), layout="fsdp1"),
         ],
         root / "world-3",
     )
     four = run_world(
         4,
         [
-            case("actor_and_critic", path=at("jobs")),
-            case("refuse_plain_under_two_meshes", path=at("meshes")),
+            case("jobs:actor_and_critic", path=at("jobs")),
+            case("jobs:refuse_plain_under_two_meshes", path=at("meshes")),
         ],
         root / "world-4",
     )
@@ -140,7 +161,7 @@ def test_tied_parameters_are_stored_once_and_load_anywhere(worlds: Worlds, layou
         "model.middle.bias",
         "model.middle.weight",
     ]
-    assert trainings.load_tied(None, worlds.at(f"tied-{layout}"), "one")["model"] == saved["model"]
+    assert ties.load_tied(None, worlds.at(f"tied-{layout}"), "one")["model"] == saved["model"]
     one = worlds.one["tied"]
     assert isinstance(one, dict)
     loaded = worlds.same(worlds.two, f"load_tied_{layout}")
@@ -159,7 +180,7 @@ def test_embeddings_tied_across_stages_are_two_names_of_equal_content(worlds: Wo
     saved = worlds.joined(worlds.two, "save_tied_stages")
     assert saved["embed.weight"] == saved["head.weight"]
     assert worlds.joined(worlds.two, "load_tied_stages") == saved
-    loaded = trainings.load_tied(None, worlds.at("stages"), "one")["model"]
+    loaded = ties.load_tied(None, worlds.at("stages"), "one")["model"]
     assert isinstance(loaded, dict)
     assert loaded == {name: said for name, said in saved.items() if "/" not in name}
 
@@ -179,14 +200,14 @@ def test_stages_whose_copies_came_apart_do_not_load_into_a_tied_model(worlds: Wo
     from holdfast.errors import InvalidError
 
     with pytest.raises(InvalidError, match=r"model\.head\.weight: shares its memory with model\.embed\.weight"):
-        load(worlds.at("untied"), {"model": trainings.tied(3)}, process_group=False)
+        load(worlds.at("untied"), {"model": ties.tied(3)}, process_group=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_frozen_backbone(worlds: Worlds, layout: str) -> None:
     saved = worlds.joined(worlds.two, f"save_frozen_{layout}")
     assert "experts.weight/exp_avg" in saved and "blocks.0.up.weight/exp_avg" not in saved
-    assert trainings.load_frozen(None, worlds.at(f"frozen-{layout}"), "one") == saved
+    assert optimizers.load_frozen(None, worlds.at(f"frozen-{layout}"), "one") == saved
     assert worlds.joined(worlds.two, f"load_frozen_{layout}") == worlds.one["frozen"]
 
 
@@ -194,7 +215,7 @@ def test_a_frozen_backbone(worlds: Worlds, layout: str) -> None:
 def test_an_optimizer_that_has_not_stepped(worlds: Worlds, layout: str) -> None:
     saved = worlds.joined(worlds.two, f"save_unstepped_{layout}")
     assert not any("/" in name for name in saved)
-    assert trainings.load_frozen(None, worlds.at(f"unstepped-{layout}"), "one") == saved
+    assert optimizers.load_frozen(None, worlds.at(f"unstepped-{layout}"), "one") == saved
     if layout == "fsdp1":
         assert worlds.joined(worlds.two, "load_unstepped") == saved
 
@@ -203,7 +224,7 @@ def test_an_optimizer_that_has_not_stepped(worlds: Worlds, layout: str) -> None:
 @pytest.mark.parametrize("stepped", [False, True])
 def test_state_shaped_unlike_the_parameter(worlds: Worlds, kind: str, layout: str, stepped: bool) -> None:
     saved = worlds.same(worlds.two, f"save_{kind}_{layout}")
-    assert trainings.load_optimizer(None, worlds.at(f"{kind}-{layout}"), kind, "one", stepped) == saved
+    assert optimizers.load_optimizer(None, worlds.at(f"{kind}-{layout}"), kind, "one", stepped) == saved
     assert worlds.same(worlds.two, f"load_{kind}_{layout}_{stepped}") == worlds.one[kind]
 
 
