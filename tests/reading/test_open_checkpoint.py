@@ -124,14 +124,19 @@ def test_objects_are_nested_as_saved_with_hyperparameters_by_fqn(checkpoint: Che
         "nested": {"deep": b"\x00"},
     }
     groups = objects["optimizer"]["param_groups"]
-    assert set(groups) == {"0.weight", "0.bias"}
+    assert set(groups) == {"0.weight", "0.bias", "1.tied"}, "a tied parameter goes by all its names"
+    assert groups["1.tied"] == groups["0.weight"]
     assert (groups["0.weight"]["lr"], groups["0.bias"]["lr"]) == (0.5, 0.25)
     assert groups["0.bias"]["weight_decay"] == 0.0
     assert groups["0.weight"]["betas"] == (0.9, 0.999)
 
 
+KEYS = ("exp_avg", "exp_avg_sq", "step")
+
+
 def test_a_tied_name_reads_the_tensor_it_is_tied_to(checkpoint: Checkpoint) -> None:
-    assert checkpoint.aliases == {"model.1.tied": "model.0.weight"}
+    state = {f"optimizer.state.1.tied.{key}": f"optimizer.state.0.weight.{key}" for key in KEYS}
+    assert checkpoint.aliases == {"model.1.tied": "model.0.weight", **state}
     assert "model.1.tied" not in checkpoint.tensors
     assert np.array_equal(checkpoint.read("model.1.tied"), checkpoint.read("model.0.weight"))
 

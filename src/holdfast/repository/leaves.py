@@ -141,7 +141,11 @@ def _encode_moment(moment: datetime | time) -> object:
     zone = moment.tzinfo
     if zone is not None and (type(zone) is not timezone or zone.tzname(None) != _unnamed(zone).tzname(None)):
         raise ValueError(f"only fixed offsets without a name are kept, not {zone!r:.80}; use astimezone(timezone.utc)")
-    return [moment.isoformat(), 1] if moment.fold else moment.isoformat()
+    text = moment.isoformat()
+    if type(moment).fromisoformat(text).isoformat() != text:
+        # Python reads an offset of less than a second back as none.
+        raise ValueError(f"Python does not read {text} back as it was; use an offset of whole seconds")
+    return [text, 1] if moment.fold else text
 
 
 def _unnamed(zone: timezone) -> timezone:

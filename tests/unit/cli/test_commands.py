@@ -119,7 +119,7 @@ def test_inspect_shows_tensors_values_ties_and_provenance(pristine: Path) -> Non
     assert "note: 'plain'" in ended.out
     assert "lr: 0.001" in ended.out
     assert ended.out.count("weight_decay: 0.01") == 1, "parameters with the same hyperparameters are told once"
-    assert "0.weight, 0.bias, 0.tied, 2.bias:" in ended.out, "and every one of them is named"
+    assert "0.weight, 0.bias, 0.tied, 2.weight, 2.bias:" in ended.out, "and every one of them is named"
 
 
 def test_inspect_chooses_tensors_by_glob_and_by_the_name_they_are_tied_under(pristine: Path) -> None:
@@ -145,7 +145,9 @@ def test_inspect_as_json_says_what_open_checkpoint_says(pristine: Path) -> None:
     assert tensor["pieces_by_rank"] == {"0": 1}
     assert tensor["pieces"][0]["start"] == [0, 0]
     assert tensor["pieces"][0]["stop"] == [700, 30]
-    assert document["aliases"] == {"model.2.weight": "model.0.tied"}
+    keys = ("exp_avg", "exp_avg_sq", "step")
+    state = {f"optimizer.state.2.weight.{key}": f"optimizer.state.0.tied.{key}" for key in keys}
+    assert document["aliases"] == {"model.2.weight": "model.0.tied", **state}
     assert document["values"]["note"] == "plain"
     assert document["values"]["optimizer"]["param_groups"]["0.bias"]["betas"] == {"$tuple": [0.9, 0.999]}
     assert document["world_size"] == 1
@@ -324,7 +326,7 @@ def test_a_reader_that_goes_away_is_no_complaint(pristine: Path) -> None:
 def test_an_interrupt_is_quiet_and_130(pristine: Path, tmp_path: Path) -> None:
     import numpy as np
 
-    package.save(tmp_path / "large", {"x": np_tensor(np.zeros(1 << 25))}, process_group=False)
+    package.save(tmp_path / "large", {"x": np_tensor(np.zeros(1 << 27))}, process_group=False)
     ended = on_terminal("verify", tmp_path / "large", interrupt=True)
     assert ended.status == 130
     assert "Traceback" not in ended.out

@@ -32,7 +32,8 @@ lone_surrogates = st.text(st.characters() | st.characters(categories=["Cs"]))
 texts = (
     st.text() | lone_surrogates | st.sampled_from(["", "$", "$int", "\0", "\ud83d\ude00", "\u2028", "a.b", "\ufeff"])
 )
-zones = st.none() | st.timedeltas(timedelta(hours=-23), timedelta(hours=23)).map(timezone) | st.just(UTC)
+offsets = st.timedeltas(timedelta(hours=-23), timedelta(hours=23))
+zones = st.none() | offsets.filter(lambda each: abs(each) >= timedelta(seconds=1)).map(timezone) | st.just(UTC)
 moments = st.datetimes(timezones=zones) | st.datetimes(timezones=zones).map(lambda moment: moment.replace(fold=1))
 times = st.times(timezones=zones) | st.times().map(lambda time: time.replace(fold=1))
 path_texts = st.text(st.characters(blacklist_categories=[]), max_size=8) | st.sampled_from(

@@ -77,6 +77,7 @@ REFUSED = {
     "metadata": (np.zeros(1, np.dtype("i4", metadata={"a": 1})), "numpy.ndarray"),
     "invalid characters": (np.array([0x110000], "<u4").view("<U1"), "beyond Unicode"),
     "float64 subclass": (type("Loss", (np.float64,), {})(1.0), "Loss"),
+    "offset below a second": (datetime.time(0, 0, tzinfo=timezone(timedelta(microseconds=1))), "whole seconds"),
     "named zone": (datetime.datetime(2024, 1, 1, tzinfo=timezone(timedelta(hours=1), "CET")), "astimezone"),
     "zone": (datetime.time(1, tzinfo=type("Zone", (datetime.tzinfo,), {"utcoffset": lambda *_: None})()), "time"),
     "attributes on a counter": (attributed(Counter), "note"),
