@@ -37,6 +37,8 @@ class Ranks:
         try:
             for rank, log in enumerate(self._logs):
                 environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+                # c10d looks up names at every connection: a lost packet must not stall the ranks for seconds.
+                environment.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
                 for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
                     environment.pop(key, None)
                 if count is not None:

@@ -118,7 +118,7 @@ def test_a_death_leaves_the_truth_behind(worlds: dict[str, tuple[Path, Results]]
         assert outcome.error is None, f"{outcome.error}: {outcome.message}\n{outcome.trace}"
         value = outcome.value
         assert isinstance(value, dict)
-        assert value["said"] in death.said, value
+        assert value["said"] in death.said, f"{value}\n{results.logs()}"
         if value["said"] == "committed":
             assert_whole(root, 2)
         else:

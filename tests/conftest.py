@@ -1,0 +1,9 @@
+"""What holds for every test, and for every process that a test starts."""
+
+from __future__ import annotations
+
+import os
+
+# c10d looks up the names of both ends of every connection, on the key-value store's only thread too, and glibc's
+# `files` does not know IPv4-mapped 127.0.0.1: a name server that loses a packet stalls all ranks for its 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
