@@ -30,6 +30,10 @@ class Settings:
     windows_in_flight: int = 4
     """Writes or reads in flight per rank: enough to keep an NVMe queue busy."""
 
+    in_place_bytes_min: int = 64 * KIB
+    """Smallest chunk read straight into a target's memory where it can be: to find that memory for a smaller one
+    costs more than to copy it out of a slab."""
+
     commit_timeout_seconds: float = 600.0
     """How long a rank waits for the others, at the opening and again after its own vote."""
 
@@ -52,6 +56,7 @@ class Settings:
         _require("chunk_bytes", self.chunk_bytes, PAGE_BYTES, 4 * MIB)
         _require("window_bytes", self.window_bytes, PAGE_BYTES, 64 * MIB)
         _require("windows_in_flight", self.windows_in_flight, 1, 64)
+        _require("in_place_bytes_min", self.in_place_bytes_min, 1, 1 << 30)
         _require("pack_header_bytes_max", self.pack_header_bytes_max, PAGE_BYTES, 90 * MIB)
         _require("index_chunks_max", self.index_chunks_max, 1, 1 << 30)
         _require("sample_blocks", self.sample_blocks, 1, 1 << 20)

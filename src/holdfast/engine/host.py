@@ -29,3 +29,8 @@ class HostTarget:
         """Copy `part` out of the row-major bytes of `source_box`."""
         stored = np.frombuffer(source, dtype=self._numpy).reshape(source_box.shape)
         self.array[part.relative_to(self._box.start)] = stored[part.relative_to(source_box.start)]
+
+    def memory(self, part: Box) -> memoryview | None:
+        """Return the bytes of `part` if they are one run of the array."""
+        run = self.array[part.relative_to(self._box.start)]
+        return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None

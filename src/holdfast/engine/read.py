@@ -1,4 +1,4 @@
-"""Carries out a load plan: several reads in flight, every chunk checked before any of it is placed."""
+"""Carries out a load plan: several reads in flight, every chunk checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from holdfast.engine.slabs import Slabs
 from holdfast.errors import CorruptError, MissingError
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store
-from holdfast.repository.digest import digest_of
+from holdfast.repository.digest import digest_of, digest_of_parts
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.plan import LoadPlan, ReadRun
+from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
 
 def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Target], settings: Settings) -> None:
@@ -22,9 +22,10 @@ def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Targe
         store: Where from.
         prefix: Folder of the attempt.
         targets: Where to, by wanted number.
-        settings: Windows in flight.
+        settings: Windows in flight, and from which size on chunks are read straight into targets.
     Raises:
-        CorruptError: A chunk is not what was saved; the message names tensor, pack and byte range.
+        CorruptError: A chunk is not what was saved; the message names tensor, pack and byte range. Targets may hold
+            bytes that failed their check.
         UnavailableError: The store failed.
     """
     if not plan.runs:
@@ -35,7 +36,7 @@ def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Targe
 
     def read(run: ReadRun) -> None:
         with slabs.lent() as slab:
-            _read_run(run, store, prefix, targets, slab)
+            _Reading(run, store, f"{prefix}{run.pack}", targets, settings.in_place_bytes_min).carry_out(slab)
 
     with ThreadPoolExecutor(count, thread_name_prefix="holdfast-read") as threads:
         reads = [threads.submit(read, run) for run in plan.runs]
@@ -47,25 +48,83 @@ def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Targe
             raise
 
 
-def _read_run(run: ReadRun, store: Store, prefix: str, targets: Sequence[Target], slab: memoryview) -> None:
-    key = f"{prefix}{run.pack}"
-    try:
-        (data,) = store.get_ranges(key, [(run.start, run.stop)], [slab])
-    except MissingError as missing:
-        fqn = run.chunks[0].piece.tensor.fqn
-        raise CorruptError(
-            f"{fqn}: {store.url}/{key}: the pack is missing; the manifest names it. Read another copy"
-        ) from missing
-    for chunk in run.chunks:
-        at = chunk.offset - run.start
-        raw = data[at : at + chunk.bytes]
-        found = digest_of(raw)
-        if found != chunk.expected:
+class _Reading:
+    """One run on its way: straight into the targets what lies in memory already, the rest through a slab."""
+
+    def __init__(
+        self, run: ReadRun, store: Store, key: str, targets: Sequence[Target], in_place_bytes_min: int
+    ) -> None:
+        self._run, self._store, self._key, self._targets = run, store, key, targets
+        self._in_place_bytes_min = in_place_bytes_min
+
+    def carry_out(self, slab: memoryview) -> None:
+        """Read, check and place every chunk."""
+        run = self._run
+        homes = [self._home(chunk) for chunk in run.chunks]
+        try:
+            arrived = self._take_cached(homes, slab) if any(homes) else 0
+            if arrived == len(run.chunks):
+                return
+            start = run.chunks[arrived].offset
+            (data,) = self._store.get_ranges(self._key, [(start, run.stop)], [slab])
+        except MissingError as missing:
+            fqn = run.chunks[0].piece.tensor.fqn
             raise CorruptError(
-                f"{chunk.piece.tensor.fqn}: {store.url}/{key}: bytes {chunk.offset}–{chunk.offset + chunk.bytes} "
-                f"hash to {found.hex()}; expected {chunk.expected.hex()}. Read another copy or another step"
-            )
+                f"{fqn}: {self._store.url}/{self._key}: the pack is missing; the manifest names it. Read another copy"
+            ) from missing
+        for chunk in run.chunks[arrived:]:
+            self._settle(chunk, data[chunk.offset - start :][: chunk.bytes])
+
+    def _home(self, chunk: ChunkRead) -> list[memoryview]:
+        """Return the targets' own memory for all of a chunk, in its order; empty where a slab must come between."""
+        if chunk.bytes < self._in_place_bytes_min:
+            return []
+        home, at = [], 0
+        for part in chunk.parts:
+            memory = None
+            if part.source_start == at and part.box == part.source_box:
+                memory = self._targets[part.wanted_number].memory(part.box)
+            if memory is None:
+                return []
+            home.append(memory)
+            at += memory.nbytes
+        return home if at == chunk.bytes else []
+
+    def _take_cached(self, homes: Sequence[list[memoryview]], slab: memoryview) -> int:
+        """Settle the chunks at the front of the run that need no wait for storage; return how many these are."""
+        run = self._run
+        buffers: list[memoryview] = []
+        apart = run.start  # What has no home in the targets goes to its place in the slab, neighbours in one read.
+        for chunk, home in zip(run.chunks, homes, strict=True):
+            if home:
+                buffers += home
+                apart = chunk.offset + chunk.bytes
+                continue
+            if chunk.offset > apart:
+                buffers.pop()
+            buffers.append(slab[apart - run.start : chunk.offset + chunk.bytes - run.start])
+        stop = run.start + self._store.get_cached(self._key, run.start, buffers)
+        for number, (chunk, home) in enumerate(zip(run.chunks, homes, strict=True)):
+            if chunk.offset + chunk.bytes > stop:
+                return number
+            if home:
+                self._require_intact(chunk, digest_of_parts(home))
+            else:
+                self._settle(chunk, slab[chunk.offset - run.start :][: chunk.bytes])
+        return len(run.chunks)
+
+    def _settle(self, chunk: ChunkRead, raw: memoryview) -> None:
+        """Check a chunk and copy what is wanted of it."""
+        self._require_intact(chunk, digest_of(raw))
         itemsize = chunk.piece.tensor.itemsize
         for part in chunk.parts:
             source = raw[part.source_start : part.source_start + part.source_box.numel * itemsize]
-            targets[part.wanted_number].place(part.box, source, part.source_box)
+            self._targets[part.wanted_number].place(part.box, source, part.source_box)
+
+    def _require_intact(self, chunk: ChunkRead, found: bytes) -> None:
+        if found != chunk.expected:
+            raise CorruptError(
+                f"{chunk.piece.tensor.fqn}: {self._store.url}/{self._key}: bytes "
+                f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {found.hex()}; expected "
+                f"{chunk.expected.hex()}. Read another copy or another step"
+            )

@@ -51,6 +51,17 @@ class Target(Protocol):
         """
         ...
 
+    def memory(self, part: Box) -> memoryview | None:
+        """Return the memory in which the row-major bytes of `part`, as they are stored, would lie as one run.
+
+        None where there is no such run in host memory: a slice of columns, a device, another dtype. What is read
+        straight into it spares the copy out of a slab, which costs as much as the read.
+
+        Args:
+            part: Global coordinates; inside the wanted box.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:

@@ -123,6 +123,25 @@ class Store(Protocol):
         """
         ...
 
+    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """Read what needs no wait for storage, from `start` on, into one buffer after the other.
+
+        What lies in memory already is copied once, straight to where it is wanted; the rest is for `get_ranges`,
+        which needs slabs of its own shape.
+
+        Args:
+            key: The object.
+            start: First byte.
+            buffers: Writable memory for the bytes that follow one another from there, however aligned.
+        Returns:
+            How many bytes came, from the front; what lies in the buffers beyond them is undefined. 0 where a store
+            keeps nothing in memory.
+        Raises:
+            MissingError: No such key.
+            CorruptError: The object ends before the last buffer does.
+        """
+        ...
+
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names that follow `prefix` (empty, or ending in `/`) before the next `/`, sorted.
 

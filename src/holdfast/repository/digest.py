@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import xxhash
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
     """Return the 16-byte xxh3-128 of some bytes."""
     return xxhash.xxh3_128_digest(data)
+
+
+def digest_of_parts(parts: Iterable[bytes | memoryview]) -> bytes:
+    """Return the 16-byte xxh3-128 of parts one after the other."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
 
 def hex_digest_of(*parts: bytes | memoryview) -> str:

@@ -16,10 +16,10 @@ from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.folders import TEMPORARY_PREFIX, TRIES, Folders
 from holdfast.stores.keys import is_part, split_key, split_prefix
-from holdfast.stores.local_ranges import read_ranges
+from holdfast.stores.local_ranges import read_ranges, take_cached
 from holdfast.stores.local_upload import LocalUpload
 from holdfast.stores.oserrors import translated
-from holdfast.stores.parts import PartLedger, check_ranges
+from holdfast.stores.parts import PartLedger, check_buffers, check_ranges
 from holdfast.stores.syscalls import Syscalls, close_quietly
 
 _log = logging.getLogger(__name__)
@@ -142,6 +142,13 @@ class LocalStore:
         with translated("read", where), self._open_object(key) as (fd, size):
             check_ranges(where, size, ranges, slabs)
             return read_ranges(self._syscalls, fd, ranges, slabs, where)
+
+    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """Read what the page cache holds, from `start` on, into one buffer after the other."""
+        where = self._where(key)
+        with translated("read", where), self._open_object(key) as (fd, size):
+            check_buffers(where, size, start, buffers)
+            return take_cached(self._syscalls, fd, start, buffers, where)
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""

@@ -48,6 +48,32 @@ def _try_direct(syscalls: Syscalls, fd: int) -> bool:
     return True
 
 
+def take_cached(syscalls: Syscalls, fd: int, start: int, buffers: Sequence[memoryview], where: str) -> int:
+    """Read from `start` on what the page cache holds into one buffer after the other; return how many bytes came.
+
+    Asking for what is not there makes the kernel read it ahead, and the direct read that follows then competes
+    with that (measured: less than half the speed). So the first question is one page long, and each next one
+    twice the last.
+    """
+    position, question_bytes = start, PAGE_BYTES
+    for buffer in buffers:
+        taken = 0
+        while taken < buffer.nbytes:
+            question = buffer[taken : taken + question_bytes - position % PAGE_BYTES]
+            try:
+                count = syscalls.preadv(fd, [question], position, os.RWF_NOWAIT)
+            except OSError as error:
+                if error.errno in _NOT_CACHED:
+                    return position - start
+                raise translate(error, "read", where, writing=False) from error
+            taken += count
+            position += count
+            if count < question.nbytes:
+                return position - start
+            question_bytes *= 2
+    return position - start
+
+
 class _RangeRead:
     """One range on its way into its slab.
 
@@ -75,27 +101,8 @@ class _RangeRead:
         return self._position >= self._stop
 
     def take_cached(self) -> None:
-        """Take from the front of the range what the page cache holds.
-
-        Asking for what is not there makes the kernel read it ahead, and the direct read that follows then competes
-        with that (measured: less than half the speed). So the first question is one page long, and each next one
-        twice the last.
-        """
-        question_bytes = PAGE_BYTES
-        while not self.whole:
-            page = self._position - self._position % PAGE_BYTES
-            stop = min(page + question_bytes, self._stop)
-            view = self._slab[self._position - self._base : stop - self._base]
-            try:
-                count = self._syscalls.preadv(self._fd, [view], self._position, os.RWF_NOWAIT)
-            except OSError as error:
-                if error.errno in _NOT_CACHED:
-                    return
-                raise translate(error, "read", self._where, writing=False) from error
-            self._position += count
-            if self._position < stop:
-                return
-            question_bytes *= 2
+        """Take from the front of the range what the page cache holds."""
+        self._position += take_cached(self._syscalls, self._fd, self._start, [self.view], self._where)
 
     def take_rest(self, *, direct: bool) -> bool:
         """Read what is missing; return whether direct reading still works."""

@@ -77,15 +77,31 @@ def check_ranges(where: str, total_bytes: int, ranges: Sequence[tuple[int, int]]
     if len(ranges) != len(slabs):
         raise InvalidError(f"read of {where}: {len(ranges)} ranges, {len(slabs)} slabs; expected one slab per range")
     for (start, stop), slab in zip(ranges, slabs, strict=True):
-        if not 0 <= start <= stop:
-            raise InvalidError(f"read of {where}: range [{start}, {stop}); expected 0 <= start <= stop")
-        if stop > total_bytes:
-            raise CorruptError(
-                f"{where}: bytes [{start}, {stop}) wanted, but the object has {total_bytes} bytes; it was cut short, "
-                "or what names it is wrong: verify the checkpoint, or read another copy"
-            )
+        _require_inside(where, total_bytes, start, stop)
         if slab.readonly or slab.nbytes < stop - start + 2 * PAGE_BYTES:
             raise InvalidError(
                 f"read of {where}: a slab of {slab.nbytes} bytes{' (read-only)' if slab.readonly else ''} for "
                 f"[{start}, {stop}); expected a writable one at least two pages longer than the range"
             )
+
+
+def check_buffers(where: str, total_bytes: int, start: int, buffers: Sequence[memoryview]) -> None:
+    """Refuse buffers that an object cannot fill from `start` on, before a byte is read.
+
+    Raises:
+        CorruptError: The object ends before the last buffer does.
+        InvalidError: The start is negative or a buffer read-only.
+    """
+    if any(buffer.readonly for buffer in buffers):
+        raise InvalidError(f"read of {where}: a buffer is read-only; expected writable memory")
+    _require_inside(where, total_bytes, start, start + sum(buffer.nbytes for buffer in buffers))
+
+
+def _require_inside(where: str, total_bytes: int, start: int, stop: int) -> None:
+    if not 0 <= start <= stop:
+        raise InvalidError(f"read of {where}: range [{start}, {stop}); expected 0 <= start <= stop")
+    if stop > total_bytes:
+        raise CorruptError(
+            f"{where}: bytes [{start}, {stop}) wanted, but the object has {total_bytes} bytes; it was cut short, "
+            "or what names it is wrong: verify the checkpoint, or read another copy"
+        )

@@ -229,6 +229,10 @@ class FaultyStore:
         """As the port says."""
         return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, slabs))
 
+    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """As the port says."""
+        return self._faults.around("get_cached", key, lambda: self._inner.get_cached(key, start, buffers))
+
     def folders(self, prefix: str = "") -> list[str]:
         """As the port says."""
         return self._faults.around("folders", prefix, lambda: self._inner.folders(prefix))

@@ -99,6 +99,11 @@ class _ArrayTarget:
         stored = np.frombuffer(source, dtype=self.array.dtype).reshape(source_box.shape)
         self.array[part.relative_to((0,) * len(part.start))] = stored[part.relative_to(source_box.start)]
 
+    def memory(self, part: Box) -> memoryview | None:
+        assert any(box.contains(part) for box in self.held), f"{part} is to be filled; wanted are {self.held}"
+        run = self.array[part.relative_to((0,) * len(part.start))]
+        return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None
+
 
 @dataclass(frozen=True, slots=True)
 class _NumpyRestoration:

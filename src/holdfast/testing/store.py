@@ -318,6 +318,33 @@ class Ranges(_StoreFixture):
         with pytest.raises(InvalidError, match="writable"):
             store.get_ranges("key", [(0, 1)], [memoryview(bytes(3 * PAGE_BYTES))])
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_what_is_at_hand_fills_the_buffers_from_the_front(self, store: Store, seed: int) -> None:
+        chance = random.Random(seed)
+        data = chance.randbytes(9 * PART_BYTES + 1234)
+        fill(store, "folder/key", data)
+        read(store, "folder/key", [(0, len(data))])
+        for _ in range(50):
+            start, stop = sorted(chance.choices(range(len(data) + 1), k=2))
+            cuts = [start, *sorted(chance.choices(range(start, stop + 1), k=chance.randrange(5))), stop]
+            buffers = [memoryview(bytearray(end - begin)) for begin, end in itertools.pairwise(cuts)]
+            count = store.get_cached("folder/key", start, buffers)
+            assert 0 <= count <= stop - start
+            assert b"".join(buffers)[:count] == data[start : start + count], f"seed {seed}, cuts {cuts}"
+
+    def test_asking_for_what_is_at_hand_in_a_wrong_way(self, store: Store) -> None:
+        store.put("folder/key", b"1" * 4097)
+        buffer = memoryview(bytearray(4096))
+        with pytest.raises(MissingError, match="no-such"):
+            store.get_cached("folder/no-such", 0, [buffer])
+        with pytest.raises(CorruptError, match=r"folder/key.*\[2, 4098\).*4097"):
+            store.get_cached("folder/key", 2, [buffer])
+        with pytest.raises(InvalidError, match="start <= stop"):
+            store.get_cached("folder/key", -1, [buffer])
+        with pytest.raises(InvalidError, match="writable"):
+            store.get_cached("folder/key", 0, [memoryview(bytes(8))])
+        assert not any(buffer)
+
     def test_many_threads_read_at_once(self, store: Store) -> None:
         data = random.Random(1).randbytes(4 * PART_BYTES)
         fill(store, "key", data)

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,58 @@ def test_what_is_written_is_read_back(sizes: list[int], chunk_pages: int, window
     plan = load_plan(wanted, pieces.__getitem__, chosen.window_bytes)
     carry_out(plan, store, "0123456789abcdef/", [target for target, _ in targets], chosen)
     assert [target.array.tobytes() for target, _ in targets] == [expected for _, expected in targets]
+
+
+class AtHand(MemoryStore):
+    """Has a number of bytes of each read at hand and scribbles over the rest of the buffers."""
+
+    count = 0
+
+    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+        data, left = self.get(key, 1 << 30)[start:], self.count
+        for buffer in buffers:
+            came = max(min(left, buffer.nbytes), 0)
+            buffer[:] = data[:came] + b"?" * (buffer.nbytes - came)
+            data, left = data[buffer.nbytes :], left - came
+        return min(self.count, sum(buffer.nbytes for buffer in buffers))
+
+
+@pytest.mark.parametrize("in_place_bytes_min", (1, 3000, PAGE_BYTES, 1 << 20))
+def test_any_part_of_a_run_may_lie_at_hand(in_place_bytes_min: int) -> None:
+    """Chunks with memory of their own and chunks without, side by side in one run, arrive in part or whole."""
+    store = AtHand(uuid.uuid4().hex)
+    shards = shards_of([5000, 20, 9000, 20, 20, 4096, 3000, 0, 8193])
+    written = write(store, shards, SMALL)
+    pieces = pieces_of(shards, written, SMALL.chunk_bytes)
+    wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
+    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, in_place_bytes_min=in_place_bytes_min)
+    plan = load_plan(wanted, pieces.__getitem__, chosen.window_bytes)
+    assert len(plan.runs) == 1
+    for count in range(0, plan.bytes + 500, 499):
+        store.count = count
+        targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
+        carry_out(plan, store, "0123456789abcdef/", targets, chosen)
+        for target, each in zip(targets, shards, strict=True):
+            expected = bytearray(each.shard.tensor.global_bytes)
+            each.source.copy_into(each.shard.pieces[0], 0, len(expected), memoryview(expected)).wait()
+            assert target.array.tobytes() == expected, (count, each.shard.tensor.fqn)
+
+
+def test_damage_in_what_lies_at_hand_is_found() -> None:
+    store = AtHand(uuid.uuid4().hex)
+    store.count = 1 << 20
+    shards = shards_of([3 * PAGE_BYTES])
+    written = write(store, shards, SMALL)
+    pieces = pieces_of(shards, written, SMALL.chunk_bytes)
+    raw = bytearray(store.get(KEY, 1 << 30))
+    raw[-1] ^= 1
+    store.put(KEY, bytes(raw))
+    plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], pieces.__getitem__, SMALL.window_bytes)
+    with pytest.raises(CorruptError, match=r"t0.*r00000\.safetensors: bytes .* hash to"):
+        carry_out(
+            plan, store, "0123456789abcdef/", [HostTarget("uint8", shards[0].shard.pieces[0])],
+            replace(SMALL, in_place_bytes_min=1),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("operation", ("upload", "upload.write", "upload.complete"))

@@ -155,6 +155,13 @@ class TorchTarget:
             if len(self._views) == 1 or view.box.contains(part):
                 view.place(part, source, source_box)
 
+    def memory(self, part: Box) -> memoryview | None:
+        """Return the one run of host memory that `part` would fill as it is stored, if there is just one."""
+        if len(self._views) == 1:
+            return self._views[0].memory(part)
+        views = [view for view in self._views if view.box.contains(part)]
+        return views[0].memory(part) if len(views) == 1 else None
+
 
 def _boxes(held: Held) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield every box of what is held with its memory; a flat range falls into a few, each a run of it."""
@@ -192,6 +199,12 @@ class _View:
         stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
         with torch.no_grad():
             self._local[given].copy_(stored[taken])
+
+    def memory(self, part: Box) -> memoryview | None:
+        if self._bits is None:
+            return None
+        run = self._bits[part.relative_to(self.box.start)]
+        return run.data.cast("B") if run.flags.c_contiguous and run.flags.writeable else None
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
