@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.read import carry_out
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.manager.collector import collector_paused
 from holdfast.manager.job import error_from, error_text, raise_together
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import RequireStored, require_covered, stored_by
@@ -118,12 +119,13 @@ def load(
     place, manifest, index, require_stored = resolved
     restoration, plan, loaded_bytes, own = None, LoadPlan(()), 0, None
     try:
-        catalog = _catalog(place, manifest, index, require_stored)
-        restoration = framework.restoration(request.state, catalog, request.selection)
-        for wanted in restoration.wanted:
-            require_stored(wanted.stored_fqn)
-        plan = _plan(restoration, index, request, settings)
-        loaded_bytes = _filled_bytes(restoration, plan)
+        with collector_paused():
+            catalog = _catalog(place, manifest, index, require_stored)
+            restoration = framework.restoration(request.state, catalog, request.selection)
+            for wanted in restoration.wanted:
+                require_stored(wanted.stored_fqn)
+            plan = _plan(restoration, index, request, settings)
+            loaded_bytes = _filled_bytes(restoration, plan)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     missing, unexpected = _agree_on_names(comm, restoration, own)
@@ -181,8 +183,9 @@ def _resolve(
             if place is not None:
                 frames = _manifest_and_index(place)
                 # Judged before it is given away, so that damage is one rank's error and not every rank's.
-                read = _decoded(frames, place)
-                require_covered(read[1], clock, place.url)
+                with collector_paused():
+                    read = _decoded(frames, place)
+                    require_covered(read[1], clock, place.url)
                 short = short_packs(place.store, place.folder, read[0])
         except CheckpointError as error:
             own = error
@@ -200,7 +203,10 @@ def _resolve(
     if head["folder"] is None:
         return None
     place = Place(store, head["folder"], head["step"])
-    manifest, index = _decoded(frames[1:], place) if read is None else read
+    if read is None:
+        with collector_paused():
+            read = _decoded(frames[1:], place)
+    manifest, index = read
     told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
     return place, manifest, index, stored_by(index, told)
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.manager.ballot import Vote
+from holdfast.manager.collector import collector_paused
 from holdfast.manager.place import Place
-from holdfast.plan.cover import uncovered
+from holdfast.plan.cover import uncovered_names
 from holdfast.ports.store import Store
 from holdfast.repository import values
 from holdfast.repository.catalog import check_size, read_file
-from holdfast.repository.index import Index, piece_arrays
+from holdfast.repository.index import Index
 from holdfast.repository.names import part_name
 from holdfast.repository.part import decode_part, require_own
 from holdfast.spec.manifest import FileRecord
@@ -57,9 +58,11 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     for rank, vote in enumerate(votes):
         record = FileRecord(part_name(rank), vote.part_bytes, vote.part_digest)
-        part = decode_part(read_file(place.store, place.folder, attempt, record), record.name)
-        require_own(part, rank, attempt, place.url)
-        index.merge(part.index, f"{place.url}: rank {rank}")
+        data = read_file(place.store, place.folder, attempt, record)
+        with collector_paused():
+            part = decode_part(data, record.name)
+            require_own(part, rank, attempt, place.url)
+            index.merge(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
         records.append(record)
         for alias, fqn in part.aliases.items():
@@ -71,7 +74,8 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
             if not isinstance(tree, Group):
                 raise CorruptError(f"{place.url}: the part of rank {rank} holds no state; expected its root")
             trees.append(tree)
-    require_exact_cover(index, int(attempt, 16) >> 8, place.url)
+    with collector_paused():
+        require_exact_cover(index, int(attempt, 16) >> 8, place.url)
     require_sizes(place.store, f"{place.folder}{attempt}/", packs)
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
@@ -87,14 +91,12 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
     Raises:
         InvalidError: Names the tensors and their pieces.
     """
-    arrays = piece_arrays(index)
-    wrong = uncovered(arrays.shapes, arrays.tensor, arrays.start, arrays.stop, seed)
+    wrong = uncovered_names([index.tensors[fqn] for fqn in sorted(index.tensors)], index.pieces_of, seed)
     if wrong:
         said = []
-        for number in wrong[:10]:
-            fqn = arrays.fqns[number]
+        for fqn in wrong[:10]:
             boxes = ", ".join(f"{p.region.start}–{p.region.stop} in {p.pack}" for p in index.pieces_of(fqn)[:8])
-            said.append(f"{fqn} {list(arrays.shapes[number])}: {boxes or 'nothing'}")
+            said.append(f"{fqn} {list(index.tensors[fqn].global_shape)}: {boxes or 'nothing'}")
         raise InvalidError(
             f"{where}: what the ranks hold does not cover {len(wrong)} tensors exactly once: {'; '.join(said)}. "
             "Expected every element from one rank. Ranks hold one name on different meshes, or a rank is missing "

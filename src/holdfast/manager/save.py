@@ -13,6 +13,7 @@ from importlib import metadata
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
+from holdfast.manager.collector import collector_paused
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.merge import merged
@@ -79,9 +80,10 @@ class Save:
         try:
             opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
-                collected = self._framework.collect(state, selection)
-                digests = Digests(collected, self._job, self._place)
-                statement = digests.statement(self._step)
+                with collector_paused():
+                    collected = self._framework.collect(state, selection)
+                    digests = Digests(collected, self._job, self._place)
+                    statement = digests.statement(self._step)
             except BaseException as error:
                 refusal = _refusal(error, self._name)
                 opening.refuse(refusal)
@@ -125,20 +127,23 @@ class Save:
         job, settings = self._job, self._job.settings
         shards = [each.shard for each in collected.shards]
         sources = [each.source for each in collected.shards]
-        holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
-        owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
         index = Index(settings.chunk_bytes)
-        if agreement.speaks:
-            # Also what falls to other ranks to write: a tensor that nobody wrote must be missed when all is merged.
-            index.tensors.update({shard.tensor.fqn: shard.tensor for shard in shards})
+        with collector_paused():
+            holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
+            owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
+            if agreement.speaks:
+                # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
+                index.tensors.update({shard.tensor.fqn: shard.tensor for shard in shards})
+            packs = packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max)
         records = []
-        for pack in packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max):
+        for pack in packs:
             key = self._key(agreement, pack.name)
             header = header_of(pack, self._provenance(agreement))
             self._own_keys.append(key)
             written = self._writer.write(key, header, pack, sources)
             records.append(written.record)
-            _list_pieces(index, pack, len(header), written.digests)
+            with collector_paused():
+                _list_pieces(index, pack, len(header), written.digests)
         part = RankPart(
             rank=job.comm.rank,
             attempt=agreement.attempt,
@@ -164,7 +169,8 @@ class Save:
         return report, lambda: self._write_part(agreement, part)
 
     def _write_part(self, agreement: Agreement, part: RankPart) -> Vote:
-        data = encode_part(part)
+        with collector_paused():
+            data = encode_part(part)
         key = self._key(agreement, part_name(part.rank))
         self._own_keys.append(key)
         self._place.store.put_if_absent(key, data)
@@ -213,7 +219,8 @@ class Save:
         whole = merged(place, attempt, votes, settings.chunk_bytes)
         indexes = []
         for number, index in enumerate(whole.index.split(settings.index_chunks_max)):
-            data = encode_index(index)
+            with collector_paused():
+                data = encode_index(index)
             name = index_name(number)
             self._own_keys.append(self._key(agreement, name))
             place.store.put_if_absent(self._own_keys[-1], data)

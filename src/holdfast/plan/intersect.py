@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.plan.nearby import NearbyPieces
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count, chunk_range
 from holdfast.spec.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
 from holdfast.spec.region import elements_spanned, run_boxes
+
+_FEW = 8
+"""Pieces of a tensor that are sooner asked one by one than put in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,10 @@ def load_plan(
     parts: dict[tuple[str, int], list[Part]] = {}
     chunks: dict[tuple[str, int], tuple[Piece, int]] = {}
     for number, each in enumerate(wanted):
-        for piece in pieces_of(each.stored_fqn):
-            for box in each.boxes:
+        pieces = pieces_of(each.stored_fqn)
+        nearby = NearbyPieces(pieces) if len(pieces) > _FEW else None
+        for box in each.boxes:
+            for piece in pieces if nearby is None else nearby.near((box,)):
                 for chunk_number, part in _parts(number, piece, box):
                     key = piece.pack, piece.offset + chunk_number * piece.chunk_bytes
                     chunks[key] = piece, chunk_number
@@ -51,6 +57,10 @@ def load_plan(
 
 def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
     """Yield, by chunk, the parts of a piece that a wanted box takes from it."""
+    if piece.region == wanted and 0 < piece.bytes <= piece.chunk_bytes:
+        # Nearly every tiny tensor, and there may be a hundred thousand of them.
+        yield 0, Part(wanted_number, wanted, wanted, 0)
+        return
     itemsize, shape = piece.tensor.itemsize, piece.tensor.global_shape
     first, last = elements_spanned(piece.region, shape, wanted)
     for number in range(first * itemsize // piece.chunk_bytes, chunk_count(last * itemsize, piece.chunk_bytes)):

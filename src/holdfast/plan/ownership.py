@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.spec.box import Box
 from holdfast.spec.region import FlatRange, Region
@@ -35,10 +35,11 @@ class _Item:
     region: Region
     itemsize: int
     fqn: str
+    bytes: int = field(init=False)
 
-    @property
-    def bytes(self) -> int:
-        return self.region.numel * self.itemsize
+    def __post_init__(self) -> None:
+        # Asked for several times an item, to sort and to weigh.
+        object.__setattr__(self, "bytes", self.region.numel * self.itemsize)
 
 
 def owned_by(

@@ -27,8 +27,10 @@ def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_
     every element stays aligned. An FQN occurs once per pack, because a safetensors key does. What stock readers
     could not make sense of (flat ranges, dtypes that safetensors lacks) lies apart, in packs of its own.
     """
-    raw = [each for each in owned if _is_raw(shards[each.shard_number], each)]
-    apart = [each for each in owned if not _is_raw(shards[each.shard_number], each)]
+    raw: list[Owned] = []
+    apart: list[Owned] = []
+    for each in owned:
+        (raw if _is_raw(shards[each.shard_number], each) else apart).append(each)
     return [
         *_packs(_Names(rank, ""), shards, raw, header_bytes_max),
         *_packs(_Names(rank, APART), shards, apart, header_bytes_max),

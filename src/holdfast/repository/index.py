@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
-import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.repository.columns import Ints, packed, unpacked
+from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.names import is_pack_name
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.plan import Piece
-from holdfast.spec.region import FlatRange, Region, region_boxes
+from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import TensorSpec
 
 Column = tuple[int, bytes]
@@ -92,7 +91,7 @@ class Index:
 
     def _know(self, tensor: TensorSpec, where: str) -> None:
         known = self.tensors.setdefault(tensor.fqn, tensor)
-        if known != tensor:
+        if known is not tensor and known != tensor:
             raise InvalidError(
                 f"{where}: {tensor.fqn} is {tensor.dtype} {list(tensor.global_shape)} here and "
                 f"{known.dtype} {list(known.global_shape)} on another rank; expected one tensor"
@@ -108,9 +107,8 @@ class Index:
             raise InvalidError(f"{where}: chunk_bytes={other.chunk_bytes}; expected {self.chunk_bytes} as elsewhere")
         for tensor in other.tensors.values():
             self._know(tensor, where)
-        for pieces in other.pieces.values():
-            for piece in pieces:
-                self.add(piece, where)
+        for fqn, pieces in other.pieces.items():
+            self.pieces.setdefault(fqn, []).extend(pieces)
 
     def split(self, chunks_max: int) -> Iterator[Index]:
         """Yield indexes of at most `chunks_max` chunks each (or of one tensor), in FQN order; at least one."""
@@ -125,44 +123,6 @@ class Index:
             current.pieces[fqn] = sorted(pieces, key=lambda piece: _coordinates(piece.region))
             chunks += count
         yield current
-
-
-@dataclass(frozen=True, slots=True)
-class PieceArrays:
-    """The geometry of an index as arrays, for proofs over all pieces at once."""
-
-    shapes: list[tuple[int, ...]]
-    """Global shape by tensor number."""
-
-    fqns: list[str]
-    """FQN by tensor number."""
-
-    tensor: Ints
-    """Tensor number by box, ascending; a flat range counts as the boxes it consists of."""
-
-    start: Ints
-    """Start coordinates of all boxes, one after the other."""
-
-    stop: Ints
-    """Stop coordinates, likewise."""
-
-
-def piece_arrays(index: Index) -> PieceArrays:
-    """Return the geometry of an index."""
-    fqns = sorted(index.tensors)
-    number_of = {fqn: number for number, fqn in enumerate(fqns)}
-    boxes = [
-        (piece.tensor.fqn, box)
-        for piece in index.all_pieces()
-        for box in region_boxes(piece.region, piece.tensor.global_shape)
-    ]
-    return PieceArrays(
-        [index.tensors[fqn].global_shape for fqn in fqns],
-        fqns,
-        np.array([number_of[fqn] for fqn, _ in boxes], dtype=np.int64),
-        np.array([at for _, box in boxes for at in box.start], dtype=np.int64),
-        np.array([at for _, box in boxes for at in box.stop], dtype=np.int64),
-    )
 
 
 def document_of(index: Index) -> IndexDocument:
@@ -253,6 +213,8 @@ def _region(tensor: TensorSpec, kind: int, start: tuple[int, ...], stop: tuple[i
     Raises:
         CorruptError: It does not lie inside its tensor.
     """
+    if kind == _BOX and stop == tensor.global_shape and not any(start):
+        return Box.whole(stop)
     bounds = (math.prod(tensor.global_shape),) if kind == _FLAT else tensor.global_shape
     if any(not a <= b <= n for a, b, n in zip(start, stop, bounds, strict=True)):
         raise CorruptError(f"{where}: {tensor.fqn}: piece {start}–{stop}; expected it inside {tensor.global_shape}")

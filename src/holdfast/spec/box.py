@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import sub
 
 from holdfast.errors import InvalidError
@@ -32,12 +33,16 @@ class Box:
     @property
     def numel(self) -> int:
         """Count of elements; 1 for a 0-d box."""
-        return math.prod(self.shape)
+        count = 1
+        for start, stop in zip(self.start, self.stop, strict=True):
+            count *= stop - start
+        return count
 
-    @classmethod
-    def whole(cls, global_shape: tuple[int, ...]) -> Box:
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def whole(global_shape: tuple[int, ...]) -> Box:
         """Return the box that covers a tensor of `global_shape`."""
-        return cls((0,) * len(global_shape), global_shape)
+        return Box((0,) * len(global_shape), global_shape)
 
     def intersect(self, other: Box) -> Box | None:
         """Return the overlap of two boxes, or None if they share no element.

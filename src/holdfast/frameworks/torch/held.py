@@ -157,7 +157,7 @@ def is_meta(tensor: torch.Tensor) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the dense tensor that holds this rank's elements, without gradient history."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    return local.detach() if local.requires_grad else local
 
 
 def tensors_of(declared: Sharded, fqn: str) -> list[torch.Tensor]:

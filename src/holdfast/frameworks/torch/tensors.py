@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
@@ -99,10 +100,10 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
             into.copy_(local[box.relative_to((0,) * local.ndim)])
             at += box.numel * local.itemsize
         return
-    run = local.reshape(-1).view(torch.uint8)[start:stop]
-    if run.device.type == "cpu":
-        slab[: stop - start] = run.numpy().data
+    if local.device.type == "cpu":
+        slab[: stop - start] = bits_of(local).data.cast("B")[start:stop]
     else:
+        run = local.reshape(-1).view(torch.uint8)[start:stop]
         torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
 
 
@@ -187,8 +188,7 @@ class _View:
         # What shows its memory conjugated or negated is left to torch, which knows what to write there.
         lazy = local.is_conj() or local.is_neg()
         plain = local.device.type == "cpu" and local.dtype == self._stored and not lazy
-        bits = _BITS.get(self._stored.itemsize)
-        self._bits = local.view(bits).numpy() if plain and bits is not None else None
+        self._bits = bits_of(local) if plain and self._stored.itemsize in _BITS else None
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         taken = part.relative_to(source_box.start)
@@ -209,6 +209,15 @@ class _View:
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers that carry the bits of any stored dtype, by itemsize."""
+
+_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.complex128}
+
+
+def bits_of(local: torch.Tensor) -> NDArray[np.generic]:
+    """Return host memory as an array of any dtype of its itemsize; copying its elements keeps their bits."""
+    if local.dtype not in _KNOWN_TO_NUMPY:
+        local = local.view(_BITS[local.dtype.itemsize])
+    return local.detach().numpy() if local.requires_grad else local.numpy()
 
 
 def tensor_of(array: object, dtype: str) -> torch.Tensor:

@@ -1,0 +1,38 @@
+"""The garbage collector is held off for as long as anybody asks, and comes back as it was."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.manager.collector import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+def test_blocks_nest_and_the_last_one_out_brings_it_back() -> None:
+    with collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_an_error_brings_it_back_too() -> None:
+    with pytest.raises(ValueError, match="lost"), collector_paused():
+        raise ValueError("lost")
+    assert gc.isenabled()
+
+
+def test_who_switched_it_off_for_good_keeps_it_off() -> None:
+    gc.disable()
+    with collector_paused():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
