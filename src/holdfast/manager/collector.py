@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # A signal handler may save while this thread is about to.
 _holders = 0
 _was_enabled = False
 
@@ -21,15 +22,30 @@ def collector_paused() -> Iterator[None]:
     (measured: half the time of such a save). Reference counting goes on; blocks may nest and overlap in threads.
     """
     global _holders, _was_enabled
-    with _lock:
-        if not _holders:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _holders += 1
+    held = False
     try:
+        with _lock:
+            if not _holders:
+                _was_enabled = gc.isenabled()
+            held, _holders = True, _holders + 1
+            gc.disable()
         yield
     finally:
         with _lock:
-            _holders -= 1
+            _holders -= held
             if not _holders and _was_enabled:
                 gc.enable()
+
+
+def _start_afresh() -> None:
+    """In a forked child (a data loader's worker): the threads that held the collector off are not there."""
+    global _lock, _holders
+    _lock = threading.RLock()
+    if _holders:
+        _holders = 0
+        if _was_enabled:
+            gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)

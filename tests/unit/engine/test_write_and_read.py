@@ -142,6 +142,29 @@ def test_any_part_of_a_run_may_lie_at_hand(in_place_bytes_min: int) -> None:
             assert target.array.tobytes() == expected, (count, each.shard.tensor.fqn)
 
 
+def test_targets_that_overlap_are_no_damage() -> None:
+    """Which of them wins is open, but a sound checkpoint is never called corrupt for it."""
+
+    class Shared(HostTarget):
+        def __init__(self, array: np.ndarray) -> None:
+            super().__init__("uint8", Box.whole(array.shape))
+            self.array = array
+
+    store = AtHand(uuid.uuid4().hex)
+    store.count = 1 << 20
+    shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES])
+    written = write(store, shards, SMALL)
+    pieces = pieces_of(shards, written, SMALL.chunk_bytes)
+    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, in_place_bytes_min=1)
+    wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
+    plan = load_plan(wanted, pieces.__getitem__, chosen.window_bytes)
+    memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
+    carry_out(
+        plan, store, "0123456789abcdef/", [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])], chosen
+    )  # fmt: skip
+    assert memory_of_both.any()
+
+
 def test_damage_in_what_lies_at_hand_is_found() -> None:
     store = AtHand(uuid.uuid4().hex)
     store.count = 1 << 20

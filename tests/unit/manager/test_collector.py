@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -36,3 +37,15 @@ def test_who_switched_it_off_for_good_keeps_it_off() -> None:
     with collector_paused():
         assert not gc.isenabled()
     assert not gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_forked_meanwhile_has_its_collector() -> None:
+    with collector_paused():
+        child = os.fork()
+        if not child:
+            with collector_paused():
+                off = not gc.isenabled()
+            os._exit(0 if off and gc.isenabled() else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
