@@ -22,10 +22,7 @@ def digest_of_parts(parts: Iterable[bytes | memoryview]) -> bytes:
 
 def hex_digest_of(*parts: bytes | memoryview) -> str:
     """Return the xxh3-128 of parts one after the other, as 32 hex digits."""
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
+    return digest_of_parts(parts).hex()
 
 
 def short_digest_of(*parts: bytes) -> bytes:

@@ -14,6 +14,7 @@ from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Catalog, Restoration, Selection
+from holdfast.ports.store import Store
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.unit.manager.ranks import ANYTHING, PATIENT, fresh_store, plain, run_of, sharded
@@ -31,7 +32,7 @@ class Forgetful(NumpyFramework):
         return replace(whole, wanted=whole.wanted[:-1]) if self.forgets else whole
 
 
-def test_a_byte_that_no_plan_fills_is_refused_everywhere() -> None:
+def saved_by_two() -> Store:
     store = fresh_store()
 
     def save(comm: ThreadComm) -> None:
@@ -40,6 +41,11 @@ def test_a_byte_that_no_plan_fills_is_refused_everywhere() -> None:
         run.close()
 
     run_ranks(2, save)
+    return store
+
+
+def test_a_byte_that_no_plan_fills_is_refused_everywhere() -> None:
+    store = saved_by_two()
     states = [{"a": plain(0.0), "b": sharded(2)} for _ in range(2)]
     for state in states:
         state["b"].array[:] = -1
@@ -60,14 +66,7 @@ def test_a_byte_that_no_plan_fills_is_refused_everywhere() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_each_rank_reports_what_it_holds(ranks: int) -> None:
-    store = fresh_store()
-
-    def save(comm: ThreadComm) -> None:
-        run = run_of(comm, store)
-        run.save(1, {"a": plain(1.0), "b": sharded(2)}, ANYTHING).wait()
-        run.close()
-
-    run_ranks(2, save)
+    store = saved_by_two()
 
     def load(comm: ThreadComm) -> tuple[int, int, int]:
         run = run_of(comm, store)

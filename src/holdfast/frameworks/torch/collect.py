@@ -9,7 +9,7 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
-from holdfast.frameworks.torch.containers import small_tensor, take_apart
+from holdfast.frameworks.torch.containers import named_leaves, small_tensor, take_apart, without
 from holdfast.frameworks.torch.held import Ranks, held_of, is_meta, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
@@ -48,6 +48,11 @@ def selected(selection: Selection, name: str) -> bool:
         return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
 
     return (selection.only is None or spoken_of(selection.only)) and not spoken_of(selection.skip)
+
+
+def anything_selected(selection: Selection, path: str, value: object) -> bool:
+    """Return whether a plain value takes part, or anything in it that has a name of its own."""
+    return any(selected(selection, name) for name, _ in named_leaves(value, path))
 
 
 def selected_whole(selection: Selection, path: str) -> bool:
@@ -103,7 +108,7 @@ class _Collector:
                 state = take_apart(node.stateful.state_dict(), node.path, self._reference)
                 return Group("stateful", {"state": state})
             case ValueNode():
-                return self._value(node.path, node.value)
+                return self._named_values(node.path, node.value)
 
     def _module(self, node: ModuleNode) -> Group:
         for fqn, tensor in node.tensors.items():
@@ -123,13 +128,17 @@ class _Collector:
             del members[name]
         return group
 
-    def _value(self, path: str, value: object) -> Value:
-        if not self._takes_part(path):
+    def _named_values(self, path: str, value: object) -> Value:
+        if not anything_selected(self._selection, path, value):
+            self.skipped.append(path)
             return Skipped(path)
         if isinstance(value, PerRank | RngState):
             self.per_rank[path] = take_apart(own_value(value), path, _value_tensor)
             return PerRankRef(path)
-        return take_apart(value, path, self._reference)
+        return take_apart(without(value, path, self._takes_part), path, self._reference)
+
+    def _value(self, path: str, value: object) -> Value:
+        return take_apart(value, path, self._reference) if self._takes_part(path) else Skipped(path)
 
     def _takes_part(self, path: str) -> bool:
         if selected(self._selection, path):

@@ -30,8 +30,8 @@ def require_fqn(fqn: str) -> None:
         raise InvalidError(f"{fqn!r} cannot be the name of a tensor: it is not valid Unicode; rename it") from error
 
 
-def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the entries of a module's state dict under names without wrapper prefixes.
+def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, str, object]]:
+    """Yield the entries of a module's state dict: name without wrapper prefixes, key in the state dict, value.
 
     Tensors are the module's own objects (parameters, buffers, DTensors), so that filling them fills the module.
     Calling `state_dict` lets FSDP2 bring its parameters back to their sharded form first.
@@ -49,7 +49,7 @@ def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, ob
                 f"{path}: {seen[fqn]} and {key} both become {fqn} once wrapper prefixes are stripped; rename one"
             )
         seen[fqn] = key
-        yield fqn, value
+        yield fqn, key, value
 
 
 def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -8,8 +8,15 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
-from holdfast.frameworks.torch.collect import selected, selected_whole
-from holdfast.frameworks.torch.containers import put_together, take_apart
+from holdfast.frameworks.torch.collect import anything_selected, selected, selected_whole
+from holdfast.frameworks.torch.containers import (
+    holds_names,
+    is_plain_dict,
+    named_leaves,
+    put_together,
+    take_apart,
+    without,
+)
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
 from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_bytes, memory_of
 from holdfast.frameworks.torch.naming import extra_state_owners
@@ -246,7 +253,8 @@ class TorchRestoration:
                 branch.children[name] = ValueNode(f"{node.path}.{name}", value)
             self._dict(branch, saved)
             return
-        if not self.takes_part(node.path):
+        if not any(anything_selected(self._selection, node.path, each) for each in (node.value, saved)):
+            self.skipped.append(node.path)
             return
         if saved is _ABSENT or isinstance(saved, Group):
             self.missing.append(node.path)
@@ -254,13 +262,30 @@ class TorchRestoration:
         if isinstance(node.value, PerRank | RngState):
             self._own_value(node.path, node.value, saved)
             return
-        current: dict[str, object] = {}
+        current = dict(named_leaves(node.value, node.path))
         take_apart(node.value, node.path, lambda path, tensor: current.setdefault(path, tensor))
-        loaded = put_together(saved, self._leaf(current))
+        loaded = put_together(without(saved, node.path, self.takes_part), self._leaf(current, may_lack=True))
+        self._keep_left_out(loaded, node.value, node.path)
         mapping = parent.mapping
         if not isinstance(mapping, MutableMapping):
             raise InvalidError(f"{node.path}: stands in a read-only {type(mapping).__name__}; expected a dict")
         self._finishes.append(lambda: mapping.__setitem__(key, loaded))
+
+    def _keep_left_out(self, loaded: object, own: object, path: str) -> None:
+        """Put back what the state has, the checkpoint has not, and `only` and `skip` leave alone."""
+        if not holds_names(own) or not is_plain_dict(loaded):
+            return
+        for key, each in own.items():
+            name = f"{path}.{key}"
+            if key in loaded:
+                self._keep_left_out(loaded[key], each, name)
+            elif holds_names(each):
+                inner: dict[str, object] = {}
+                self._keep_left_out(inner, each, name)
+                if inner:
+                    loaded[key] = inner
+            elif not self.takes_part(name):
+                loaded[key] = each
 
     def _own_value(self, path: str, value: PerRank | RngState, saved: Value) -> None:
         """Take back what this rank kept as its own, or what stands in for it on another number of ranks."""
@@ -307,14 +332,18 @@ class TorchRestoration:
         else:
             self._finishes.append(lambda: setattr(value, "value", loaded))
 
-    def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
+    def _leaf(self, current: Mapping[str, object], *, may_lack: bool = False) -> Callable[[Value], object]:
         def on_leaf(value: Value) -> object:
             if isinstance(value, TensorRef):
                 return self.take(value, current.get(value.fqn))
             if isinstance(value, Skipped):
-                if value.path not in current:
-                    raise InvalidError(f"{value.path}: was left out of the checkpoint and the state has no such entry")
-                return current[value.path]
+                if value.path in current:
+                    if may_lack and selected(self._selection, value.path):
+                        self.missing.append(value.path)
+                    return current[value.path]
+                if may_lack:
+                    return value
+                raise InvalidError(f"{value.path}: was left out of the checkpoint and the state has no such entry")
             return value
 
         return on_leaf
@@ -343,7 +372,7 @@ def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
         if any(map(is_wrapper, node.module.modules())):
             load_extra_state(node.module, entries, extra_state_owners(node.module))
         else:
-            node.module.load_state_dict(entries, strict=False)
+            node.module.load_state_dict({node.keys[fqn]: value for fqn, value in entries.items()}, strict=False)
     except Exception as error:
         raise InvalidError(f"{node.path}: {type(node.module).__name__} refused its extra state: {error}") from error
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import holds_tensor
@@ -40,6 +39,9 @@ class ModuleNode:
     module: torch.nn.Module
     tensors: dict[str, torch.Tensor]
     values: dict[str, object]
+    keys: dict[str, str]
+    """By FQN, the key of each entry in the module's own state dict, where wrappers leave their prefixes."""
+
     declared: dict[int, Sharded]
     """Layouts of tensors that do not carry one themselves (FSDP1), by identity."""
 
@@ -202,23 +204,14 @@ def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal
     declared = declarations(module, path, rank_of_global)
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, object] = {}
-    for fqn, value in module_entries(module, path):
+    keys: dict[str, str] = {}
+    for fqn, key, value in module_entries(module, path):
+        keys[fqn] = key
         if isinstance(value, torch.Tensor):
             tensors[fqn] = value
         else:
             values[fqn] = value
-    return ModuleNode(path, unwrapped(module), tensors, values, declared)
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside DDP and compile wrappers, whose `load_state_dict` knows names without prefixes."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
-            module = module._orig_mod  # type: ignore[assignment]
-        else:
-            return module
+    return ModuleNode(path, module, tensors, values, keys, declared)
 
 
 def _is_branch(value: dict[object, object]) -> bool:

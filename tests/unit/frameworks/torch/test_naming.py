@@ -230,3 +230,15 @@ def test_extra_state_of_values_and_tensors(tmp_path: Path) -> None:
     assert content["seen"] == 3
     assert torch.equal(content["mean"], torch.arange(3.0))
     assert fresh[1].content == [1, "two"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper, lambda m: torch.compile(checkpoint_wrapper(m))])
+def test_extra_state_of_a_wrapped_module_inside_another(tmp_path: Path, wrap) -> None:  # type: ignore[no-untyped-def]
+    model = nn.Sequential(nn.Linear(2, 2), wrap(nn.Sequential(Extra("inner"))))
+    holdfast.save(tmp_path / "c", {"model": model})
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Extra(None)))
+    inner, wrapped_inner = plain[1][0], Extra(None)
+    holdfast.load(tmp_path / "c", {"model": plain})
+    holdfast.load(tmp_path / "c", {"model": nn.Sequential(nn.Linear(2, 2), wrap(nn.Sequential(wrapped_inner)))})
+    assert (inner.content, wrapped_inner.content) == ("inner", "inner")

@@ -252,6 +252,43 @@ def test_what_was_skipped_on_save_is_missing_on_load_unless_skipped_again(tmp_pa
     assert report.missing == report.unexpected == ()
 
 
+def test_values_inside_a_dict_are_skipped_one_by_one(tmp_path: Path) -> None:
+    def state(seed: int) -> dict[str, object]:
+        return {"cfg": {"lr": seed, "data": {"seed": seed, "path": f"{seed}"}, "own": {}}, "epoch": seed}
+
+    saved = state(1)
+    saved["cfg"]["handle"] = object()  # type: ignore[index]
+    with pytest.raises(InvalidError, match=r"cfg\.handle"):
+        holdfast.save(tmp_path / "c", saved)
+    report = holdfast.save(tmp_path / "c", saved, skip=["cfg.handle", "cfg.data.seed"])
+    assert set(report.skipped) == {"cfg.handle", "cfg.data.seed"}
+
+    with pytest.raises(InvalidError, match=r"1 missing from the checkpoint: cfg\.data\.seed"):
+        holdfast.load(tmp_path / "c", state(2))
+    loaded = state(2)
+    report = holdfast.load(tmp_path / "c", loaded, skip=["cfg.lr", "cfg.data.seed", "cfg.own.mine"])
+    assert loaded == {"cfg": {"lr": 2, "data": {"seed": 2, "path": "1"}, "own": {}}, "epoch": 1}
+    assert set(report.skipped) == {"cfg.lr", "cfg.data.seed"}
+
+    placeholder: dict[str, object] = {"cfg": {}, "epoch": None}
+    holdfast.load(tmp_path / "c", placeholder)
+    assert placeholder == {"cfg": {"lr": 1, "data": {"path": "1"}, "own": {}}, "epoch": 1}
+    report = holdfast.save(tmp_path / "all", state(1), skip="cfg.*")
+    assert report.skipped == ("cfg",)
+
+
+def test_only_chooses_values_inside_a_dict_and_leaves_the_others(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"cfg": {"lr": 1, "data": {"seed": 1, "path": "a"}}, "epoch": 1})
+    loaded = {"cfg": {"lr": 2, "data": {"seed": 2, "path": "b"}, "fresh": {"x": 2}}, "epoch": 2}
+    holdfast.load(tmp_path / "c", loaded, only="cfg.data.seed")
+    assert loaded == {"cfg": {"lr": 2, "data": {"seed": 1, "path": "b"}, "fresh": {"x": 2}}, "epoch": 2}
+    report = holdfast.save(tmp_path / "part", loaded, only="cfg.data")
+    assert set(report.skipped) == {"cfg.lr", "cfg.fresh.x", "epoch"}
+    placeholder: dict[str, object] = {"cfg": {}}
+    holdfast.load(tmp_path / "part", placeholder)
+    assert placeholder == {"cfg": {"data": {"seed": 1, "path": "b"}, "fresh": {}}}
+
+
 def test_skipping_optimizer_state_leaves_the_targets_own(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "c", whole(0))
     model = net()
