@@ -74,9 +74,7 @@ def scenario() -> bool:
     print("  one plain process, no torch.distributed:")
     plain = play("plain", ranks=None, seed=OTHER_SEED, until=newest + 1, load=f"path:{path}")
     print("  two ranks, from the newest checkpoint to the end:")
-    two = play(
-        "two-ranks", ranks=2, seed=OTHER_SEED, until=STEPS, root=True, load="newest", save_every=SAVE_EVERY
-    )
+    two = play("two-ranks", ranks=2, seed=OTHER_SEED, until=STEPS, root=True, load="newest", save_every=SAVE_EVERY)
     for name, story in (("2 ranks", two), ("3 ranks", three), ("1 process", plain)):
         proofs.same_tensors(f"{name}, right after loading", memory.digests, story.loaded.digests)
         proofs.same_values(f"{name}, right after loading", memory.values, story.loaded.values)

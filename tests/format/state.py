@@ -63,7 +63,7 @@ def values(seed: int) -> State:
         "flags": [True, False],
         "integers": [0, -1, 1 << 62, -(10**40), seed],
         "floats": [0.1 + seed, -0.0, math.inf, -math.inf, math.nan, 5e-324],
-        "text": "Gewichte ✓ \n\0 \"{}\"",
+        "text": 'Gewichte ✓ \n\0 "{}"',
         "bytes": bytes(range(0, 256, 17)),
         "tuple": (1, ("two", [3.0])),
         "set": {1, 2, 3},
