@@ -6,7 +6,9 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from holdfast.settings import Settings
 
 _lock = threading.RLock()  # A signal handler may save while this thread is about to.
 _holders = 0
@@ -35,6 +37,11 @@ def collector_paused() -> Iterator[None]:
             _holders -= held
             if not _holders and _was_enabled:
                 gc.enable()
+
+
+def collector_paused_for(data_bytes: int, settings: Settings) -> AbstractContextManager[None]:
+    """Keep the collector from running while little data moves: what fits one window takes less time than its plan."""
+    return collector_paused() if data_bytes <= settings.window_bytes else nullcontext()
 
 
 def _start_afresh() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.read import carry_out
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import collector_paused, collector_paused_for
 from holdfast.manager.job import error_from, error_text, raise_together
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import RequireStored, require_covered, stored_by
@@ -135,7 +135,8 @@ def load(
     targets = [wanted.target for wanted in restoration.wanted]
     own = None
     try:
-        carry_out(plan, place.store, f"{place.folder}{manifest.attempt}/", targets, settings)
+        with collector_paused_for(plan.bytes, settings):
+            carry_out(plan, place.store, f"{place.folder}{manifest.attempt}/", targets, settings)
         restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error

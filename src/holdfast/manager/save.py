@@ -13,7 +13,7 @@ from importlib import metadata
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import collector_paused, collector_paused_for
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.merge import merged
@@ -138,9 +138,11 @@ class Save:
         records = []
         for pack in packs:
             key = self._key(agreement, pack.name)
-            header = header_of(pack, self._provenance(agreement))
+            with collector_paused():
+                header = header_of(pack, self._provenance(agreement))
             self._own_keys.append(key)
-            written = self._writer.write(key, header, pack, sources)
+            with collector_paused_for(pack.data_bytes, settings):
+                written = self._writer.write(key, header, pack, sources)
             records.append(written.record)
             with collector_paused():
                 _list_pieces(index, pack, len(header), written.digests)
@@ -218,7 +220,9 @@ class Save:
         place, attempt, settings = self._place, agreement.attempt, self._job.settings
         whole = merged(place, attempt, votes, settings.chunk_bytes)
         indexes = []
-        for number, index in enumerate(whole.index.split(settings.index_chunks_max)):
+        with collector_paused():
+            splits = list(whole.index.split(settings.index_chunks_max))
+        for number, index in enumerate(splits):
             with collector_paused():
                 data = encode_index(index)
             name = index_name(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Details, Statement
@@ -10,7 +11,7 @@ from holdfast.manager.place import Place
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.repository import values
 from holdfast.repository.digest import short_digest_of
-from holdfast.spec.tensor import Role
+from holdfast.spec.tensor import Layout, Role
 from holdfast.spec.values import Group, Value
 
 
@@ -63,7 +64,10 @@ class Digests:
         yield repr(sorted(self._collected.aliases.items())).encode()
         for each in self._collected.shards:
             shard = each.shard
-            yield repr((shard.tensor, shard.layout, shard.role, shard.holders is None)).encode("utf-8", "surrogatepass")
+            tensor, lies = shard.tensor, _written(shard.layout)
+            yield f"{tensor.fqn}\0{tensor.dtype}{tensor.global_shape}{lies}{shard.role}{shard.holders is None}".encode(
+                "utf-8", "surrogatepass"
+            )
 
     def _sampled(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
         for each in self._collected.shards:
@@ -72,6 +76,11 @@ class Digests:
 
     def _sample(self, each: LocalShard) -> bytes:
         return short_digest_of(each.source.sample(self._settings.sample_blocks, self._settings.sample_block_bytes))
+
+
+@lru_cache(maxsize=1024)
+def _written(layout: Layout | None) -> str:
+    return repr(layout)
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:

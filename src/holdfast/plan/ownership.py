@@ -136,6 +136,8 @@ def _order(region: Region) -> tuple[int, ...]:
 
 def _whole_to_least_loaded(items: list[_Item], member: int, members: int) -> list[Owned]:
     """Return the items that fall to a member: heaviest first, each to the least loaded (LPT)."""
+    if members == 1:
+        return [Owned(item.number, item.region) for item in items]
     loads = [(0, each) for each in range(members)]
     owned = []
     for item in sorted(items, key=lambda item: (-item.bytes, item.fqn)):

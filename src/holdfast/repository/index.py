@@ -240,7 +240,8 @@ def _tensors(document: IndexDocument, where: str) -> list[TensorSpec]:
     for fqn, dtype, ndim in zip(document.fqns, dtypes, ndims, strict=True):
         shape = tuple(lengths[at : at + ndim])
         at += ndim
-        if math.prod(length or 1 for length in shape) * DTYPES[document.dtypes[dtype]].itemsize >= _TENSOR_BYTES_MAX:
+        count = math.prod(shape) or math.prod(length or 1 for length in shape)
+        if count * DTYPES[document.dtypes[dtype]].itemsize >= _TENSOR_BYTES_MAX:
             raise CorruptError(f"{where}: {fqn}: {document.dtypes[dtype]} of shape {shape}; expected under 2**62 bytes")
         tensors.append(TensorSpec(fqn, document.dtypes[dtype], shape))
     return tensors

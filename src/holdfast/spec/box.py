@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import sub
 
@@ -21,6 +21,8 @@ class Box:
     stop: tuple[int, ...]
     """Coordinate past the last one, one per dimension."""
 
+    _numel: int = field(default=-1, init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise InvalidError(f"box: start has {len(self.start)} dimensions, stop has {len(self.stop)}")
@@ -33,10 +35,10 @@ class Box:
     @property
     def numel(self) -> int:
         """Count of elements; 1 for a 0-d box."""
-        count = 1
-        for start, stop in zip(self.start, self.stop, strict=True):
-            count *= stop - start
-        return count
+        if self._numel < 0:
+            # Reckoned once: a box is asked many times, and that of a whole tensor is shared by all of its shape.
+            object.__setattr__(self, "_numel", math.prod(map(sub, self.stop, self.start)))
+        return self._numel
 
     @staticmethod
     @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.containers import named_leaves, small_tensor, take_apart, without
-from holdfast.frameworks.torch.held import Ranks, held_of, is_meta, memory_of
+from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.tensors import (
@@ -79,7 +79,7 @@ class _Collector:
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
         self._names: set[str] = set()
-        self._stored: dict[tuple[object, ...], tuple[str, tuple[object, ...]]] = {}
+        self._stored: dict[tuple[object, ...], tuple[str, Held, list[torch.Tensor]]] = {}
 
     def dict_group(self, node: DictNode) -> Group:
         items: dict[str, Value] = {}
@@ -163,14 +163,13 @@ class _Collector:
             if is_meta(each):
                 raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
         held = held_of(tensor, declared, fqn, self._ranks)
-        regions = tuple(part.region for part in held.parts)
+        regions = tuple([part.region for part in held.parts])
         # A rank that holds nothing of a tied tensor must know of the tie nevertheless: all ranks list one name.
         empty = declared is not None and not tensor.numel()
         key = (id(tensor),) if empty else storage_key(tensor)
-        lies = (held.global_shape, regions, *(storage_key(each) for each in memory[1:]))
-        first, first_lies = self._stored.setdefault(key, (fqn, lies))
+        first, first_held, first_memory = self._stored.setdefault(key, (fqn, held, memory))
         if first != fqn and (empty or 0 not in tensor.shape):
-            if lies != first_lies:
+            if _lies(held, memory) != _lies(first_held, first_memory):
                 raise InvalidError(
                     f"{fqn}: shares its memory with {first}, but the two are stated to be different parts; "
                     "state the same of both, or leave one out with skip="
@@ -183,6 +182,11 @@ class _Collector:
                 LocalShard(Shard(spec, held.layout, held.holders, role, regions), TorchSource(held.parts))
             )
         return True
+
+
+def _lies(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return what two names of one memory must have in common besides its first part."""
+    return (held.global_shape, *(part.region for part in held.parts), *map(storage_key, memory[1:]))
 
 
 def own_value(value: PerRank | RngState) -> object:
@@ -203,5 +207,5 @@ def _loose_role(tensor: torch.Tensor) -> Role:
     A module's own state dict passed as a dict holds parameters that have lost their type, so floating tensors
     must agree. Others (random states, counters) differ by rank in ordinary runs and count as buffers.
     """
-    floating = DTYPES[dtype_name(tensor.dtype)].floating if dtype_name(tensor.dtype) in DTYPES else True
-    return Role.PARAMETER if floating else Role.BUFFER
+    known = DTYPES.get(dtype_name(tensor.dtype))
+    return Role.PARAMETER if known is None or known.floating else Role.BUFFER

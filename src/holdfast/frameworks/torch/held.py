@@ -49,7 +49,7 @@ class Ranks:
     """The group's rank of a global rank, or None if it is not a member."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Not frozen: made for every tensor at every save, and frozen fields take twice the time.
 class HeldPart:
     """One region and its memory."""
 
@@ -60,7 +60,7 @@ class HeldPart:
     """Its elements: of the box's shape, or 1-d for a flat range; a view, so that filling it fills the tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Held:
     """What this rank holds of one tensor."""
 

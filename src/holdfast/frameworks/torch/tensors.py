@@ -27,7 +27,10 @@ DONE: Ticket = _Done()
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch dtype without its module."""
-    return str(dtype).removeprefix("torch.")
+    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+_DTYPE_NAMES = {each: name for name in DTYPES if isinstance(each := getattr(torch, name, None), torch.dtype)}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -52,7 +55,7 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
         return
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")
-    if not isinstance(tensor, DTensor):
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, DTensor):
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise InvalidError(f"{fqn}: tensor subclass {kind} cannot be saved; convert it or leave it out with skip=")
         if getattr(tensor, "_is_flat_param", False):
@@ -231,18 +234,19 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that two tensors share exactly if they are the same elements of the same memory."""
     if local_shards_of(tensor) is not None:
         return (id(tensor),)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    placements = tuple(map(str, tensor.placements)) if isinstance(tensor, DTensor) else ()
+    local = tensor
+    lies: tuple[object, ...] = ()
+    if isinstance(tensor, DTensor):
+        local, lies = tensor.to_local(), (tensor.shape, *map(str, tensor.placements))
     return (
         local.untyped_storage()._cdata,
         local.storage_offset(),
-        tuple(local.shape),
-        local.stride(),
         local.dtype,
         local.is_conj(),
         local.is_neg(),
-        tuple(tensor.shape),
-        placements,
+        *local.shape,
+        *local.stride(),
+        *lies,
     )
 
 
