@@ -46,6 +46,7 @@ def measured(folder: Path) -> dict[str, list[float]]:
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(RANKS),
+                "LOCAL_WORLD_SIZE": str(RANKS),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",

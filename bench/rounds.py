@@ -33,7 +33,12 @@ def forget_pages(folder: Path) -> None:
 
 
 def touch_pages(folder: Path) -> None:
-    """Read a folder's files, so that the next read is warm."""
+    """Read a folder's files once, so that the next read is warm.
+
+    What is cached already is dropped first: how fast Linux gives a page away depends on how often it was read, and a
+    cold load leaves pages behind with one contender and none with the other.
+    """
+    forget_pages(folder)
     for path in folder.rglob("*"):
         if path.is_file():
             path.read_bytes()

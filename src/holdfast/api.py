@@ -52,6 +52,7 @@ def save(
     *,
     only: Globs = None,
     skip: Globs = None,
+    grads: bool = False,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveReport:
@@ -62,6 +63,8 @@ def save(
         state: Nested dict of modules, optimizers, anything with `state_dict`/`load_state_dict`, tensors, values.
         only: Save only FQNs that match one of these patterns.
         skip: Leave out FQNs that match one of these patterns.
+        grads: Save gradients too, for a save in the middle of gradient accumulation: each under its parameter's FQN
+            with `.grad` after it. Without it such a save is refused where the optimizer or wrapper tells.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to save.
     Raises:
@@ -69,7 +72,7 @@ def save(
         ConflictError: A checkpoint is there; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    report = _begin(path, state, _selection(only, skip), process_group, settings, awaited=True).wait()
+    report = _begin(path, state, _selection(only, skip, grads), process_group, settings, awaited=True).wait()
     assert report is not None, "committed comes with a report"
     return report
 
@@ -80,6 +83,7 @@ def async_save(
     *,
     only: Globs = None,
     skip: Globs = None,
+    grads: bool = False,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveHandle:
@@ -91,7 +95,7 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
             lives in the handle.
     """
-    return _begin(path, state, _selection(only, skip), process_group, settings, awaited=False)
+    return _begin(path, state, _selection(only, skip, grads), process_group, settings, awaited=False)
 
 
 def _begin(
@@ -117,6 +121,7 @@ def load(
     cast: bool = False,
     only: Globs = None,
     skip: Globs = None,
+    grads: bool = False,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> LoadReport:
@@ -132,6 +137,8 @@ def load(
         cast: Allow a tensor to be filled from another dtype.
         only: Fill only FQNs that match one of these patterns.
         skip: Leave FQNs that match one of these patterns as they are.
+        grads: Give parameters the gradients they were saved with, and none where they had none. Otherwise gradients
+            in the checkpoint are unexpected, since training that resumes without them is another training.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to load.
     Raises:
@@ -142,7 +149,7 @@ def load(
     _require_state(state, "load(path, state)")
     comm = wiring.comm_of(process_group)
     store = wiring.store_at(path, settings)
-    request = LoadRequest(state, _selection(only, skip), strict, cast)
+    request = LoadRequest(state, _selection(only, skip, grads), strict, cast)
     return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), store, request)
 
 
@@ -193,12 +200,20 @@ class CheckpointManager:
         job = wiring.new_job(process_group, settings)
         self._run = Run(store, job, wiring.framework_of(job.comm))
 
-    def save(self, step: int, state: Mapping[str, object], *, only: Globs = None, skip: Globs = None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        only: Globs = None,
+        skip: Globs = None,
+        grads: bool = False,
+    ) -> SaveHandle:
         """Begin to save a step; return once it is staged. Arguments and errors as `async_save`."""
         if isinstance(step, Mapping):
             raise InvalidError("save(step, state): step is a dict; the arguments are swapped, the step comes first")
         _require_state(state, "save(step, state)")
-        return self._run.save(step, state, _selection(only, skip))
+        return self._run.save(step, state, _selection(only, skip, grads))
 
     def load(
         self,
@@ -209,13 +224,14 @@ class CheckpointManager:
         cast: bool = False,
         only: Globs = None,
         skip: Globs = None,
+        grads: bool = False,
     ) -> int | None:
         """Fill a state from a step, or from the newest step; return the step, or None if there is none yet.
 
         Arguments and errors as the function `load`; a step that is asked for and absent is `MissingError`.
         """
         _require_state(state, "load(state, step)")
-        return self._run.load(LoadRequest(state, _selection(only, skip), strict, cast), step)
+        return self._run.load(LoadRequest(state, _selection(only, skip, grads), strict, cast), step)
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -261,9 +277,11 @@ def _require_state(state: object, call: str) -> None:
         raise InvalidError(f"{call}: state is {type(state).__name__}; expected a dict of what to keep{hint}")
 
 
-def _selection(only: Globs, skip: Globs) -> Selection:
+def _selection(only: Globs, skip: Globs, grads: bool) -> Selection:
     return Selection(
-        only=None if only is None else _patterns("only", only), skip=() if skip is None else _patterns("skip", skip)
+        only=None if only is None else _patterns("only", only),
+        skip=() if skip is None else _patterns("skip", skip),
+        grads=bool(grads),
     )
 
 

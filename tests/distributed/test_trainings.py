@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import Case, Results, run_world
-from tests.distributed.matrix import optimizers, ties, wrapped
+from tests.distributed.matrix import accumulating, optimizers, ties, wrapped
 
 CASES = "tests.distributed.matrix"
 LAYOUTS = ["ddp", "fsdp1", "fsdp2"]
@@ -56,6 +56,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
         "tied": ties.save_tied(None, at("tied-one"), "one"),
         "frozen": optimizers.save_frozen(None, at("frozen-one"), "one", [1, 2]),
         "counting": wrapped.save_counting(None, at("counting-one"), "one"),
+        "gradients": accumulating.save_gradients(None, at("grads-one"), "one"),
         **{
             kind: optimizers.save_optimizer(None, at(f"{kind}-one"), kind, "one")
             for kind in ("adafactor", "factored", "muon")
@@ -129,6 +130,12 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("jobs:sharded_tensors", path=at("boxes")),
             case("jobs:save_own", path=at("own")),
             case("jobs:load_own", path=at("own")),
+            *(
+                case("accumulating:save_gradients", f"save_gradients_{each}", path=at(f"grads-{each}"), layout=each)
+                for each in ("ddp", "fsdp2")
+            ),
+            case("accumulating:load_gradients", "load_gradients_one", path=at("grads-one"), layout="fsdp2"),
+            case("accumulating:refuse_unreduced", path=at("unreduced")),
         ],
         root / "world-2",
         deadline_seconds=150.0,
@@ -138,6 +145,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
         [
             case("jobs:load_own_resized", path=at("own")),
             case("wrapped:load_counting", path=at("counting"), layout="fsdp1"),
+            case("accumulating:load_gradients", path=at("grads-fsdp2"), layout="fsdp2"),
         ],
         root / "world-3",
     )
@@ -310,3 +318,23 @@ def test_own_values_on_another_number_of_ranks(worlds: Worlds) -> None:
         assert value["first"] == 100
         assert value["made"] == [[[0, "text"], [1, "text"]], rank, 3]
         assert "InvalidError" in value["refused"] and "shard: kept by each of 2 ranks" in value["refused"]
+
+
+def test_gradients_load_on_any_layout(worlds: Worlds) -> None:
+    assert worlds.same(worlds.two, "load_gradients_one") == worlds.one["gradients"]
+    for layout in ("ddp", "fsdp2"):
+        saved = worlds.same(worlds.two, f"save_gradients_{layout}")
+        assert accumulating.load_gradients(None, worlds.at(f"grads-{layout}"), "one") == saved
+    assert worlds.same(worlds.three, "load_gradients") == worlds.same(worlds.two, "save_gradients_fsdp2")
+
+
+def test_gradients_that_no_rank_holds_reduced_are_refused_by_name(worlds: Worlds) -> None:
+    for said in worlds.two.values("refuse_unreduced"):
+        assert isinstance(said, dict)
+        for kind in ("fsdp2", "fsdp2 asked"):
+            assert "model.0.weight.grad" in said[kind] and "set_requires_gradient_sync" in said[kind]
+        assert "no_sync()" in said["ddp"] and "grads=True" in said["ddp"]
+        assert "model.0.weight.grad" in said["ddp asked"] and "rank" in said["ddp asked"]
+        assert "no_sync()" in said["fsdp1"]
+        assert "FSDP1 keeps gradients" in said["fsdp1 asked"]
+    assert not (worlds.root / "unreduced").exists()

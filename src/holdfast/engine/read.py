@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,10 +35,12 @@ def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Targe
     longest = max(run.stop - run.start for run in plan.runs)
     count = min(settings.windows_in_flight, len(plan.runs))
     slabs = Slabs(count, longest + 2 * PAGE_BYTES)
+    copying = threading.Semaphore(_cores_of_this_rank())
 
     def read(run: ReadRun) -> None:
         with slabs.lent() as slab:
-            _Reading(run, store, f"{prefix}{run.pack}", targets, settings.in_place_bytes_min).carry_out(slab)
+            key = f"{prefix}{run.pack}"
+            _Reading(run, store, key, targets, settings.in_place_bytes_min, copying).carry_out(slab)
 
     with ThreadPoolExecutor(count, thread_name_prefix="holdfast-read") as threads:
         reads = [threads.submit(read, run) for run in plan.runs]
@@ -48,21 +52,37 @@ def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Targe
             raise
 
 
+def _cores_of_this_rank() -> int:
+    """Return how many cores this process has for itself; torchrun tells how many ranks share the host."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdigit() and int(ranks) else 1), 1)
+
+
 class _Reading:
     """One run on its way: straight into the targets what lies in memory already, the rest through a slab."""
 
     def __init__(
-        self, run: ReadRun, store: Store, key: str, targets: Sequence[Target], in_place_bytes_min: int
+        self,
+        run: ReadRun,
+        store: Store,
+        key: str,
+        targets: Sequence[Target],
+        in_place_bytes_min: int,
+        copying: threading.Semaphore,
     ) -> None:
         self._run, self._store, self._key, self._targets = run, store, key, targets
-        self._in_place_bytes_min = in_place_bytes_min
+        self._in_place_bytes_min, self._copying = in_place_bytes_min, copying
 
     def carry_out(self, slab: memoryview) -> None:
         """Read, check and place every chunk."""
         run = self._run
         homes = [self._home(chunk) for chunk in run.chunks]
         try:
-            arrived = self._take_cached(homes, slab) if any(homes) else 0
+            arrived = 0
+            if any(homes):
+                # More copies at once than cores push each other's bytes out of the cache before they are hashed.
+                with self._copying:
+                    arrived = self._take_cached(homes, slab)
             if arrived == len(run.chunks):
                 return
             start = run.chunks[arrived].offset

@@ -330,7 +330,10 @@ def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: 
         if names:
             more = f" and {len(names) - 20} more" if len(names) > 20 else ""
             said.append(f"{len(names)} {kind}: {', '.join(names[:20])}{more}")
+    advice = "pass strict=False to load what matches, or only=/skip= to choose"
+    if unexpected and all(name.endswith(".grad") for name in unexpected) and not missing:
+        advice = "it was saved with gradients: pass grads=True to go on with them, or skip='*.grad' to do without"
     raise InvalidError(
         f"{place.url}: the state and the checkpoint differ: {'; '.join(said)}. Nothing was changed. "
-        "Expected the same names; pass strict=False to load what matches, or only=/skip= to choose"
+        f"Expected the same names; {advice}"
     )

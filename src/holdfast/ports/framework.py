@@ -187,13 +187,16 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which FQNs take part, by glob patterns as in `fnmatch`."""
+    """Which FQNs take part, by glob patterns as in `fnmatch`, and whether gradients do."""
 
     only: tuple[str, ...] | None = None
     """If given, a name takes part only when one of these matches it."""
 
     skip: tuple[str, ...] = ()
     """A name matching one of these is left out."""
+
+    grads: bool = False
+    """Whether gradients take part, each under the FQN of its parameter with `.grad` after it."""
 
 
 class Framework(Protocol):

@@ -10,6 +10,13 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.containers import named_leaves, small_tensor, take_apart, without
+from holdfast.frameworks.torch.gradients import (
+    SUFFIX,
+    declared_for_gradient,
+    gradient_of,
+    require_module_boundary,
+    require_optimizer_boundary,
+)
 from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
@@ -96,6 +103,8 @@ class _Collector:
                 return self.dict_group(node)
             case TensorNode():
                 self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared)
+                if self._selection.grads:
+                    self._gradient(node.path, node.tensor, node.declared)
                 return None
             case ModuleNode():
                 return self._module(node)
@@ -111,9 +120,15 @@ class _Collector:
                 return self._named_values(node.path, node.value)
 
     def _module(self, node: ModuleNode) -> Group:
+        selection = self._selection
+        require_module_boundary(
+            node.module, node.path, node.tensors, lambda name: selected(selection, name), asked=selection.grads
+        )
         for fqn, tensor in node.tensors.items():
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
             self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)))
+        for fqn, tensor in node.tensors.items() if selection.grads else ():
+            self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         values = {fqn: self._value(f"{node.path}.{fqn}", value) for fqn, value in node.values.items()}
         return Group("module", {fqn: value for fqn, value in values.items() if not isinstance(value, Skipped)})
 
@@ -121,12 +136,19 @@ class _Collector:
         def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
             return TensorRef(fqn) if self._tensor(fqn, tensor, Role.OPTIMIZER, declared) else Skipped(fqn)
 
+        require_optimizer_boundary(node.view.optimizer, node.path, asked=self._selection.grads)
         group = collect_optimizer(node.view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)
         for name in [name for name in members if not self._takes_part(f"{node.path}.param_groups.{name}")]:
             del members[name]
         return group
+
+    def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
+        fqn, grad = f"{name}{SUFFIX}", gradient_of(tensor)
+        if grad is not None and self._takes_part(fqn):
+            own = declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
+            self._tensor(fqn, grad, Role.PARAMETER, own)
 
     def _named_values(self, path: str, value: object) -> Value:
         if not anything_selected(self._selection, path, value):

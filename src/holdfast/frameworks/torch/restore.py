@@ -18,6 +18,7 @@ from holdfast.frameworks.torch.containers import (
     without,
 )
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
+from holdfast.frameworks.torch.gradients import SUFFIX, declared_for_gradient, room_for_gradient, takes_gradient
 from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_bytes, memory_of
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
@@ -67,6 +68,7 @@ class TorchRestoration:
         self._ties: dict[tuple[object, ...], tuple[str, str, object]] = {}
         self._lacked: dict[int, str] = {}
         self._had: set[int] = set()
+        self._gradients: dict[int, torch.Tensor] = {}
         self._finishes: list[Callable[[], None]] = []
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
@@ -198,6 +200,8 @@ class TorchRestoration:
             case TensorNode():
                 if not self.want(node.path, node.tensor, node.declared):
                     self.missing.append(node.path)
+                if self._selection.grads:
+                    self._gradient(node.path, node.tensor, node.declared)
             case ModuleNode():
                 self._module(node, saved)
             case OptimizerNode():
@@ -219,6 +223,8 @@ class TorchRestoration:
                 self.missing.append(f"{node.path}.{fqn}")
             elif id(tensor) not in own:
                 made_by_hooks[fqn] = tensor
+        for fqn, tensor in node.tensors.items() if self._selection.grads else ():
+            self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         items = _children(saved)
         for fqn in node.values:
             path = f"{node.path}.{fqn}"
@@ -231,6 +237,20 @@ class TorchRestoration:
         self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values]
         if made_by_hooks:
             self._finishes.append(lambda: _load_module_entries(node, made_by_hooks))
+
+    def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
+        """Give a parameter the gradient it was saved with, or none."""
+        fqn = f"{name}{SUFFIX}"
+        stored = self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors
+        if not takes_gradient(tensor) or (not stored and tensor.grad is None) or not self.takes_part(fqn):
+            return
+        if not stored:
+            if id(tensor) not in self._gradients:
+                self._finishes.append(lambda: setattr(tensor, "grad", None))
+            return
+        grad = self._gradients.setdefault(id(tensor), room_for_gradient(tensor))
+        self.want(fqn, grad, declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1))
+        self._finishes.append(lambda: setattr(tensor, "grad", grad))
 
     def _stateful(self, node: StatefulNode, saved: Value) -> None:
         if not self._takes_part_whole(node.path):

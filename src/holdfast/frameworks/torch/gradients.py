@@ -1,0 +1,153 @@
+"""Gradients: saved on request, and noticed where a save would lose them.
+
+In the middle of gradient accumulation a parameter's gradient is state like any other. Who accumulates without
+reducing keeps it where no rank can give it away: then the save is refused, whatever was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.fsdp1 import is_wrapper
+from holdfast.frameworks.torch.held import declared_like
+from holdfast.spec.sharded import Sharded
+
+SUFFIX = ".grad"
+"""What a gradient's FQN has after its parameter's."""
+
+
+class _Parameter(Protocol):
+    """A parameter in FSDP2's hands, as far as it is looked into."""
+
+    sharded_param: nn.Parameter
+    unsharded_accumulated_grad: torch.Tensor | None
+
+
+class _Group(Protocol):
+    fsdp_params: list[_Parameter]
+    _partial_reduce_output: torch.Tensor | None
+
+
+class _State(Protocol):
+    _fsdp_param_groups: list[_Group]
+
+
+def takes_gradient(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of the state may have a gradient."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a tensor of the state, if it has one."""
+    return tensor.grad if takes_gradient(tensor) else None
+
+
+def declared_for_gradient(
+    fqn: str, declared: Sharded | None, grad: torch.Tensor, *, by_fsdp1: bool = False
+) -> Sharded | None:
+    """Return the layout of a gradient whose parameter has one declared by hand, or None.
+
+    Raises:
+        InvalidError: It does not lie as its parameter does, or FSDP1 keeps it inside its flat parameter.
+    """
+    if by_fsdp1:
+        raise InvalidError(
+            f"{fqn}: FSDP1 keeps gradients inside its flat parameter, where they are neither saved nor loaded. Save "
+            f"after the optimizer's step, use fully_shard (FSDP2), or leave it out with skip='*{SUFFIX}'"
+        )
+    own = declared_like(declared, grad) if declared is not None else None
+    if declared is not None and own is None:
+        raise InvalidError(
+            f"{fqn}: a gradient of shape {tuple(grad.shape)} whose parameter is declared by hand; expected one local "
+            "tensor of the parameter's own shape. Save after the optimizer's step, or leave it out with "
+            f"skip='*{SUFFIX}'"
+        )
+    return own
+
+
+def room_for_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the parameter's gradient if it can be filled, else zeros that lie as the parameter does."""
+    grad = parameter.grad
+    if grad is not None and grad.is_leaf and grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
+        return grad
+    return torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+
+
+def require_module_boundary(
+    module: nn.Module, path: str, tensors: Mapping[str, torch.Tensor], takes_part: Callable[[str], bool], asked: bool
+) -> None:
+    """Refuse a module in the middle of gradient accumulation whose gradients would be lost.
+
+    Args:
+        module: The module.
+        path: Where it stands in the state.
+        tensors: Its tensors by FQN.
+        takes_part: Whether `only` and `skip` let a name take part.
+        asked: Whether gradients are saved with it.
+    Raises:
+        InvalidError: Says who accumulates and what to do.
+    """
+    fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
+    for parameter in _unreduced(module):
+        name = f"{path}.{fqns.get(id(parameter), '?')}{SUFFIX}"
+        if takes_part(name):
+            raise InvalidError(
+                f"{name}: accumulated by fully_shard without gradient synchronisation, so no rank holds it reduced and "
+                "it cannot be kept. Save after a backward with set_requires_gradient_sync(True), or pass grads=True "
+                f"and skip='*{SUFFIX}' to do without it"
+            )
+    for name, each in module.named_modules():
+        where = f"{path}.{name}" if name else path
+        if not asked and _says_no_sync(each) and any(parameter.grad is not None for parameter in each.parameters()):
+            raise InvalidError(
+                f"{where}: {type(each).__name__} is inside no_sync(), in the middle of gradient accumulation; a "
+                f"resumed run would lose what it has gathered. {_ADVICE}"
+            )
+
+
+def require_optimizer_boundary(optimizer: torch.optim.Optimizer, path: str, asked: bool) -> None:
+    """Refuse an optimizer that says it is in the middle of gradient accumulation, unless gradients are saved too.
+
+    Accelerate's optimizers say so: `gradient_state.sync_gradients` is false until the last micro-batch.
+
+    Raises:
+        InvalidError: Says what to do.
+    """
+    accumulates = getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True) is False
+    if asked or not accumulates:
+        return
+    if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        raise InvalidError(
+            f"{path}: {type(optimizer).__name__} says it is in the middle of gradient accumulation; a resumed run "
+            f"would lose what it has gathered. {_ADVICE}"
+        )
+
+
+_ADVICE = "Save after the optimizer's step, or pass grads=True to keep the gradients"
+
+
+def _says_no_sync(module: nn.Module) -> bool:
+    if isinstance(module, DistributedDataParallel):
+        return not module.require_backward_grad_sync
+    return is_wrapper(module) and getattr(module, "_sync_gradients", True) is False
+
+
+def _unreduced(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of which FSDP2 keeps a gradient that it has not reduced yet."""
+    for each in module.modules():
+        if not isinstance(each, FSDPModule):
+            continue
+        state = cast("_State", each._get_fsdp_state())
+        for group in state._fsdp_param_groups:
+            for held in group.fsdp_params:
+                unsharded = getattr(held, "_unsharded_param", None)
+                gathered = held.unsharded_accumulated_grad is not None
+                if gathered or group._partial_reduce_output is not None or getattr(unsharded, "grad", None) is not None:
+                    yield held.sharded_param
