@@ -188,7 +188,7 @@ def _resolve(
                     read = _decoded(frames, place)
                     require_covered(read[1], clock, place.url)
                 short = short_packs(place.store, place.folder, read[0])
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
             own = error
         head = {
             "error": error_text(own) if own else None,

@@ -309,7 +309,7 @@ class Opening:
     def _surveyed(self, survey: Callable[[], Mapping[str, object]], verdict: dict[str, object]) -> dict[str, object]:
         try:
             return {**verdict, "note": dict(survey())}
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a verdict
             return _refusal(error)
 
     def _publish(self, details: Details) -> None:
@@ -374,7 +374,7 @@ class Opening:
         return self._job.key("opening", *parts[:1], name, *parts[1:])
 
 
-def _refusal(error: CheckpointError) -> dict[str, object]:
+def _refusal(error: Exception) -> dict[str, object]:
     return {"refused": error_text(error)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
@@ -13,6 +14,8 @@ from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder, step
 from holdfast.repository.publish import publish
 from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest
 
+logger = logging.getLogger(__name__)
+
 _RUN_BYTES_MAX = 1 << 16
 
 
@@ -23,8 +26,19 @@ def step_folders(store: Store) -> list[int]:
 
 
 def committed_steps(store: Store) -> list[int]:
-    """Return the steps that have a manifest, ascending."""
-    return [step for step in step_folders(store) if exists(store, step_folder(step) + MANIFEST_FILE)]
+    """Return the steps that have a manifest, ascending.
+
+    Where a link or a pipe stands in its place there is none that a save could have published: such a step is passed
+    over with a warning, for it must not keep a run from the steps that are whole.
+    """
+    steps = []
+    for step in step_folders(store):
+        try:
+            if exists(store, step_folder(step) + MANIFEST_FILE):
+                steps.append(step)
+        except InvalidError as error:
+            logger.warning("step %d is passed over: %s", step, error)
+    return steps
 
 
 def exists(store: Store, key: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import torch
 import holdfast
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.manager.handle import SaveHandle
+from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.spec.tensor import Layout, Placement
+from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor
-from tests.unit.manager.ranks import HASTY, World, saved
+from tests.unit.manager.ranks import ANYTHING, HASTY, World, fresh_store, saved
 
 
 def copied() -> GlobalTensor:
@@ -88,3 +92,58 @@ def test_verify_reads_chunks_larger_than_its_windows(tmp_path: Path) -> None:
     alone(tmp_path / "c", {"x": torch.ones(1 << 20)})
     small = holdfast.Settings(window_bytes=1 << 16)
     assert list(holdfast.open_checkpoint(tmp_path / "c", settings=small).verify()) == []
+
+
+class Broken:
+    """A store that fails with an error that is none of ours, once it is told to."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store, self.broken = store, False
+
+    def __getattr__(self, name: str) -> object:
+        if self.broken and name in ("size", "get"):
+            raise RuntimeError(f"a fault in {name}")
+        return getattr(self._store, name)
+
+
+def test_an_error_that_is_none_of_ours_reaches_every_rank() -> None:
+    """Else the other ranks wait for rank 0 until they time out, and say that it is gone."""
+    store = fresh_store()
+    broken = Broken(store)
+    world = World(2, settings=HASTY, store=store, stores={0: broken})  # type: ignore[dict-item]
+    state: dict[str, object] = {"a": copied()}
+    assert not any(isinstance(each, Exception) for each in world.play(lambda _, run: saved(run, 1, state)))
+
+    def save(rank: int, run: Run) -> object:
+        broken.broken |= rank == 0
+        return saved(run, 2, state)
+
+    def load(rank: int, run: Run) -> object:
+        broken.broken |= rank == 0
+        return run.load(LoadRequest(state, ANYTHING, strict=True, cast=False), 1)
+
+    for part in (save, load):
+        broken.broken = False
+        for outcome in world.play(part):
+            assert isinstance(outcome, UnavailableError | RuntimeError)
+            assert "a fault in" in str(outcome)
+
+
+@pytest.mark.parametrize("put", [lambda path: path.symlink_to("elsewhere"), os.mkfifo], ids=["link", "pipe"])
+def test_what_stands_in_place_of_a_manifest_does_not_keep_a_run_from_its_steps(
+    tmp_path: Path,
+    put: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state: dict[str, object] = {"x": torch.ones(3)}
+    with holdfast.CheckpointManager(tmp_path, process_group=False) as manager:
+        for step in (1, 2):
+            manager.save(step, state).wait()
+        manifest = tmp_path / "step-000000000002" / "manifest.json"
+        manifest.rename(manifest.with_name("elsewhere"))
+        put(manifest)
+        assert manager.steps() == [1]
+        assert manager.load(state) == 1
+        assert "step 2 is passed over" in caplog.text
+        with pytest.raises(InvalidError, match=r"step-000000000002/manifest\.json"):
+            manager.load(state, 2)

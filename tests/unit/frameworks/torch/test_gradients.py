@@ -161,9 +161,7 @@ def test_accelerate_says_when_it_accumulates(tmp_path: Path) -> None:
 
     holdfast.save(tmp_path / "begin", state)
     micro(1)
-    with pytest.raises(
-        InvalidError, match=r"optimizer: AcceleratedOptimizer .* accumulation.*grads=True"
-    ):
+    with pytest.raises(InvalidError, match=r"optimizer: AcceleratedOptimizer .* accumulation.*grads=True"):
         holdfast.save(tmp_path / "middle", state)
     holdfast.save(tmp_path / "middle", state, grads=True)
     micro(2)
