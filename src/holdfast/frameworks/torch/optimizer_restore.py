@@ -140,7 +140,7 @@ class OptimizerRestoration:
             tensor = present.get(key)
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != local_shape:
                 catalog.require_stored(catalog.aliases.get(fqn, fqn))
-                tensor = new_state_tensor(parameter, group, torch_dtype(spec.dtype), local_shape)
+                tensor = new_state_tensor(parameter, group, key, torch_dtype(spec.dtype), local_shape)
             self._taker.want(fqn, tensor, view.declared_for(parameter, tensor))
             state[key] = tensor
         values = self._values.get(name)

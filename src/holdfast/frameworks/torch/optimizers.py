@@ -186,18 +186,19 @@ def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_s
 
 
 def new_state_tensor(
-    parameter: torch.Tensor, group: Mapping[str, object], dtype: torch.dtype, shape: tuple[int, ...]
+    parameter: torch.Tensor, group: Mapping[str, object], key: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Return room for a state tensor that the optimizer has not made yet.
 
     A tensor shaped like the parameter lies as the parameter does. One of another shape is what `new_zeros` of the
-    parameter makes, as in Adafactor: of a DTensor a replicated one. A 0-d one (a step count) lies in host memory, as
-    PyTorch's optimizers put it, unless the group is capturable or fused.
+    parameter makes, as in Adafactor: of a DTensor a replicated one. A step count lies in host memory unless the group
+    is capturable or fused, everything else where the parameter does, as in `Optimizer.load_state_dict`.
     """
-    if tuple(parameter.shape) == shape and shape:
+    counts_steps = key == "step" and not shape
+    if tuple(parameter.shape) == shape and not counts_steps:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     if shape and isinstance(parameter, DTensor):
         return parameter.detach().new_zeros(shape, dtype=dtype)
-    on_device = bool(group.get("capturable")) or bool(group.get("fused")) or bool(shape)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return torch.zeros(shape, dtype=dtype, device=local.device if on_device else "cpu")
+    on_host = counts_steps and not group.get("capturable") and not group.get("fused")
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else local.device)

@@ -69,6 +69,7 @@ class TorchRestoration:
         self._lacked: dict[int, str] = {}
         self._had: set[int] = set()
         self._gradients: dict[int, torch.Tensor] = {}
+        self._made: dict[str, torch.Tensor] = {}
         self._finishes: list[Callable[[], None]] = []
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
@@ -136,9 +137,11 @@ class TorchRestoration:
         fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
         if fits and isinstance(template, torch.Tensor) and not is_meta(template):
             tensor = template
+        elif stored in self._made:
+            tensor = self._made[stored]  # Tied when it was saved, and so again.
         else:
             self._catalog.require_stored(stored)
-            tensor = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
+            tensor = self._made[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
         self.want(reference.fqn, tensor)
         return tensor
 

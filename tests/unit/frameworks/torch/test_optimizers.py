@@ -10,6 +10,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.optimizers import new_state_tensor
 
 RATES = {"0.weight": 0.5, "0.bias": 0.25, "1.weight": 0.125, "1.bias": 0.0625}
 
@@ -335,3 +336,20 @@ def test_grad_scaler(tmp_path: Path) -> None:
     holdfast.load(tmp_path / "c", {"scaler": fresh})
     assert fresh.state_dict() == scaler.state_dict()
     assert fresh.get_scale() == 512.0
+
+
+@pytest.mark.parametrize(
+    ("key", "group", "device"),
+    [
+        ("step", {}, "cpu"),
+        ("step", {"capturable": True}, "meta"),
+        ("step", {"fused": True}, "meta"),
+        ("exp_avg", {}, "meta"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_new_state_of_no_dimension_lies_where_the_optimizer_would_put_it(
+    key: str, group: dict[str, object], device: str, shape: tuple[int, ...]
+) -> None:
+    parameter = nn.Parameter(torch.empty(shape, device="meta"))
+    assert new_state_tensor(parameter, group, key, torch.float32, ()).device.type == device

@@ -510,3 +510,14 @@ def test_a_relative_path_and_one_with_a_home_in_it_are_folders_like_others(
 def test_an_empty_state(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "c", {})
     assert holdfast.load(tmp_path / "c", {}).loaded == ()
+
+
+def test_tensors_tied_inside_a_list_are_tied_again(tmp_path: Path) -> None:
+    kept = torch.arange(3.0)
+    holdfast.save(tmp_path / "c", {"queue": [kept, kept, torch.ones(2)]})
+    state: dict[str, object] = {"queue": []}
+    holdfast.load(tmp_path / "c", state)
+    queue = state["queue"]
+    assert isinstance(queue, list)
+    assert queue[0] is queue[1]
+    assert torch.equal(queue[0], kept) and torch.equal(queue[2], torch.ones(2))
