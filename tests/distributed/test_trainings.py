@@ -333,6 +333,7 @@ def test_gradients_that_no_rank_holds_reduced_are_refused_by_name(worlds: Worlds
         assert isinstance(said, dict)
         for kind in ("fsdp2", "fsdp2 asked"):
             assert "model.0.weight.grad" in said[kind] and "set_requires_gradient_sync" in said[kind]
+        assert said["stale"] == "same"
         assert "no_sync()" in said["ddp"] and "grads=True" in said["ddp"]
         assert "model.0.weight.grad" in said["ddp asked"] and "rank" in said["ddp asked"]
         assert "no_sync()" in said["fsdp1"]

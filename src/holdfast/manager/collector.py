@@ -1,4 +1,4 @@
-"""Python's garbage collector, held off while a plan of many small values is made."""
+"""Python's garbage collector, held off while a plan of many small values is made and while little data moves."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.read import carry_out
@@ -129,8 +129,8 @@ def load(
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     missing, unexpected = _agree_on_names(comm, restoration, own)
-    if request.strict:
-        _require_complete(missing, unexpected, place)
+    if request.strict and (missing or unexpected):
+        _require_complete(missing, unexpected, place, {*index.tensors, *manifest.aliases})
     assert restoration is not None, "a failure on any rank has been raised by now"
     targets = [wanted.target for wanted in restoration.wanted]
     own = None
@@ -147,7 +147,7 @@ def load(
         loaded=tuple(wanted.fqn for wanted in restoration.wanted),
         missing=tuple(missing),
         unexpected=tuple(unexpected),
-        skipped=tuple(restoration.skipped),
+        skipped=tuple(dict.fromkeys(restoration.skipped)),
         bytes=plan.bytes,
         tensors=len(restoration.held),
         tensor_bytes=sum(restoration.held.values()),
@@ -322,16 +322,15 @@ def _agree_on_names(comm: Comm, restoration: Restoration | None, own: Exception 
     return missing, sorted(unexpected)
 
 
-def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: Place) -> None:
-    if not missing and not unexpected:
-        return
+def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: Place, stored: Collection[str]) -> None:
     said = []
     for kind, names in (("missing from the checkpoint", missing), ("unexpected in the checkpoint", unexpected)):
         if names:
             more = f" and {len(names) - 20} more" if len(names) > 20 else ""
             said.append(f"{len(names)} {kind}: {', '.join(names[:20])}{more}")
     advice = "pass strict=False to load what matches, or only=/skip= to choose"
-    if unexpected and all(name.endswith(".grad") for name in unexpected) and not missing:
+    gradients = [name for name in unexpected if name.endswith(".grad") and name.removesuffix(".grad") in stored]
+    if unexpected and len(gradients) == len(unexpected) and not missing:
         advice = "it was saved with gradients: pass grads=True to go on with them, or skip='*.grad' to do without"
     raise InvalidError(
         f"{place.url}: the state and the checkpoint differ: {'; '.join(said)}. Nothing was changed. "

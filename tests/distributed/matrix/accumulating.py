@@ -52,6 +52,23 @@ def load_gradients(world: World | None, path: str, layout: str) -> dict[str, str
     return found
 
 
+def _after_loading_over_what_is_unreduced(path: str) -> str:
+    """Say whether a load leaves anything behind that the next backward would add."""
+
+    def resumed(unreduced: bool) -> dict[str, str]:
+        model = _net(3, "fsdp2")
+        assert isinstance(model, FSDPModule)
+        if unreduced:
+            model.set_requires_gradient_sync(False)
+            _micro_batch(model, 9)
+            model.set_requires_gradient_sync(True)
+        holdfast.load(path, {"model": model}, grads=True)
+        _micro_batch(model, 4)
+        return _gradients(model)
+
+    return "same" if resumed(True) == resumed(False) else "stale gradients were added"
+
+
 def refuse_unreduced(world: World, path: str) -> dict[str, str]:
     """What lies on no rank reduced, or differs by rank, is refused; without it, it can be done."""
     said = {}
@@ -66,12 +83,15 @@ def refuse_unreduced(world: World, path: str) -> dict[str, str]:
     sharded.set_requires_gradient_sync(True)
     _micro_batch(sharded, world.rank)
     holdfast.save(f"{path}-reduced", state, grads=True)
+    said["stale"] = _after_loading_over_what_is_unreduced(f"{path}-reduced")
+    holdfast.save(f"{path}-without-ddp", {"epoch": 1, "model": sharded}, only="epoch")
 
     replicated = _net(1, "ddp")
     assert isinstance(replicated, DistributedDataParallel)
     with replicated.no_sync():
         _micro_batch(replicated, world.rank)
         said["ddp"] = refusal_of(lambda: holdfast.save(path, {"model": replicated}))
+        holdfast.save(f"{path}-no-grads", {"model": replicated}, skip="*.grad")
         said["ddp asked"] = refusal_of(lambda: holdfast.save(path, {"model": replicated}, grads=True))
 
     flat = _net(1, "fsdp1")

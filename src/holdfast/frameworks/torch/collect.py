@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
-from holdfast.frameworks.torch.containers import named_leaves, small_tensor, take_apart, without
+from holdfast.frameworks.torch.containers import small_tensor, take_apart
+from holdfast.frameworks.torch.entries import anything_selected, without
 from holdfast.frameworks.torch.gradients import (
     SUFFIX,
     declared_for_gradient,
@@ -20,6 +20,7 @@ from holdfast.frameworks.torch.gradients import (
 from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
+from holdfast.frameworks.torch.selection import selected, selected_whole
 from holdfast.frameworks.torch.tensors import (
     TorchSource,
     dtype_name,
@@ -45,42 +46,22 @@ from holdfast.spec.tensor import Role, Shard, TensorSpec
 from holdfast.spec.values import Group, PerRankRef, Skipped, TensorRef, Value
 
 
-def selected(selection: Selection, name: str) -> bool:
-    """Return whether a name takes part: a pattern speaks of the names it matches and of all that stands under them."""
-    if selection.only is None and not selection.skip:
-        return True
-    names = [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
-
-    def spoken_of(patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
-
-    return (selection.only is None or spoken_of(selection.only)) and not spoken_of(selection.skip)
-
-
-def anything_selected(selection: Selection, path: str, value: object) -> bool:
-    """Return whether a plain value takes part, or anything in it that has a name of its own."""
-    return any(selected(selection, name) for name, _ in named_leaves(value, path))
-
-
-def selected_whole(selection: Selection, path: str) -> bool:
-    """Return whether something that is saved and loaded as one takes part, by its own name or by what is under it."""
-    return selected(selection, f"{path}.")
-
-
 def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> Collected:
     """Take a state apart, touching nothing.
 
     Raises:
         InvalidError: Something in it cannot be saved; the message names its path, type and what to do.
     """
-    collector = _Collector(selection, ranks)
-    tree = collector.dict_group(walk(state, ranks.rank_of_global))
+    root = walk(state, ranks.rank_of_global)
+    collector = _Collector(selection, ranks, root)
+    tree = collector.dict_group(root)
     return Collected(collector.shards, tree, collector.aliases, collector.skipped, collector.per_rank)
 
 
 class _Collector:
-    def __init__(self, selection: Selection, ranks: Ranks) -> None:
-        self._selection, self._ranks = selection, ranks
+    def __init__(self, selection: Selection, ranks: Ranks, root: DictNode) -> None:
+        self._selection, self._ranks, self._root = selection, ranks, root
+        self._names_of_parameters: dict[int, str] = {}
         self.shards: list[LocalShard] = []
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
@@ -103,8 +84,8 @@ class _Collector:
                 return self.dict_group(node)
             case TensorNode():
                 self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared)
-                if self._selection.grads:
-                    self._gradient(node.path, node.tensor, node.declared)
+                for each in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
+                    self._gradient(node.path, each, node.declared)
                 return None
             case ModuleNode():
                 return self._module(node)
@@ -136,7 +117,9 @@ class _Collector:
         def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
             return TensorRef(fqn) if self._tensor(fqn, tensor, Role.OPTIMIZER, declared) else Skipped(fqn)
 
-        require_optimizer_boundary(node.view.optimizer, node.path, asked=self._selection.grads)
+        require_optimizer_boundary(
+            node.view.optimizer, node.path, self._gradient_takes_part, asked=self._selection.grads
+        )
         group = collect_optimizer(node.view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)
@@ -162,6 +145,10 @@ class _Collector:
     def _value(self, path: str, value: object) -> Value:
         return take_apart(value, path, self._reference) if self._takes_part(path) else Skipped(path)
 
+    def _gradient_takes_part(self, parameter: torch.Tensor) -> bool:
+        names = self._names_of_parameters = self._names_of_parameters or dict(_named_parameters(self._root))
+        return selected(self._selection, f"{names.get(id(parameter), '')}{SUFFIX}")
+
     def _takes_part(self, path: str) -> bool:
         if selected(self._selection, path):
             return True
@@ -169,7 +156,14 @@ class _Collector:
         return False
 
     def _reference(self, fqn: str, tensor: torch.Tensor) -> Value:
-        return TensorRef(fqn) if self._tensor(fqn, tensor, _loose_role(tensor)) else Skipped(fqn)
+        if not self._tensor(fqn, tensor, _loose_role(tensor)):
+            return Skipped(fqn)
+        if self._selection.grads and gradient_of(tensor) is not None and selected(self._selection, f"{fqn}{SUFFIX}"):
+            raise InvalidError(
+                f"{fqn}{SUFFIX}: the gradient of a tensor that stands in a list or is made by a state_dict() cannot be "
+                f"kept; let the tensor stand in a dict or a module, or leave it out with skip='*{SUFFIX}'"
+            )
+        return TensorRef(fqn)
 
     def _tensor(self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None = None) -> bool:
         """Add a tensor unless it is left out; return whether the checkpoint will have it."""
@@ -221,6 +215,17 @@ def own_value(value: PerRank | RngState) -> object:
 
 def _value_tensor(path: str, tensor: torch.Tensor) -> Value:
     return small_tensor(path, tensor, numel_max=16 << 20)
+
+
+def _named_parameters(node: Node) -> Iterator[tuple[int, str]]:
+    """Yield every tensor of modules and dicts by identity, with its name."""
+    if isinstance(node, TensorNode):
+        yield id(node.tensor), node.path
+    elif isinstance(node, ModuleNode):
+        yield from ((id(tensor), f"{node.path}.{fqn}") for fqn, tensor in node.tensors.items())
+    elif isinstance(node, DictNode):
+        for child in node.children.values():
+            yield from _named_parameters(child)
 
 
 def _loose_role(tensor: torch.Tensor) -> Role:

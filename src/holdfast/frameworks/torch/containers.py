@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.tensors import dtype_name, require_storable
 from holdfast.spec.dtype import DTYPES
-from holdfast.spec.values import FrameworkValue, Skipped, Value
+from holdfast.spec.values import FrameworkValue, Value
 
 OnTensor = Callable[[str, torch.Tensor], Value]
 _DEPTH_MAX = 100
@@ -40,7 +40,7 @@ def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) ->
         return FrameworkValue("torch.device", str(value))
     if is_plain_dict(value):
         items = ((key, take_apart(each, f"{path}.{key}", on_tensor, depth + 1)) for key, each in value.items())
-        return _like(value, items)
+        return dict_like(value, items)
     if type(value) is list or type(value) is tuple:
         parts = (take_apart(each, f"{path}.{number}", on_tensor, depth + 1) for number, each in enumerate(value))
         return type(value)(parts)
@@ -52,52 +52,20 @@ def put_together(value: Value, on_leaf: Callable[[Value], object]) -> object:
 
     Args:
         value: A neutral value.
-        on_leaf: Called for every noun that stands for something else (`TensorRef`, `Skipped`); returns it. A `Skipped`
-            that comes back as it is leaves no entry in its dict.
-    Raises:
-        InvalidError: An element of a list or tuple was left out, and nothing stands in for it.
+        on_leaf: Called for every noun that stands for something else (`TensorRef`, `Skipped`); returns it.
     """
     if isinstance(value, FrameworkValue):
         return _built(value)
     if is_plain_dict(value):
-        built = ((key, put_together(each, on_leaf)) for key, each in value.items())
-        return _like(value, ((key, each) for key, each in built if not isinstance(each, Skipped)))
+        return dict_like(value, ((key, put_together(each, on_leaf)) for key, each in value.items()))
     if type(value) is list or type(value) is tuple:
-        elements = type(value)(put_together(each, on_leaf) for each in value)
-        for each in elements:
-            if isinstance(each, Skipped):
-                raise InvalidError(
-                    f"{each.path}: was left out of the checkpoint, and the state has no such entry to keep; "
-                    "leave out what it stands in with skip="
-                )
-        return elements
+        return type(value)(put_together(each, on_leaf) for each in value)
     return on_leaf(value)
 
 
 def is_plain_dict(value: object) -> TypeGuard[dict[Any, object]]:
     """Return whether a value is a dict of a type that is stored."""
     return type(value) is dict or type(value) is OrderedDict
-
-
-def holds_names(value: object) -> TypeGuard[dict[str, object]]:
-    """Return whether a value is a dict whose entries have names of their own, to be chosen one by one."""
-    return is_plain_dict(value) and bool(value) and all(isinstance(key, str) for key in value)
-
-
-def named_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield everything in a plain value that has a name of its own, by name; the value itself if it holds no names."""
-    if holds_names(value):
-        for key, each in value.items():
-            yield from named_leaves(each, f"{path}.{key}")
-    else:
-        yield path, value
-
-
-def without(value: object, path: str, takes_part: Callable[[str], bool]) -> object:
-    """Return a plain value in which each name that does not take part is marked as left out."""
-    if holds_names(value):
-        return _like(value, ((key, without(each, f"{path}.{key}", takes_part)) for key, each in value.items()))
-    return value if takes_part(path) else Skipped(path)
 
 
 def holds_tensor(value: object, depth: int = 0) -> bool:
@@ -131,7 +99,7 @@ def small_tensor(path: str, tensor: torch.Tensor, numel_max: int = 1024) -> Fram
     )
 
 
-def _like(value: dict[Any, object], items: Iterable[tuple[object, object]]) -> dict[Any, object]:
+def dict_like(value: dict[Any, object], items: Iterable[tuple[object, object]]) -> dict[Any, object]:
     """Return a dict of the same type; a module's state dict keeps the versions it carries as `_metadata`."""
     copy = type(value)(items)
     if isinstance(copy, OrderedDict) and hasattr(value, "_metadata"):

@@ -11,12 +11,11 @@ from typing import Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.fsdp1 import is_wrapper
-from holdfast.frameworks.torch.held import declared_like
 from holdfast.spec.sharded import Sharded
 
 SUFFIX = ".grad"
@@ -39,14 +38,13 @@ class _State(Protocol):
     _fsdp_param_groups: list[_Group]
 
 
-def takes_gradient(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of the state may have a gradient."""
-    return tensor.requires_grad and tensor.is_leaf
+class _Module(Protocol):
+    def _get_fsdp_state(self) -> _State: ...
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a tensor of the state, if it has one."""
-    return tensor.grad if takes_gradient(tensor) else None
+    """Return the gradient of a tensor of the state, if it has one; one frozen for the moment may have one too."""
+    return tensor.grad if tensor.is_leaf else None
 
 
 def declared_for_gradient(
@@ -62,22 +60,58 @@ def declared_for_gradient(
             f"{fqn}: FSDP1 keeps gradients inside its flat parameter, where they are neither saved nor loaded. Save "
             f"after the optimizer's step, use fully_shard (FSDP2), or leave it out with skip='*{SUFFIX}'"
         )
-    own = declared_like(declared, grad) if declared is not None else None
-    if declared is not None and own is None:
+    if declared is None:
+        return None
+    if not isinstance(declared.tensor, torch.Tensor) or declared.tensor.shape != grad.shape:
         raise InvalidError(
             f"{fqn}: a gradient of shape {tuple(grad.shape)} whose parameter is declared by hand; expected one local "
             "tensor of the parameter's own shape. Save after the optimizer's step, or leave it out with "
             f"skip='*{SUFFIX}'"
         )
-    return own
+    return Sharded(grad, declared.global_shape, declared.start, declared.flat_start, declared.replicas)
 
 
-def room_for_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter's gradient if it can be filled, else zeros that lie as the parameter does."""
+def room_for_gradient(parameter: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    """Return the parameter's gradient if it can be filled, else zeros that lie as the parameter does.
+
+    Args:
+        parameter: The parameter.
+        stored: The dtype that was saved, for a parameter that takes gradients of any (`grad_dtype` is None).
+    """
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype) or stored
     grad = parameter.grad
-    if grad is not None and grad.is_leaf and grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
+    if grad is not None and grad.is_leaf and grad.dtype == dtype and _lies_as(grad, parameter):
         return grad
-    return torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+    return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.preserve_format)
+
+
+def give_gradient(parameter: torch.Tensor, grad: torch.Tensor | None, fqn: str) -> None:
+    """Set a parameter's gradient.
+
+    Raises:
+        InvalidError: torch refuses it.
+    """
+    try:
+        parameter.grad = grad
+    except RuntimeError as error:
+        raise InvalidError(
+            f"{fqn}: torch refuses this gradient: {error}. Leave it out with skip='*{SUFFIX}'"
+        ) from error
+
+
+def forget_unreduced(module: nn.Module) -> None:
+    """Drop what FSDP2 keeps of gradients beside the parameters' own, or the next backward would add it."""
+    for group, held in _held_by_fsdp2(module):
+        held.unsharded_accumulated_grad = None
+        group._partial_reduce_output = None
+        if (unsharded := getattr(held, "_unsharded_param", None)) is not None:
+            unsharded.grad = None
+
+
+def _lies_as(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if isinstance(parameter, DTensor) and (not isinstance(grad, DTensor) or grad.placements != parameter.placements):
+        return False
+    return grad.shape == parameter.shape and grad.stride() == parameter.stride() and grad.layout == parameter.layout
 
 
 def require_module_boundary(
@@ -94,10 +128,14 @@ def require_module_boundary(
     Raises:
         InvalidError: Says who accumulates and what to do.
     """
-    fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
+    names = {id(tensor): f"{path}.{fqn}{SUFFIX}" for fqn, tensor in tensors.items()}
+
+    def is_lost(parameter: torch.Tensor) -> bool:
+        return takes_part(names.get(id(parameter), path))
+
     for parameter in _unreduced(module):
-        name = f"{path}.{fqns.get(id(parameter), '?')}{SUFFIX}"
-        if takes_part(name):
+        name = names.get(id(parameter), path)
+        if is_lost(parameter):
             raise InvalidError(
                 f"{name}: accumulated by fully_shard without gradient synchronisation, so no rank holds it reduced and "
                 "it cannot be kept. Save after a backward with set_requires_gradient_sync(True), or pass grads=True "
@@ -105,32 +143,42 @@ def require_module_boundary(
             )
     for name, each in module.named_modules():
         where = f"{path}.{name}" if name else path
-        if not asked and _says_no_sync(each) and any(parameter.grad is not None for parameter in each.parameters()):
+        if asked or not _says_no_sync(each):
+            continue
+        if any(parameter.grad is not None and is_lost(parameter) for parameter in each.parameters()):
             raise InvalidError(
                 f"{where}: {type(each).__name__} is inside no_sync(), in the middle of gradient accumulation; a "
                 f"resumed run would lose what it has gathered. {_ADVICE}"
             )
 
 
-def require_optimizer_boundary(optimizer: torch.optim.Optimizer, path: str, asked: bool) -> None:
+def require_optimizer_boundary(
+    optimizer: torch.optim.Optimizer, path: str, takes_part: Callable[[torch.Tensor], bool], asked: bool
+) -> None:
     """Refuse an optimizer that says it is in the middle of gradient accumulation, unless gradients are saved too.
 
     Accelerate's optimizers say so: `gradient_state.sync_gradients` is false until the last micro-batch.
 
+    Args:
+        optimizer: The optimizer.
+        path: Where it stands in the state.
+        takes_part: Whether `only` and `skip` let a parameter's gradient take part.
+        asked: Whether gradients are saved.
     Raises:
         InvalidError: Says what to do.
     """
     accumulates = getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True) is False
     if asked or not accumulates:
         return
-    if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    if any(each.grad is not None and takes_part(each) for each in parameters):
         raise InvalidError(
             f"{path}: {type(optimizer).__name__} says it is in the middle of gradient accumulation; a resumed run "
             f"would lose what it has gathered. {_ADVICE}"
         )
 
 
-_ADVICE = "Save after the optimizer's step, or pass grads=True to keep the gradients"
+_ADVICE = "Save after the optimizer's step, pass grads=True to keep the gradients, or skip='*.grad' to do without them"
 
 
 def _says_no_sync(module: nn.Module) -> bool:
@@ -141,13 +189,17 @@ def _says_no_sync(module: nn.Module) -> bool:
 
 def _unreduced(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of which FSDP2 keeps a gradient that it has not reduced yet."""
+    for group, held in _held_by_fsdp2(module):
+        unsharded = getattr(held, "_unsharded_param", None)
+        gathered = held.unsharded_accumulated_grad is not None
+        if gathered or group._partial_reduce_output is not None or getattr(unsharded, "grad", None) is not None:
+            yield held.sharded_param
+
+
+def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[_Group, _Parameter]]:
     for each in module.modules():
-        if not isinstance(each, FSDPModule):
-            continue
-        state = cast("_State", each._get_fsdp_state())
-        for group in state._fsdp_param_groups:
-            for held in group.fsdp_params:
-                unsharded = getattr(held, "_unsharded_param", None)
-                gathered = held.unsharded_accumulated_grad is not None
-                if gathered or group._partial_reduce_output is not None or getattr(unsharded, "grad", None) is not None:
-                    yield held.sharded_param
+        # By name, so that nobody pays for the import of FSDP.
+        if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__):
+            for group in cast("_Module", each)._get_fsdp_state()._fsdp_param_groups:
+                for held in group.fsdp_params:
+                    yield group, held

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
-from holdfast.frameworks.torch.collect import anything_selected, selected, selected_whole
-from holdfast.frameworks.torch.containers import (
-    holds_names,
-    is_plain_dict,
-    named_leaves,
-    put_together,
-    take_apart,
-    without,
-)
+from holdfast.frameworks.torch.containers import put_together, take_apart
+from holdfast.frameworks.torch.entries import ABSENT, EntryMerge, anything_selected
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
-from holdfast.frameworks.torch.gradients import SUFFIX, declared_for_gradient, room_for_gradient, takes_gradient
+from holdfast.frameworks.torch.gradients import (
+    SUFFIX,
+    declared_for_gradient,
+    forget_unreduced,
+    give_gradient,
+    room_for_gradient,
+)
 from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_bytes, memory_of
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
+from holdfast.frameworks.torch.selection import selected, selected_whole
 from holdfast.frameworks.torch.tensors import (
     TorchTarget,
     require_storable,
@@ -38,6 +38,7 @@ from holdfast.frameworks.torch.walk import (
     StatefulNode,
     TensorNode,
     ValueNode,
+    unwrapped,
     walk,
 )
 from holdfast.ports.framework import Catalog, Selection, Wanted
@@ -190,11 +191,14 @@ class TorchRestoration:
     def _dict(self, node: DictNode, saved: Value) -> None:
         items = _children(saved)
         for key, child in node.children.items():
-            self._node(node, key, child, items.get(key, _ABSENT))
+            self._node(node, key, child, items.get(key, ABSENT))
         if node.path:
-            for key in items:
-                if key not in node.children and selected(self._selection, f"{node.path}.{key}"):
-                    self.unexpected.append(f"{node.path}.{key}")
+            for key, value in items.items():
+                path = f"{node.path}.{key}"
+                if key in node.children or isinstance(value, Skipped):
+                    continue
+                if anything_selected(self._selection, path, value):
+                    self.unexpected.append(path)
 
     def _node(self, parent: DictNode, key: str, node: Node, saved: Value) -> None:
         match node:
@@ -228,6 +232,8 @@ class TorchRestoration:
                 made_by_hooks[fqn] = tensor
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
+        if self._selection.grads and self._takes_part_whole(node.path):
+            self._finishes.append(lambda: forget_unreduced(node.module))
         items = _children(saved)
         for fqn in node.values:
             path = f"{node.path}.{fqn}"
@@ -244,16 +250,16 @@ class TorchRestoration:
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         """Give a parameter the gradient it was saved with, or none."""
         fqn = f"{name}{SUFFIX}"
-        stored = self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors
-        if not takes_gradient(tensor) or (not stored and tensor.grad is None) or not self.takes_part(fqn):
+        stored = self._catalog.tensors.get(self._catalog.aliases.get(fqn, fqn))
+        if not tensor.is_leaf or (stored is None and tensor.grad is None) or not self.takes_part(fqn):
             return
-        if not stored:
+        if stored is None:
             if id(tensor) not in self._gradients:
-                self._finishes.append(lambda: setattr(tensor, "grad", None))
+                self._finishes.append(lambda: give_gradient(tensor, None, fqn))
             return
-        grad = self._gradients.setdefault(id(tensor), room_for_gradient(tensor))
+        grad = self._gradients.setdefault(id(tensor), room_for_gradient(tensor, torch_dtype(stored.dtype)))
         self.want(fqn, grad, declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1))
-        self._finishes.append(lambda: setattr(tensor, "grad", grad))
+        self._finishes.append(lambda: give_gradient(tensor, grad, fqn))
 
     def _stateful(self, node: StatefulNode, saved: Value) -> None:
         if not self._takes_part_whole(node.path):
@@ -276,39 +282,27 @@ class TorchRestoration:
                 branch.children[name] = ValueNode(f"{node.path}.{name}", value)
             self._dict(branch, saved)
             return
-        if not any(anything_selected(self._selection, node.path, each) for each in (node.value, saved)):
+        known = [node.value] if saved is ABSENT else [node.value, saved]
+        if not any(anything_selected(self._selection, node.path, each) for each in known):
             self.skipped.append(node.path)
             return
-        if saved is _ABSENT or isinstance(saved, Group):
+        if saved is ABSENT or isinstance(saved, Group):
             self.missing.append(node.path)
             return
         if isinstance(node.value, PerRank | RngState):
             self._own_value(node.path, node.value, saved)
             return
-        current = dict(named_leaves(node.value, node.path))
-        take_apart(node.value, node.path, lambda path, tensor: current.setdefault(path, tensor))
-        loaded = put_together(without(saved, node.path, self.takes_part), self._leaf(current, may_lack=True))
-        self._keep_left_out(loaded, node.value, node.path)
+        merge = EntryMerge(
+            self._selection,
+            self.takes_part,
+            self.missing,
+            lambda value, tensors: put_together(value, self._leaf(tensors)),
+        )
+        loaded = merge.merged(saved, node.value, node.path)
         mapping = parent.mapping
         if not isinstance(mapping, MutableMapping):
             raise InvalidError(f"{node.path}: stands in a read-only {type(mapping).__name__}; expected a dict")
         self._finishes.append(lambda: mapping.__setitem__(key, loaded))
-
-    def _keep_left_out(self, loaded: object, own: object, path: str) -> None:
-        """Put back what the state has, the checkpoint has not, and `only` and `skip` leave alone."""
-        if not holds_names(own) or not is_plain_dict(loaded):
-            return
-        for key, each in own.items():
-            name = f"{path}.{key}"
-            if key in loaded:
-                self._keep_left_out(loaded[key], each, name)
-            elif holds_names(each):
-                inner: dict[str, object] = {}
-                self._keep_left_out(inner, each, name)
-                if inner:
-                    loaded[key] = inner
-            elif not self.takes_part(name):
-                loaded[key] = each
 
     def _own_value(self, path: str, value: PerRank | RngState, saved: Value) -> None:
         """Take back what this rank kept as its own, or what stands in for it on another number of ranks."""
@@ -355,18 +349,14 @@ class TorchRestoration:
         else:
             self._finishes.append(lambda: setattr(value, "value", loaded))
 
-    def _leaf(self, current: Mapping[str, object], *, may_lack: bool = False) -> Callable[[Value], object]:
+    def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
         def on_leaf(value: Value) -> object:
             if isinstance(value, TensorRef):
                 return self.take(value, current.get(value.fqn))
             if isinstance(value, Skipped):
-                if value.path in current:
-                    if may_lack and selected(self._selection, value.path):
-                        self.missing.append(value.path)
-                    return current[value.path]
-                if may_lack:
-                    return value
-                raise InvalidError(f"{value.path}: was left out of the checkpoint and the state has no such entry")
+                if value.path not in current:
+                    raise InvalidError(f"{value.path}: was left out of the checkpoint and the state has no such entry")
+                return current[value.path]
             return value
 
         return on_leaf
@@ -379,9 +369,6 @@ class TorchRestoration:
                 self.unexpected.append(fqn)
 
 
-_ABSENT = object()
-
-
 def _children(saved: Value) -> Mapping[str, Value]:
     if isinstance(saved, Group):
         return saved.items
@@ -391,13 +378,28 @@ def _children(saved: Value) -> Mapping[str, Value]:
 
 
 def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
+    """Give a module what only its own hooks and methods can take back.
+
+    Raises:
+        InvalidError: They refuse it, or nobody took it.
+    """
+    left: Sequence[str] = ()
     try:
         if any(map(is_wrapper, node.module.modules())):
             load_extra_state(node.module, entries, extra_state_owners(node.module))
         else:
-            node.module.load_state_dict({node.keys[fqn]: value for fqn, value in entries.items()}, strict=False)
+            # A module's own load_state_dict is heard only where it is called itself, not inside a wrapper.
+            module, prefix = unwrapped(node.module)
+            keys = {node.keys[fqn].removeprefix(prefix): value for fqn, value in entries.items()}
+            left = getattr(module.load_state_dict(keys, strict=False), "unexpected_keys", ())
     except Exception as error:
         raise InvalidError(f"{node.path}: {type(node.module).__name__} refused its extra state: {error}") from error
+    if left:
+        raise InvalidError(
+            f"{node.path}: {type(node.module).__name__} took nothing of {', '.join(left)}, which state_dict() made; "
+            "expected its load_state_dict() to take back what state_dict() gives at the same depth. Use "
+            "get_extra_state/set_extra_state, or leave it out with skip="
+        )
 
 
 def _load_stateful(node: StatefulNode, state: dict[str, object]) -> None:

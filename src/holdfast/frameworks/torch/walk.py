@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import holds_tensor
@@ -212,6 +213,18 @@ def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal
         else:
             values[fqn] = value
     return ModuleNode(path, module, tensors, values, keys, declared)
+
+
+def unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """Return the module inside DDP and compile wrappers, and what they put before the keys of its state dict."""
+    prefix = ""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module, prefix = module.module, f"{prefix}module."
+        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            module, prefix = inner, f"{prefix}_orig_mod."
+        else:
+            return module, prefix
 
 
 def _is_branch(value: dict[object, object]) -> bool:

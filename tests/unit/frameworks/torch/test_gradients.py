@@ -169,3 +169,88 @@ def test_accelerate_says_when_it_accumulates(tmp_path: Path) -> None:
     assert not any(".grad" in name for name in holdfast.open_checkpoint(tmp_path / "end").tensors)
     holdfast.load(tmp_path / "middle", state, grads=True)
     assert all(each.grad is not None for each in model.parameters())
+
+
+def test_a_parameter_that_is_frozen_for_the_moment_keeps_its_gradient(tmp_path: Path) -> None:
+    model, _, state = training(1)
+    micro_batch(model, 1)
+    model.requires_grad_(False)
+    holdfast.save(tmp_path / "c", state, grads=True)
+    other, _, state = training(2)
+    other.requires_grad_(False)
+    micro = other[0].weight
+    micro.grad = torch.ones_like(micro)
+    holdfast.load(tmp_path / "c", state, grads=True)
+    for own, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(own.grad, loaded.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_that_have_no_name_are_refused(tmp_path: Path) -> None:
+    loose = torch.ones(2, requires_grad=True)
+    loose.sum().backward()
+    with pytest.raises(InvalidError, match=r"params\.0\.grad: the gradient of a tensor that stands in a list"):
+        holdfast.save(tmp_path / "c", {"params": [loose]}, grads=True)
+    holdfast.save(tmp_path / "c", {"params": [loose]}, grads=True, skip="*.grad")
+    other = torch.ones(2, requires_grad=True)
+    declared = holdfast.Sharded([other, loose], (4,), [(0,), (2,)])
+    with pytest.raises(InvalidError, match=r"w\.grad: .*declared by hand"):
+        holdfast.save(tmp_path / "d", {"w": declared}, grads=True)
+
+
+def test_a_declared_parameter_of_no_dimension_has_a_gradient(tmp_path: Path) -> None:
+    def state() -> tuple[torch.Tensor, dict[str, object]]:
+        whole = torch.tensor(2.0, requires_grad=True)
+        return whole, {"w": holdfast.Sharded(whole, (), start=())}
+
+    whole, saved = state()
+    (whole * 3).backward()
+    holdfast.save(tmp_path / "c", saved, grads=True)
+    whole, loaded = state()
+    holdfast.load(tmp_path / "c", loaded, grads=True)
+    assert whole.grad == 3.0
+
+
+def test_gradients_of_a_dtype_of_their_own(tmp_path: Path) -> None:
+    def parameter() -> nn.Parameter:
+        made = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        made.grad_dtype = torch.float32
+        return made
+
+    saved, loaded = parameter(), parameter()
+    saved.grad = torch.tensor([1e-8, 1.0, 2.0])
+    holdfast.save(tmp_path / "c", {"w": saved}, grads=True)
+    holdfast.load(tmp_path / "c", {"w": loaded}, grads=True)
+    assert loaded.grad is not None and torch.equal(loaded.grad, saved.grad)
+    plain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(InvalidError, match=r"w\.grad \(float32 saved, bfloat16 wanted\)"):
+        holdfast.load(tmp_path / "c", {"w": plain}, grads=True)
+    holdfast.load(tmp_path / "c", {"w": plain}, grads=True, cast=True)
+    assert plain.grad is not None and plain.grad.dtype == torch.bfloat16
+
+
+class Accumulating(torch.optim.SGD):
+    """Says what Accelerate's optimizers say between two micro-batches."""
+
+    class _Says:
+        sync_gradients = False
+
+    gradient_state = _Says()
+
+
+def test_what_is_left_out_may_accumulate(tmp_path: Path) -> None:
+    model = net(1)
+    state = {"model": model, "optimizer": Accumulating(model.parameters()), "epoch": 1}
+    micro_batch(model, 1)
+    with pytest.raises(InvalidError, match=r"optimizer: Accumulating .*skip='\*\.grad'"):
+        holdfast.save(tmp_path / "c", state)
+    holdfast.save(tmp_path / "c", state, skip="*.grad")
+    holdfast.save(tmp_path / "d", state, only="epoch")
+
+
+def test_a_parameter_called_grad_is_no_gradient(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.inner = nn.Module()
+    model.inner.grad = nn.Parameter(torch.ones(2))
+    holdfast.save(tmp_path / "c", {"model": model})
+    with pytest.raises(InvalidError, match=r"unexpected.*model\.inner\.grad.*strict=False"):
+        holdfast.load(tmp_path / "c", {"model": nn.Module()})

@@ -242,3 +242,36 @@ def test_extra_state_of_a_wrapped_module_inside_another(tmp_path: Path, wrap) ->
     holdfast.load(tmp_path / "c", {"model": plain})
     holdfast.load(tmp_path / "c", {"model": nn.Sequential(nn.Linear(2, 2), wrap(nn.Sequential(wrapped_inner)))})
     assert (inner.content, wrapped_inner.content) == ("inner", "inner")
+
+
+class Own(nn.Module):
+    """Keeps a count by methods of its own instead of extra state."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(2, 2), count
+
+    def state_dict(self, *args: object, prefix: str = "", **kwargs: object) -> dict[str, object]:  # type: ignore[override]
+        entries = super().state_dict(*args, prefix=prefix, **kwargs)  # type: ignore[call-overload]
+        entries[f"{prefix}count"] = self.count
+        return entries  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, object], *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        rest = dict(state_dict)
+        self.count = rest.pop("count")  # type: ignore[assignment]
+        return super().load_state_dict(rest, *args, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [lambda m: m, torch.compile])
+def test_entries_of_a_modules_own_methods_come_back_or_are_missed(tmp_path: Path, wrap) -> None:  # type: ignore[no-untyped-def]
+    holdfast.save(tmp_path / "c", {"model": wrap(Own(7))})
+    loaded = Own(0)
+    holdfast.load(tmp_path / "c", {"model": wrap(loaded)})
+    assert loaded.count == 7
+    inside = nn.Module()
+    inside.layer = Own(7)
+    inside.register_state_dict_post_hook(lambda module, entries, prefix, _: entries.update({f"{prefix}lost": 1}))
+    holdfast.save(tmp_path / "d", {"model": inside}, skip="model.layer.count")
+    with pytest.raises(InvalidError, match=r"model: Module took nothing of .*lost"):
+        holdfast.load(tmp_path / "d", {"model": inside}, skip="model.layer.count")

@@ -286,7 +286,58 @@ def test_only_chooses_values_inside_a_dict_and_leaves_the_others(tmp_path: Path)
     assert set(report.skipped) == {"cfg.lr", "cfg.fresh.x", "epoch"}
     placeholder: dict[str, object] = {"cfg": {}}
     holdfast.load(tmp_path / "part", placeholder)
-    assert placeholder == {"cfg": {"data": {"seed": 1, "path": "b"}, "fresh": {}}}
+    assert placeholder == {"cfg": {"data": {"seed": 1, "path": "b"}}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "selection", "expected"),
+    [
+        ({"a": {"x": 1}, "b": 1}, {"a": None, "b": 2}, {"skip": "cfg.a"}, {"a": None, "b": 1}),
+        ({"a": {"x": 1}, "b": 1}, {"a": 5, "b": 2}, {"only": "cfg.b"}, {"a": 5, "b": 1}),
+        ({"a": {"x": 1}, "b": 1}, {"a": {"y": 8}, "b": 2}, {"only": "cfg.b"}, {"a": {"y": 8}, "b": 1}),
+        ({"a.b": 1, "a": {"b": 2}, "c": 0}, {"a.b": 10, "a": {"b": 20}, "c": 1}, {"skip": "cfg.a.b"}, None),
+        ({"a": 1, "b": 2}, {1: "x", "a": 5, "b": 0}, {"skip": "cfg.a"}, {"a": 5, "b": 2}),
+        ({}, {"x": 1, "y": 2}, {"skip": "cfg.x"}, {"x": 1}),
+        ({"a": 1}, {"a": 2, "b": {"x": 3, "y": 4}}, {"skip": "cfg.b.x"}, {"a": 1, "b": {"x": 3}}),
+    ],
+)
+def test_what_is_left_alone_stays_as_it_is(
+    tmp_path: Path,
+    saved: dict[str, object],
+    own: dict[object, object],
+    selection: dict[str, str],
+    expected: dict[object, object] | None,
+) -> None:
+    holdfast.save(tmp_path / "c", {"cfg": saved})
+    state: dict[str, object] = {"cfg": own}
+    holdfast.load(tmp_path / "c", state, **selection)  # type: ignore[arg-type]
+    assert state["cfg"] == ({"a.b": 10, "a": {"b": 20}, "c": 0} if expected is None else expected)
+
+
+def test_names_asked_for_and_left_out_are_missing(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"cfg": {"lr": 1}})
+    state: dict[str, object] = {"cfg": {"lr": 2, "fresh": 3}}
+    with pytest.raises(InvalidError, match=r"missing.*cfg\.fresh"):
+        holdfast.load(tmp_path / "c", state, only="cfg.fresh")
+    holdfast.save(tmp_path / "part", {"cfg": {"a": {"x": 1}, "b": 1, "t": torch.ones(1)}}, skip="cfg.a")
+    state = {"cfg": {"a": {"x": 9, "y": 8}, "b": 2}}
+    with pytest.raises(InvalidError, match=r"missing.*cfg\.a"):
+        holdfast.load(tmp_path / "part", state, skip="cfg.t")
+    holdfast.load(tmp_path / "part", state, strict=False)
+    assert state == {"cfg": {"a": {"x": 9, "y": 8}, "b": 1}}
+
+
+def test_the_same_skip_on_save_and_load_is_whole(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"cfg": {"a": 1}, "e": 1}, skip="cfg.*")
+    state: dict[str, object] = {"cfg": {"a": 2}, "e": 2}
+    holdfast.load(tmp_path / "c", state, skip="cfg.*")
+    assert state == {"cfg": {"a": 2}, "e": 1}
+    holdfast.save(tmp_path / "d", {"cfg": {"t": torch.ones(1), "q": {"z": 1}}})
+    report = holdfast.load(tmp_path / "d", {"cfg": {"t": torch.zeros(1)}}, skip="cfg.q.*")
+    assert report.unexpected == ()
+    holdfast.save(tmp_path / "e", {"cfg": {"lr": 1, "h": 2}}, skip="cfg.h")
+    report = holdfast.load(tmp_path / "e", {"cfg": {"lr": 0, "t": torch.ones(1)}}, strict=False)
+    assert (report.missing, report.unexpected) == (("cfg.t",), ())
 
 
 def test_skipping_optimizer_state_leaves_the_targets_own(tmp_path: Path) -> None:
