@@ -102,6 +102,21 @@ def large_round(root: Path, saved: dict[str, torch.Tensor], target: dict[str, to
         seconds.setdefault(f"load_{kind}_dcp", []).append(timed(lambda: load_dcp(target, root / "dcp1")))
 
 
+def stall_round(root: Path, saved: dict[str, torch.Tensor], seconds: Seconds) -> None:
+    """Measure how long a save in the background blocks, its arena warm, beside one copy of the same bytes."""
+    copies = {name: torch.empty_like(tensor.to_local()).zero_() for name, tensor in saved.items()}
+
+    def copy() -> None:
+        for name, tensor in saved.items():
+            copies[name].copy_(tensor.to_local())
+
+    on_first_rank(lambda: shutil.rmtree(root, ignore_errors=True))
+    with holdfast.CheckpointManager(root) as manager:
+        manager.save(1, saved).wait()
+        seconds.setdefault("memcpy", []).append(timed(copy))
+        seconds.setdefault("stall_copy", []).append(timed(lambda: manager.save(2, saved)))
+
+
 def tiny_round(root: Path, count: int, seconds: Seconds) -> None:
     """Save and load many tiny tensors once with every contender, on rank 0 alone."""
     saved, target = tiny_state(count, fill=True), tiny_state(count, fill=False)
@@ -143,6 +158,8 @@ def main(folder: str, total_mib: int, rounds: int, tiny: int) -> None:
     large_round(root / "warmup", saved, target, {})
     for _ in range(rounds):
         large_round(root / "large", saved, target, seconds)
+    for _ in range(rounds):
+        stall_round(root / "stall", saved, seconds)
     for _ in range(rounds):
         on_first_rank(lambda: tiny_round(root / "tiny", tiny, seconds))
     if dist.get_rank() == 0:

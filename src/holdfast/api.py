@@ -87,7 +87,10 @@ def async_save(
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveHandle:
-    """Begin to save one checkpoint; return once it is staged. The commit goes on in the background.
+    """Begin to save one checkpoint; return once it is staged: copied, so that training may change the state.
+
+    Hashing, writing and the commit go on in the background. The copies lie in host memory, at most
+    `settings.arena_bytes_max`; a state that does not fit is written before this returns.
 
     Arguments as `save`.
 

@@ -30,6 +30,11 @@ class Settings:
     windows_in_flight: int = 4
     """Writes or reads in flight per rank: enough to keep an NVMe queue busy."""
 
+    arena_bytes_max: int | None = None
+    """Host memory for copies of what is being saved in the background. None: half of what is free when the first save
+    asks, shared among the ranks of the host. A state that does not fit is written before the call returns; 0 has every
+    save do so."""
+
     in_place_bytes_min: int = 64 * KIB
     """Smallest chunk read straight into a target's memory where it can be: to find that memory for a smaller one
     costs more than to copy it out of a slab."""
@@ -56,6 +61,8 @@ class Settings:
         _require("chunk_bytes", self.chunk_bytes, PAGE_BYTES, 4 * MIB)
         _require("window_bytes", self.window_bytes, PAGE_BYTES, 64 * MIB)
         _require("windows_in_flight", self.windows_in_flight, 1, 64)
+        if self.arena_bytes_max is not None:
+            _require("arena_bytes_max", self.arena_bytes_max, 0, 1 << 50)
         _require("in_place_bytes_min", self.in_place_bytes_min, 1, 1 << 30)
         _require("pack_header_bytes_max", self.pack_header_bytes_max, PAGE_BYTES, 90 * MIB)
         _require("index_chunks_max", self.index_chunks_max, 1, 1 << 30)

@@ -1,36 +1,11 @@
-"""A target in host memory, held by numpy: where loading goes when there is no framework."""
+"""What this process may take of the host it runs on."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-from holdfast.errors import UnavailableError
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
+import os
 
 
-class HostTarget:
-    """A box of a tensor as a numpy array."""
-
-    def __init__(self, dtype: str, box: Box) -> None:
-        self._numpy = np.dtype(DTYPES[dtype].numpy)
-        self._box = box
-        try:
-            array = np.empty(box.shape, dtype=self._numpy)
-        except MemoryError as error:
-            raise UnavailableError(
-                f"no memory for {dtype} of shape {list(box.shape)}: {error}. Read it slice by slice"
-            ) from error
-        self.array: NDArray[np.generic] = array
-        """What was placed; shape `box.shape`; unsigned integers where numpy lacks the dtype."""
-
-    def place(self, part: Box, source: memoryview, source_box: Box) -> None:
-        """Copy `part` out of the row-major bytes of `source_box`."""
-        stored = np.frombuffer(source, dtype=self._numpy).reshape(source_box.shape)
-        self.array[part.relative_to(self._box.start)] = stored[part.relative_to(source_box.start)]
-
-    def memory(self, part: Box) -> memoryview | None:
-        """Return the bytes of `part` if they are one run of the array."""
-        run = self.array[part.relative_to(self._box.start)]
-        return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None
+def ranks_on_host() -> int:
+    """Return how many ranks share the host, as torchrun tells; 1 if nobody does."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(told), 1) if told.isdigit() else 1

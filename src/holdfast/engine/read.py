@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import Slabs
 from holdfast.errors import CorruptError, MissingError
 from holdfast.ports.framework import Target
@@ -35,7 +36,7 @@ def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Targe
     longest = max(run.stop - run.start for run in plan.runs)
     count = min(settings.windows_in_flight, len(plan.runs))
     slabs = Slabs(count, longest + 2 * PAGE_BYTES)
-    copying = threading.Semaphore(_cores_of_this_rank())
+    copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
     def read(run: ReadRun) -> None:
         with slabs.lent() as slab:
@@ -50,12 +51,6 @@ def carry_out(plan: LoadPlan, store: Store, prefix: str, targets: Sequence[Targe
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
             raise
-
-
-def _cores_of_this_rank() -> int:
-    """Return how many cores this process has for itself; torchrun tells how many ranks share the host."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdigit() and int(ranks) else 1), 1)
 
 
 class _Reading:

@@ -1,15 +1,23 @@
-"""Writes one pack: one thread copies and hashes in file order, others write full windows."""
+"""Writes packs: copied and hashed in file order, written in full windows by other threads.
+
+A pack is written straight from its sources, or is staged first and written later: the same stream of windows, filled
+in one pass and hashed in the same one or in a later one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from holdfast.engine.arena import Arena
 from holdfast.engine.slabs import Slabs
 from holdfast.ports.framework import Source
 from holdfast.ports.store import Store, Upload
-from holdfast.repository.digest import digest_of
+from holdfast.repository.digest import digest_of, new_digest
 from holdfast.repository.pack import pack_digest
 from holdfast.settings import Settings
 from holdfast.spec.chunking import chunk_count, chunk_range
@@ -28,6 +36,25 @@ class WrittenPack:
     """For each item of the plan its chunk digests, 16 bytes each."""
 
 
+class StagedPack:
+    """A pack copied into slabs of an arena, not yet hashed or written."""
+
+    def __init__(self, header: bytes, pack: PackPlan, arena: Arena) -> None:
+        self.header, self.pack = header, pack
+        self.slabs: deque[memoryview] = deque()
+        """Windows in file order; those that are written have left it."""
+        self._arena = arena
+
+    def give(self, slab: memoryview) -> None:
+        """Give one slab back."""
+        self._arena.give(slab)
+
+    def release(self) -> None:
+        """Give back every slab that is left; the pack is of no use then."""
+        while self.slabs:
+            self._arena.give(self.slabs.popleft())
+
+
 class PackWriter:
     """Writes packs through a fixed set of windows."""
 
@@ -36,7 +63,7 @@ class PackWriter:
         self._slabs = Slabs(settings.windows_in_flight + 1, settings.window_bytes)
 
     def write(self, key: str, header: bytes, pack: PackPlan, sources: Sequence[Source]) -> WrittenPack:
-        """Write one pack and make it durable.
+        """Write one pack straight from its sources and make it durable.
 
         Args:
             key: Where it goes.
@@ -46,12 +73,45 @@ class PackWriter:
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
         """
+        return self._write(key, header, pack, self._slabs.take, self._slabs.give, sources)
+
+    def stage(self, header: bytes, pack: PackPlan, sources: Sequence[Source], arena: Arena) -> StagedPack:
+        """Copy one pack into an arena, whose slabs are as long as a window."""
+        assert arena.slab_bytes == self._settings.window_bytes, "a slab of the arena is one window"
+        staged = StagedPack(header, pack, arena)
+        try:
+            windows = _Filled(arena, staged.slabs)
+            _stream(header, pack, windows, self._settings.chunk_bytes, sources, digesting=False)
+        except BaseException:
+            staged.release()
+            raise
+        return staged
+
+    def write_staged(self, key: str, staged: StagedPack) -> WrittenPack:
+        """Write a staged pack and make it durable; its slabs go back to the arena as they are written.
+
+        Raises:
+            CheckpointError: It could not be written; nothing of it is left.
+        """
+        try:
+            return self._write(key, staged.header, staged.pack, staged.slabs.popleft, staged.give, None)
+        finally:
+            staged.release()
+
+    def _write(
+        self,
+        key: str,
+        header: bytes,
+        pack: PackPlan,
+        take: Callable[[], memoryview],
+        give: Callable[[memoryview], None],
+        sources: Sequence[Source] | None,
+    ) -> WrittenPack:
         total_bytes = len(header) + pack.data_bytes
         upload = self._store.upload(key, total_bytes, self._settings.window_bytes)
         try:
-            with _Windows(upload, self._slabs, self._settings) as windows:
-                windows.append(header)
-                digests = tuple(self._write_pieces(pack, sources, windows))
+            with _Written(upload, take, give, self._settings) as windows:
+                digests = _stream(header, pack, windows, self._settings.chunk_bytes, sources, digesting=True)
                 windows.close()
             upload.complete()
         except BaseException:
@@ -59,111 +119,187 @@ class PackWriter:
             raise
         return WrittenPack(FileRecord(pack.name, total_bytes, pack_digest(header, b"".join(digests))), digests)
 
-    def _write_pieces(self, pack: PackPlan, sources: Sequence[Source], windows: _Windows) -> Iterator[bytes]:
-        chunk_bytes = self._settings.chunk_bytes
-        with self._slabs_for_chunk(pack) as chunk_slab:
-            for item in pack.items:
-                digests = []
-                source = sources[item.shard_number]
-                for number in range(chunk_count(item.bytes, chunk_bytes)):
-                    start, stop = chunk_range(item.bytes, chunk_bytes, number)
-                    # A chunk that fits the current window is copied once and hashed where it lies; the digest
-                    # is always of the copy, never of memory that training may change.
-                    room = windows.room(stop - start)
-                    chunk = (chunk_slab if room is None else room)[: stop - start]
+
+class _Windows(Protocol):
+    """The stream of one pack, cut into windows."""
+
+    def room(self) -> memoryview:
+        """Return the rest of the current window, never empty."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """Count bytes of `room` that are done with."""
+        ...
+
+
+def _stream(
+    header: bytes,
+    pack: PackPlan,
+    windows: _Windows,
+    chunk_bytes: int,
+    sources: Sequence[Source] | None,
+    *,
+    digesting: bool,
+) -> tuple[bytes, ...]:
+    """Go through a pack in file order once; return the chunk digests of each item if they are asked for.
+
+    Args:
+        header, pack: The pack.
+        windows: Where its bytes go, or where they are.
+        chunk_bytes: What one digest is of.
+        sources: What fills the windows; None if they are filled already.
+        digesting: Whether chunks are hashed, each as soon as it is copied and still in the processor's cache. The
+            digest is always of the copy, never of memory that training may change.
+    """
+    at = 0
+    while at < len(header):
+        room = windows.room()
+        count = min(len(header) - at, len(room))
+        if sources is not None:
+            room[:count] = header[at : at + count]
+        windows.advance(count)
+        at += count
+    found: list[bytes] = []
+    for item in pack.items:
+        digests: list[bytes] = []
+        source = None if sources is None else sources[item.shard_number]
+        for number in range(chunk_count(item.bytes, chunk_bytes)):
+            start, stop = chunk_range(item.bytes, chunk_bytes, number)
+            chunk = windows.room()[: stop - start]
+            if len(chunk) == stop - start:
+                if source is not None:
                     source.copy_into(item.region, start, stop, chunk).wait()
+                if digesting:
                     digests.append(digest_of(chunk))
-                    if room is None:
-                        windows.append(chunk)
-                    else:
-                        windows.advance(stop - start)
-                yield b"".join(digests)
-
-    def _slabs_for_chunk(self, pack: PackPlan) -> _ChunkSlab:
-        return _ChunkSlab(min(self._settings.chunk_bytes, max((item.bytes for item in pack.items), default=0)))
-
-
-class _ChunkSlab:
-    """A buffer for chunks that straddle two windows, made only if there are any pieces."""
-
-    def __init__(self, slab_bytes: int) -> None:
-        self._slab = memoryview(bytearray(slab_bytes))
-
-    def __enter__(self) -> memoryview:
-        return self._slab
-
-    def __exit__(self, *_: object) -> None:
-        self._slab.release()
+                windows.advance(stop - start)
+                continue
+            # Windows begin on whole pages, so that no element is cut in two.
+            state = new_digest()
+            while start < stop:
+                part = windows.room()[: stop - start]
+                if source is not None:
+                    source.copy_into(item.region, start, start + len(part), part).wait()
+                if digesting:
+                    state.update(part)
+                windows.advance(len(part))
+                start += len(part)
+            digests.append(state.digest())
+        found.append(b"".join(digests))
+    return tuple(found)
 
 
-class _Windows:
-    """The stream of one pack, cut into windows that are written as soon as they are full."""
+class _Filled:
+    """Windows kept in slabs of an arena."""
 
-    def __init__(self, upload: Upload, slabs: Slabs, settings: Settings) -> None:
-        self._upload, self._slabs = upload, slabs
-        self._window_bytes = settings.window_bytes
-        self._threads = ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-write")
-        self._writes: list[Future[None]] = []
+    def __init__(self, arena: Arena, slabs: deque[memoryview]) -> None:
+        self._arena, self._slabs = arena, slabs
+        self._filled = arena.slab_bytes
+
+    def room(self) -> memoryview:
+        if self._filled == self._arena.slab_bytes:
+            self._slabs.append(self._arena.take())
+            self._filled = 0
+        return self._slabs[-1][self._filled :]
+
+    def advance(self, count: int) -> None:
+        self._filled += count
+
+
+class _Written:
+    """Windows that are written as soon as they are full."""
+
+    def __init__(
+        self, upload: Upload, take: Callable[[], memoryview], give: Callable[[memoryview], None], settings: Settings
+    ) -> None:
+        self._take, self._window_bytes = take, settings.window_bytes
+        self._writers = _Writers(upload, give, settings.windows_in_flight)
+        self._give = give
         self._slab: memoryview | None = None
         self._offset = self._filled = 0
 
-    def __enter__(self) -> _Windows:
+    def __enter__(self) -> _Written:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._writers.end(give_up=kind is not None)
         if self._slab is not None:
-            self._slabs.give(self._slab)
+            self._give(self._slab)
 
-    def room(self, count: int) -> memoryview | None:
-        """Return the rest of the current window if `count` bytes fit in it."""
+    def room(self) -> memoryview:
         if self._slab is None:
-            self._open()
-        assert self._slab is not None
-        return self._slab[self._filled :] if self._filled + count <= self._window_bytes else None
+            # The first failed window ends the pack: nothing more is copied for it.
+            self._writers.raise_failure()
+            self._slab, self._filled = self._take(), 0
+        return self._slab[self._filled : self._window_bytes]
 
     def advance(self, count: int) -> None:
-        """Count bytes the caller put into `room`."""
         self._filled += count
         if self._filled == self._window_bytes:
             self._write()
-
-    def append(self, data: bytes | memoryview) -> None:
-        """Copy bytes into the stream, over as many windows as they take."""
-        at = 0
-        while at < len(data):
-            if self._slab is None:
-                self._open()
-            assert self._slab is not None
-            count = min(len(data) - at, self._window_bytes - self._filled)
-            self._slab[self._filled : self._filled + count] = data[at : at + count]
-            at += count
-            self.advance(count)
 
     def close(self) -> None:
         """Write what is left and wait for every write."""
         if self._filled:
             self._write()
-        for write in self._writes:
-            write.result()
-
-    def _open(self) -> None:
-        for write in self._writes:
-            # The first failed window ends the pack: nothing more is copied for it.
-            if write.done():
-                write.result()
-        self._slab, self._filled = self._slabs.take(), 0
+        self._writers.end(give_up=False)
+        self._writers.raise_failure()
 
     def _write(self) -> None:
         assert self._slab is not None
         slab, count, offset = self._slab, self._filled, self._offset
         self._slab, self._filled, self._offset = None, 0, offset + count
-        self._writes = [write for write in self._writes if not write.done() or write.exception()]
-        try:
-            write = self._threads.submit(self._upload.write, offset, slab[:count])
-        except BaseException:
-            self._slabs.give(slab)
-            raise
-        # A write that is cancelled never runs, and must give its slab back all the same.
-        write.add_done_callback(lambda _: self._slabs.give(slab))
-        self._writes.append(write)
+        self._writers.write(offset, slab, count)
+
+
+class _Writers:
+    """Threads that write windows and give their slabs back.
+
+    Threads of our own rather than an executor's: those take no work once the interpreter is about to exit, and a save
+    under way is to be finished then.
+    """
+
+    def __init__(self, upload: Upload, give: Callable[[memoryview], None], threads: int) -> None:
+        self._upload, self._give = upload, give
+        self._windows: queue.SimpleQueue[tuple[int, memoryview, int] | None] = queue.SimpleQueue()
+        self._failures: list[BaseException] = []
+        self._given_up = False
+        self._threads_max = threads
+        self._threads: list[threading.Thread] = []
+
+    def write(self, offset: int, slab: memoryview, count: int) -> None:
+        """Have the first bytes of a slab written; the slab is given back whatever comes of it."""
+        self._windows.put((offset, slab, count))
+        if len(self._threads) < self._threads_max:
+            thread = threading.Thread(target=self._work, name="holdfast-write")
+            self._threads.append(thread)
+            thread.start()
+
+    def raise_failure(self) -> None:
+        """Raise what the first failed window met."""
+        if self._failures:
+            raise self._failures[0]
+
+    def end(self, *, give_up: bool) -> None:
+        """Return once nothing is under way any more; what is still queued is written, or given up."""
+        self._given_up |= give_up
+        for _ in self._threads:
+            self._windows.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        while not self._windows.empty():
+            # Nobody is left to write it: the thread that was to could not be started.
+            window = self._windows.get()
+            if window is not None:
+                self._give(window[1])
+
+    def _work(self) -> None:
+        while (window := self._windows.get()) is not None:
+            offset, slab, count = window
+            try:
+                if not self._given_up and not self._failures:
+                    self._upload.write(offset, slab[:count])
+            except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+                self._failures.append(error)
+            finally:
+                self._give(slab)

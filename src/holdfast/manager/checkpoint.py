@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
 
-from holdfast.engine.host import HostTarget
 from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
+from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at

@@ -37,6 +37,13 @@ class SaveReport:
     staged_seconds: float
     """From the call until training might change the state."""
 
+    waited_seconds: float
+    """How much of that was spent waiting for an earlier save to give memory back."""
+
+    overlapped: bool
+    """Whether the state was copied and written in the background; else it was written before the call returned, since
+    it was awaited anyhow or did not fit `arena_bytes_max`."""
+
     committed_seconds: float
     """From the call until the checkpoint was durable and visible."""
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
+from holdfast.engine.arena import Arena
 from holdfast.errors import BY_NAME, CheckpointError, UnavailableError
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Board, Comm
@@ -27,6 +28,8 @@ class Job:
         self.nonce = comm.broadcast(nonce).hex()
         self.sequence = 0
         """Number of the next opening; ranks that fell behind catch up there."""
+        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
+        """Memory for copies of what is being saved."""
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
@@ -53,7 +56,7 @@ class Job:
         return max(deadline - self.clock.monotonic_seconds(), 0.005)
 
     def in_background(self, work: object, *arguments: object) -> Future[None]:
-        """Run commits one after the other, away from the training thread; interpreter exit waits for them."""
+        """Run the rest of saves one after the other, away from the training thread; interpreter exit waits for them."""
         assert callable(work)
         return self._commits.submit(work, *arguments)
 

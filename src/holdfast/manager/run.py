@@ -11,7 +11,7 @@ from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadReport, LoadRequest, load
 from holdfast.manager.place import Place, require_no_checkpoint
-from holdfast.manager.save import Identity, Save
+from holdfast.manager.save import Save
 from holdfast.ports.framework import Framework, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, exists, found_run, read_manifest
@@ -39,7 +39,9 @@ class Run:
         self._require_open()
         _require_step(step)
         place = Place(self._store, step_folder(step), step)
-        save = Save(self._job, self._framework, place, self._writer, self._identify, self._continue_from)
+        save = Save(
+            self._job, self._framework, place, self._writer, self._identify, self._parent_of, self._continue_from
+        )
         handle = save.begin(state, selection)
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
@@ -99,11 +101,13 @@ class Run:
         finally:
             self._job.close()
 
-    def _identify(self) -> Identity:
-        """Return run and parent, founding the run with the first save; on rank 0."""
+    def _identify(self) -> str:
+        """Return the id of the run, founding it with the first save; on rank 0."""
         clock = self._job.clock
-        run_id = found_run(self._store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
-        return Identity(run_id, self._parent)
+        return found_run(self._store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+
+    def _parent_of(self) -> Parent | None:
+        return self._parent
 
     def _continue_from(self, place: Place, run_id: str, digest: str) -> None:
         assert place.step is not None, "a run saves steps"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import platform
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 
-from holdfast.engine.write import PackWriter
+from holdfast.engine.write import PackWriter, StagedPack, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import collector_paused, collector_paused_for
@@ -39,14 +39,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What a checkpoint says about where it belongs; rank 0's word, told to all."""
+class _Planned:
+    """One pack to be written."""
 
-    run_id: str
-    """The run."""
+    key: str
+    """Where it goes."""
 
-    parent: Parent | None
-    """What it continues."""
+    header: bytes
+    """Its first bytes."""
+
+    plan: PackPlan
+    """Its pieces."""
 
 
 class Save:
@@ -58,17 +61,19 @@ class Save:
         framework: Framework,
         place: Place,
         writer: PackWriter,
-        identify: Callable[[], Identity],
+        identify: Callable[[], str],
+        parent_of: Callable[[], Parent | None],
         on_commit: Callable[[Place, str, str], None],
         *,
         awaited: bool = False,
     ) -> None:
         self._job, self._framework, self._place, self._writer = job, framework, place, writer
-        self._identify, self._on_commit = identify, on_commit
+        self._identify, self._parent_of, self._on_commit = identify, parent_of, on_commit
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
         self._start = job.clock.monotonic_seconds()
         self._own_keys: list[str] = []
+        self._awaited = awaited
         self.handle = SaveHandle(self._name, awaited=awaited)
 
     def begin(self, state: Mapping[str, object], selection: Selection) -> SaveHandle:
@@ -98,77 +103,132 @@ class Save:
             return self.handle
         ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
         try:
-            report, vote_of = self._write(collected, digests, agreement)
+            packs = self._plan(collected, agreement)
+            waited_seconds = self._job.arena.waited_seconds
+            part_of = self._part_of(collected, digests, agreement)
+            staged = self._stage(packs, collected)
+            if staged is None:
+                part = part_of(packs, self._written(packs, collected))
         except BaseException as error:
             self._lose(ballot, agreement, error)
             if not isinstance(error, Exception):
                 # Ctrl-C is the caller's, but the other ranks must not wait for this one.
                 raise
             return self.handle
+
+        def vote_of() -> Vote:
+            whole = part if staged is None else part_of(packs, self._written_staged(packs, staged))
+            return self._write_part(agreement, whole)
+
         self.handle.reach_staged()
+        report = SaveReport(
+            step=self._place.step,
+            url=self._place.url,
+            attempt=agreement.attempt,
+            bytes=sum(item.bytes for pack in packs for item in pack.plan.items),
+            tensors=len({item.tensor.fqn for pack in packs for item in pack.plan.items}),
+            staged_seconds=self._job.clock.monotonic_seconds() - self._start,
+            waited_seconds=self._job.arena.waited_seconds - waited_seconds,
+            overlapped=staged is not None,
+            committed_seconds=0.0,
+            divergent=agreement.divergent,
+            skipped=tuple(collected.skipped),
+        )
         self._job.in_background(self._finish, ballot, agreement, vote_of, report)
         return self.handle
 
     def _survey(self) -> Mapping[str, object]:
         """Look at the place before anybody writes, on rank 0."""
         self._place.require_empty()
-        identity = self._identify()
-        parent = identity.parent
         return {
-            "run_id": identity.run_id,
-            "parent": None if parent is None else [parent.run_id, parent.step, parent.digest],
+            "run_id": self._identify(),
             "created": datetime.fromtimestamp(self._job.clock.unix_seconds(), UTC).isoformat(timespec="seconds"),
         }
 
-    def _write(
-        self, collected: Collected, digests: Digests, agreement: Agreement
-    ) -> tuple[SaveReport, Callable[[], Vote]]:
-        """Write this rank's packs; return its report and what makes its part durable and gives the vote."""
+    def _plan(self, collected: Collected, agreement: Agreement) -> list[_Planned]:
+        """Decide what this rank writes."""
         job, settings = self._job, self._job.settings
         shards = [each.shard for each in collected.shards]
-        sources = [each.source for each in collected.shards]
-        index = Index(settings.chunk_bytes)
         with collector_paused():
             holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
             owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
-            if agreement.speaks:
-                # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
-                index.tensors.update({shard.tensor.fqn: shard.tensor for shard in shards})
-            packs = packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max)
-        records = []
+            provenance = self._provenance(agreement)
+            return [
+                _Planned(self._key(agreement, plan.name), header_of(plan, provenance), plan)
+                for plan in packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max)
+            ]
+
+    def _stage(self, packs: Sequence[_Planned], collected: Collected) -> list[StagedPack] | None:
+        """Copy what this rank writes, so that writing can go on while training does.
+
+        Returns:
+            Nothing where the caller waits for the commit anyhow, or the arena is too small for all of it.
+        """
+        arena = self._job.arena
+        sizes = [len(pack.header) + pack.plan.data_bytes for pack in packs]
+        if self._awaited or not arena.holds(sum(-(-size // arena.slab_bytes) for size in sizes)):
+            return None
+        sources = [each.source for each in collected.shards]
+        staged: list[StagedPack] = []
+        try:
+            for pack in packs:
+                with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                    staged.append(self._writer.stage(pack.header, pack.plan, sources, arena))
+        except BaseException:
+            _release(staged)
+            raise
+        return staged
+
+    def _written(self, packs: Sequence[_Planned], collected: Collected) -> list[WrittenPack]:
+        """Write packs straight from the state."""
+        sources = [each.source for each in collected.shards]
+        written = []
         for pack in packs:
-            key = self._key(agreement, pack.name)
+            self._own_keys.append(pack.key)
+            with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                written.append(self._writer.write(pack.key, pack.header, pack.plan, sources))
+        return written
+
+    def _written_staged(self, packs: Sequence[_Planned], staged: Sequence[StagedPack]) -> list[WrittenPack]:
+        """Write packs from their copies; in the background."""
+        written = []
+        try:
+            for pack, copied in zip(packs, staged, strict=True):
+                self._own_keys.append(pack.key)
+                with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                    written.append(self._writer.write_staged(pack.key, copied))
+        finally:
+            _release(staged)
+        return written
+
+    def _part_of(
+        self, collected: Collected, digests: Digests, agreement: Agreement
+    ) -> Callable[[Sequence[_Planned], Sequence[WrittenPack]], RankPart]:
+        """Return what makes this rank's part, once its packs are written."""
+        job, speaks = self._job, agreement.speaks
+        # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
+        tensors = {each.shard.tensor.fqn: each.shard.tensor for each in collected.shards} if speaks else {}
+        aliases, layouts = (dict(collected.aliases), _layouts(collected)) if speaks else ({}, ())
+        tree = digests.tree_bytes if speaks else None
+        per_rank = digests.per_rank_bytes
+
+        def part_of(packs: Sequence[_Planned], written: Sequence[WrittenPack]) -> RankPart:
+            index = Index(job.settings.chunk_bytes, dict(tensors))
             with collector_paused():
-                header = header_of(pack, self._provenance(agreement))
-            self._own_keys.append(key)
-            with collector_paused_for(pack.data_bytes, settings):
-                written = self._writer.write(key, header, pack, sources)
-            records.append(written.record)
-            with collector_paused():
-                _list_pieces(index, pack, len(header), written.digests)
-        part = RankPart(
-            rank=job.comm.rank,
-            attempt=agreement.attempt,
-            index=index,
-            packs=tuple(records),
-            tree=digests.tree_bytes if agreement.speaks else None,
-            aliases=dict(collected.aliases) if agreement.speaks else {},
-            layouts=_layouts(collected) if agreement.speaks else (),
-            per_rank=digests.per_rank_bytes,
-        )
-        staged_seconds = job.clock.monotonic_seconds() - self._start
-        report = SaveReport(
-            step=self._place.step,
-            url=self._place.url,
-            attempt=agreement.attempt,
-            bytes=sum(piece.bytes for piece in index.all_pieces()),
-            tensors=len(index.pieces),
-            staged_seconds=staged_seconds,
-            committed_seconds=0.0,
-            divergent=agreement.divergent,
-            skipped=tuple(collected.skipped),
-        )
-        return report, lambda: self._write_part(agreement, part)
+                for pack, each in zip(packs, written, strict=True):
+                    _list_pieces(index, pack.plan, len(pack.header), each.digests)
+            return RankPart(
+                rank=job.comm.rank,
+                attempt=agreement.attempt,
+                index=index,
+                packs=tuple(each.record for each in written),
+                tree=tree,
+                aliases=aliases,
+                layouts=layouts,
+                per_rank=per_rank,
+            )
+
+        return part_of
 
     def _write_part(self, agreement: Agreement, part: RankPart) -> Vote:
         with collector_paused():
@@ -230,13 +290,13 @@ class Save:
             place.store.put_if_absent(self._own_keys[-1], data)
             indexes.append(FileRecord(name, len(data), hex_digest_of(data)))
         note = agreement.note
-        parent = note.get("parent")
         manifest = Manifest(
             run_id=str(note["run_id"]),
             step=place.step,
             attempt=attempt,
             created=str(note["created"]),
-            parent=Parent(*parent) if isinstance(parent, list) else None,
+            # Known only now: the save before was perhaps still being written when this one began.
+            parent=self._parent_of(),
             world_size=self._job.comm.world_size,
             layouts=whole.layouts,
             software=_software(),
@@ -351,13 +411,18 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Begin to save the one checkpoint that `store` is to hold. Errors as `Save.begin`."""
 
-    def identify() -> Identity:
-        return Identity(job.clock.random_bytes(8).hex(), None)
+    def identify() -> str:
+        return job.clock.random_bytes(8).hex()
 
     place = Place(store, "", None)
     writer = PackWriter(store, job.settings)
-    save = Save(job, framework, place, writer, identify, lambda *_: None, awaited=awaited)
+    save = Save(job, framework, place, writer, identify, lambda: None, lambda *_: None, awaited=awaited)
     return save.begin(state, selection)
+
+
+def _release(staged: Sequence[StagedPack]) -> None:
+    for each in staged:
+        each.release()
 
 
 class _PublishFailed(UnavailableError):

@@ -20,6 +20,11 @@ def digest_of_parts(parts: Iterable[bytes | memoryview]) -> bytes:
     return state.digest()
 
 
+def new_digest() -> xxhash.xxh3_128:
+    """Return an xxh3-128 to be fed part by part."""
+    return xxhash.xxh3_128()
+
+
 def hex_digest_of(*parts: bytes | memoryview) -> str:
     """Return the xxh3-128 of parts one after the other, as 32 hex digits."""
     return digest_of_parts(parts).hex()

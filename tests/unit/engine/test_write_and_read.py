@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
-from holdfast.engine.host import HostTarget
+from holdfast.engine.arena import Arena
 from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import Slabs, new_slab
+from holdfast.engine.target import HostTarget
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CorruptError, UnavailableError
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
+from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import LocalShard, Selection
 from holdfast.repository.digest import digest_of
 from holdfast.repository.pack import header_of
@@ -55,11 +57,43 @@ def planned(shards: Sequence[LocalShard]) -> tuple[PackPlan, bytes]:
 
 
 def write(
-    store: object, shards: Sequence[LocalShard], settings: Settings, writer: PackWriter | None = None
+    store: object,
+    shards: Sequence[LocalShard],
+    settings: Settings,
+    writer: PackWriter | None = None,
+    *,
+    staged: bool = False,
 ) -> WrittenPack:
     pack, header = planned(shards)
     writer = PackWriter(store, settings) if writer is None else writer  # type: ignore[arg-type]
-    return writer.write(KEY, header, pack, [each.source for each in shards])
+    sources = [each.source for each in shards]
+    if not staged:
+        return writer.write(KEY, header, pack, sources)
+    arena = arena_for(pack, header, settings)
+    copied = writer.stage(header, pack, sources, arena)
+    for each in shards:
+        each.source.array[...] = 0  # type: ignore[attr-defined]  # What happens to the state now must not matter.
+    written = writer.write_staged(KEY, copied)
+    require_all_back(arena, pack, header)
+    return written
+
+
+def slabs_of(pack: PackPlan, header: bytes, slab_bytes: int) -> int:
+    return -(-(len(header) + pack.data_bytes) // slab_bytes)
+
+
+def arena_for(pack: PackPlan, header: bytes, settings: Settings) -> Arena:
+    """Return an arena with room for one pack and not a slab more."""
+    count = slabs_of(pack, header, settings.window_bytes)
+    arena = Arena(settings.window_bytes, count * settings.window_bytes, SystemClock())
+    assert arena.holds(count)
+    return arena
+
+
+def require_all_back(arena: Arena, pack: PackPlan, header: bytes) -> None:
+    for slab in [arena.take() for _ in range(slabs_of(pack, header, arena.slab_bytes))]:
+        arena.give(slab)
+    assert arena.waited_seconds == 0.0
 
 
 def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: int) -> dict[str, list[Piece]]:
@@ -78,14 +112,18 @@ def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: i
     st.sampled_from((1, 2, 3)),
     st.sampled_from((1, 2, 3)),
     st.integers(1, 4),
+    st.booleans(),
 )
-def test_what_is_written_is_read_back(sizes: list[int], chunk_pages: int, window_pages: int, flights: int) -> None:
+def test_what_is_written_is_read_back(
+    sizes: list[int], chunk_pages: int, window_pages: int, flights: int, staged: bool
+) -> None:
     chosen = Settings(
         chunk_bytes=chunk_pages * PAGE_BYTES, window_bytes=window_pages * PAGE_BYTES, windows_in_flight=flights
     )
     store = memory()
     shards = shards_of(sizes)
-    written = write(store, shards, chosen)
+    written = write(store, shards, chosen, staged=staged)
+    shards = shards_of(sizes)
     raw = store.get(KEY, 1 << 30)
     assert written.record.bytes == len(raw)
     arrays = load_safetensors(raw)
@@ -204,6 +242,32 @@ def test_a_source_that_fails_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="lost"):
         PackWriter(store, SMALL).write(KEY, header, pack, [Broken()])  # type: ignore[list-item]
     assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("fails_at", ("source", "upload"))
+def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at: str) -> None:
+    class Broken:
+        def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> object:
+            if start:
+                raise ValueError("lost")
+            return shards[0].source.copy_into(piece, start, stop, slab)
+
+    def fail(operation: Operation) -> None:
+        raise UnavailableError("full")
+
+    shards = shards_of([20 * PAGE_BYTES])
+    pack, header = planned(shards)
+    arena = arena_for(pack, header, SMALL)
+    if fails_at == "source":
+        with pytest.raises(ValueError, match="lost"):
+            PackWriter(memory(), SMALL).stage(header, pack, [Broken()], arena)  # type: ignore[list-item]
+    else:
+        store = FaultyStore(memory(), Faults(fail, names={"upload.write"}, lasting=True))
+        writer = PackWriter(store, SMALL)
+        staged = writer.stage(header, pack, [shards[0].source], arena)
+        with pytest.raises(UnavailableError, match="full"):
+            writer.write_staged(KEY, staged)
+    require_all_back(arena, pack, header)
 
 
 @pytest.mark.parametrize("flights", (1, 3))

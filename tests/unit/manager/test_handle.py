@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -14,7 +14,7 @@ from holdfast.manager.run import Run
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from tests.unit.manager.ranks import ANYTHING, World, plain, saved
 
-REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 1, 0.1, 0.2, (), ())
+REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 1, 0.1, 0.0, True, 0.2, (), ())
 
 
 def test_moments_come_one_after_the_other() -> None:
@@ -122,7 +122,8 @@ def test_wait_and_close_raise_what_nobody_was_told() -> None:
         with pytest.raises(UnavailableError, match="upload"):
             run.wait()
         run.wait()
-        run.save(2, {"w": plain(1.0)}, ANYTHING)
+        lost = run.save(2, {"w": plain(1.0)}, ANYTHING)
+        wait([lost.committed], timeout=20.0)
         faults.heal()
         good = saved(run, 3, {"w": plain(1.0)})
         with pytest.raises(UnavailableError, match="upload"):
