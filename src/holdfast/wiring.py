@@ -102,7 +102,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
 
     key = _ALONE if isinstance(comm, SoloComm) else group_of(process_group)
     jobs = _jobs.setdefault(key, {})
-    if settings not in jobs:
+    if settings not in jobs or jobs[settings].is_inherited:
         jobs[settings] = Job(comm, clock(), settings)
     return jobs[settings]
 

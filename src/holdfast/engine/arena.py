@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import new_slab
 from holdfast.ports.clock import Clock
 
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
 _BLOCK_SLABS = 16
 """Slabs cut from one allocation: few allocations, and little that is never used."""
 
 
 class Arena:
-    """Equal slabs up to a budget; who wants one while all are out waits for an earlier save to give one back."""
+    """Equal slabs up to a budget; a save that finds too few waits for earlier ones to give theirs back."""
 
     def __init__(self, slab_bytes: int, bytes_max: int | None, clock: Clock) -> None:
         """Allocate nothing yet.
@@ -27,37 +32,67 @@ class Arena:
         """
         self.slab_bytes = slab_bytes
         self.waited_seconds = 0.0
-        """How long anybody has waited for a slab so far."""
+        """How long saves have waited for slabs so far."""
         self._bytes_max, self._clock = bytes_max, clock
-        self._changed = threading.Condition()
+        # Reentrant: a signal handler may save while this thread is in here.
+        self._changed = threading.Condition(threading.RLock())
         self._free: list[memoryview] = []
         self._made = 0
+        self._is_lending = False
 
-    def holds(self, count: int) -> bool:
-        """Return whether the budget allows `count` slabs at once, if nobody else has any."""
+    @contextmanager
+    def lent(self, count: int) -> Iterator[deque[memoryview] | None]:
+        """Lend slabs to be filled within a block; those left then go back, the others once they are given.
+
+        All of them at once, and to one save at a time: what is lent and filled belongs to the background and will
+        come back, but what another thread, or the code a signal handler has interrupted, is still filling may be
+        waiting for us. Gives None then, and where the budget is too small.
+        """
         with self._changed:
             if self._bytes_max is None:
                 self._bytes_max = free_memory_bytes() // 2 // ranks_on_host()
-            return count * self.slab_bytes <= self._bytes_max
-
-    def take(self) -> memoryview:
-        """Return a slab, page-aligned, its content arbitrary."""
-        with self._changed:
-            if not self._free and not self._grow():
-                start = self._clock.monotonic_seconds()
-                while not self._free:
-                    self._changed.wait()
-                self.waited_seconds += self._clock.monotonic_seconds() - start
-            return self._free.pop()
+            fits = count * self.slab_bytes <= self._bytes_max and self._bytes_max > 0
+            if self._is_lending or not fits:
+                lends = False
+            else:
+                lends = self._is_lending = True
+        if not lends:
+            yield None
+            return
+        slabs: deque[memoryview] = deque()
+        try:
+            self._fill(slabs, count)
+            yield slabs
+        finally:
+            with self._changed:
+                self._is_lending = False
+                self._free += slabs
+                self._changed.notify_all()
 
     def give(self, slab: memoryview) -> None:
         """Put a slab back."""
         with self._changed:
             self._free.append(slab)
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let go of the memory that nobody uses."""
+        with self._changed:
+            self._made -= len(self._free)
+            self._free.clear()
+
+    def _fill(self, slabs: deque[memoryview], count: int) -> None:
+        with self._changed:
+            while len(self._free) < count:
+                if not self._grow():
+                    start = self._clock.monotonic_seconds()
+                    self._changed.wait()
+                    self.waited_seconds += self._clock.monotonic_seconds() - start
+            # The slab used a moment ago is the one still in the processor's cache.
+            slabs.extend(self._free.pop() for _ in range(count))
 
     def _grow(self) -> bool:
-        assert self._bytes_max is not None, "who takes has asked whether it fits"
+        assert self._bytes_max is not None, "set before anything is lent"
         count = min(_BLOCK_SLABS, self._bytes_max // self.slab_bytes - self._made)
         if count <= 0:
             return False
@@ -73,9 +108,14 @@ def free_memory_bytes() -> int:
     """Return the bytes this process may still take: what the host has available, within its control group's limit."""
     available = _first_number(Path("/proc/meminfo"), after="MemAvailable:")
     free = available * 1024 if available is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _first_number(Path("/sys/fs/cgroup/memory.max"))
-    used = _first_number(Path("/sys/fs/cgroup/memory.current"))
-    return free if limit is None or used is None else max(min(free, limit - used), 0)
+    limit, used = _first_number(_CONTROL_GROUP / "memory.max"), _first_number(_CONTROL_GROUP / "memory.current")
+    if limit is None or used is None:
+        return free
+    # The group's page cache counts as used, and is given up when memory is asked for.
+    cached = [
+        _first_number(_CONTROL_GROUP / "memory.stat", after=f"\n{kind}_file ") or 0 for kind in ("active", "inactive")
+    ]
+    return max(min(free, limit - used + sum(cached)), 0)
 
 
 def _first_number(path: Path, after: str = "") -> int | None:

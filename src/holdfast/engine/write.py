@@ -75,12 +75,22 @@ class PackWriter:
         """
         return self._write(key, header, pack, self._slabs.take, self._slabs.give, sources)
 
-    def stage(self, header: bytes, pack: PackPlan, sources: Sequence[Source], arena: Arena) -> StagedPack:
-        """Copy one pack into an arena, whose slabs are as long as a window."""
+    def stage(
+        self, header: bytes, pack: PackPlan, sources: Sequence[Source], arena: Arena, slabs: deque[memoryview]
+    ) -> StagedPack:
+        """Copy one pack into slabs of an arena, each as long as a window.
+
+        Args:
+            header: Its first bytes.
+            pack: Its pieces.
+            sources: Bytes by shard number.
+            arena: Where the slabs go once they are written.
+            slabs: Slabs lent by it; those used are taken from the front.
+        """
         assert arena.slab_bytes == self._settings.window_bytes, "a slab of the arena is one window"
         staged = StagedPack(header, pack, arena)
         try:
-            windows = _Filled(arena, staged.slabs)
+            windows = _Filled(slabs, staged.slabs, arena.slab_bytes)
             _stream(header, pack, windows, self._settings.chunk_bytes, sources, digesting=False)
         except BaseException:
             staged.release()
@@ -191,13 +201,13 @@ def _stream(
 class _Filled:
     """Windows kept in slabs of an arena."""
 
-    def __init__(self, arena: Arena, slabs: deque[memoryview]) -> None:
-        self._arena, self._slabs = arena, slabs
-        self._filled = arena.slab_bytes
+    def __init__(self, empty: deque[memoryview], filled: deque[memoryview], slab_bytes: int) -> None:
+        self._empty, self._slabs, self._slab_bytes = empty, filled, slab_bytes
+        self._filled = slab_bytes
 
     def room(self) -> memoryview:
-        if self._filled == self._arena.slab_bytes:
-            self._slabs.append(self._arena.take())
+        if self._filled == self._slab_bytes:
+            self._slabs.append(self._empty.popleft())
             self._filled = 0
         return self._slabs[-1][self._filled :]
 
@@ -268,11 +278,19 @@ class _Writers:
 
     def write(self, offset: int, slab: memoryview, count: int) -> None:
         """Have the first bytes of a slab written; the slab is given back whatever comes of it."""
-        self._windows.put((offset, slab, count))
         if len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._work, name="holdfast-write")
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then).
+                self._threads_max = len(self._threads)
+            else:
+                self._threads.append(thread)
+        if self._threads:
+            self._windows.put((offset, slab, count))
+        else:
+            self._settle(offset, slab, count)
 
     def raise_failure(self) -> None:
         """Raise what the first failed window met."""
@@ -287,19 +305,16 @@ class _Writers:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
-        while not self._windows.empty():
-            # Nobody is left to write it: the thread that was to could not be started.
-            window = self._windows.get()
-            if window is not None:
-                self._give(window[1])
 
     def _work(self) -> None:
         while (window := self._windows.get()) is not None:
-            offset, slab, count = window
-            try:
-                if not self._given_up and not self._failures:
-                    self._upload.write(offset, slab[:count])
-            except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
-                self._failures.append(error)
-            finally:
-                self._give(slab)
+            self._settle(*window)
+
+    def _settle(self, offset: int, slab: memoryview, count: int) -> None:
+        try:
+            if not self._given_up and not self._failures:
+                self._upload.write(offset, slab[:count])
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            self._failures.append(error)
+        finally:
+            self._give(slab)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ class Job:
         self.comm, self.clock, self.settings = comm, clock, settings
         nonce = clock.random_bytes(8) if comm.rank == 0 else None
         self.nonce = comm.broadcast(nonce).hex()
+        self._process = os.getpid()
         self.sequence = 0
         """Number of the next opening; ranks that fell behind catch up there."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
@@ -78,8 +80,14 @@ class Job:
         self.board.delete(old)
 
     def close(self) -> None:
-        """Wait for commits under way and end the thread that carries them."""
+        """Wait for saves under way and end the thread that carries them."""
         self._commits.shutdown(wait=True)
+        self.arena.close()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked after the job was made: its thread is not here, its memory is shared."""
+        return os.getpid() != self._process
 
 
 def error_text(error: BaseException) -> str:

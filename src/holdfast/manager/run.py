@@ -28,7 +28,7 @@ class Run:
         require_no_checkpoint(store)
         self._store, self._job, self._framework = store, job, framework
         self._writer = PackWriter(store, job.settings)
-        self._parent: Parent | None = None
+        self._latest = _Link(None, None)
         self._pending: list[SaveHandle] = []
         self._closed = False
         self.load_report: LoadReport | None = None
@@ -39,10 +39,10 @@ class Run:
         self._require_open()
         _require_step(step)
         place = Place(self._store, step_folder(step), step)
-        save = Save(
-            self._job, self._framework, place, self._writer, self._identify, self._parent_of, self._continue_from
-        )
+        before, own = self._latest, _Link(None, self._latest)
+        save = Save(self._job, self._framework, place, self._writer, self._identify, before.parent, own.settle)
         handle = save.begin(state, selection)
+        self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
         return handle
@@ -60,7 +60,7 @@ class Run:
             return None
         place, self.load_report, manifest = done
         if place.step is not None:
-            self._parent = Parent(manifest.run_id, place.step, manifest.digest)
+            self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
         return place.step
 
     def steps(self) -> list[int]:
@@ -106,13 +106,6 @@ class Run:
         clock = self._job.clock
         return found_run(self._store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
 
-    def _parent_of(self) -> Parent | None:
-        return self._parent
-
-    def _continue_from(self, place: Place, run_id: str, digest: str) -> None:
-        assert place.step is not None, "a run saves steps"
-        self._parent = Parent(run_id, place.step, digest)
-
     def _choose(self, step: int | None) -> Place | None:
         require_no_checkpoint(self._store)
         if step is not None:
@@ -135,6 +128,25 @@ class Run:
     def _require_open(self) -> None:
         if self._closed:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
+
+
+class _Link:
+    """What a run stands at: a checkpoint, or a save under way and what it stood at before."""
+
+    def __init__(self, own: Parent | None, before: _Link | None) -> None:
+        self._own, self._before = own, before
+
+    def parent(self) -> Parent | None:
+        """Return the newest checkpoint on the way back from here; asked once the saves before are decided."""
+        link: _Link | None = self
+        while link is not None and link._own is None:
+            link = link._before
+        return link._own if link is not None else None
+
+    def settle(self, place: Place, run_id: str, digest: str) -> None:
+        """Take note that the save is committed."""
+        assert place.step is not None, "a run saves steps"
+        self._own, self._before = Parent(run_id, place.step, digest), None
 
 
 def _require_step(step: object) -> None:

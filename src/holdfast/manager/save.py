@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,11 @@ class Save:
         Raises:
             InvalidError: The state, or what the ranks are about to do, is wrong; nothing was written.
         """
+        if self._job.is_inherited:
+            raise InvalidError(
+                f"{self._name}: this process was forked from the one that made the manager; expected saves from the "
+                "process that made it. Make a CheckpointManager of its own here, with process_group=False"
+            )
         try:
             opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
@@ -102,6 +108,9 @@ class Save:
             self.handle.fail(_typed(error, self._name))
             return self.handle
         ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
+        # Whoever takes it ends the save: the background, or this call where it does not come so far.
+        turn = threading.Lock()
+        staged: list[StagedPack] | None = None
         try:
             packs = self._plan(collected, agreement)
             waited_seconds = self._job.arena.waited_seconds
@@ -109,32 +118,33 @@ class Save:
             staged = self._stage(packs, collected)
             if staged is None:
                 part = part_of(packs, self._written(packs, collected))
+
+            def vote_of(staged: list[StagedPack] | None = staged) -> Vote:
+                whole = part if staged is None else part_of(packs, self._written_staged(packs, staged))
+                return self._write_part(agreement, whole)
+
+            self.handle.reach_staged()
+            report = SaveReport(
+                step=self._place.step,
+                url=self._place.url,
+                attempt=agreement.attempt,
+                bytes=sum(item.bytes for pack in packs for item in pack.plan.items),
+                tensors=len({item.tensor.fqn for pack in packs for item in pack.plan.items}),
+                staged_seconds=self._job.clock.monotonic_seconds() - self._start,
+                waited_seconds=self._job.arena.waited_seconds - waited_seconds,
+                overlapped=staged is not None,
+                committed_seconds=0.0,
+                divergent=agreement.divergent,
+                skipped=tuple(collected.skipped),
+            )
+            self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report)
         except BaseException as error:
-            self._lose(ballot, agreement, error)
+            if turn.acquire(blocking=False):
+                _release(staged or ())
+                self._lose(ballot, agreement, error)
             if not isinstance(error, Exception):
                 # Ctrl-C is the caller's, but the other ranks must not wait for this one.
                 raise
-            return self.handle
-
-        def vote_of() -> Vote:
-            whole = part if staged is None else part_of(packs, self._written_staged(packs, staged))
-            return self._write_part(agreement, whole)
-
-        self.handle.reach_staged()
-        report = SaveReport(
-            step=self._place.step,
-            url=self._place.url,
-            attempt=agreement.attempt,
-            bytes=sum(item.bytes for pack in packs for item in pack.plan.items),
-            tensors=len({item.tensor.fqn for pack in packs for item in pack.plan.items}),
-            staged_seconds=self._job.clock.monotonic_seconds() - self._start,
-            waited_seconds=self._job.arena.waited_seconds - waited_seconds,
-            overlapped=staged is not None,
-            committed_seconds=0.0,
-            divergent=agreement.divergent,
-            skipped=tuple(collected.skipped),
-        )
-        self._job.in_background(self._finish, ballot, agreement, vote_of, report)
         return self.handle
 
     def _survey(self) -> Mapping[str, object]:
@@ -162,21 +172,25 @@ class Save:
         """Copy what this rank writes, so that writing can go on while training does.
 
         Returns:
-            Nothing where the caller waits for the commit anyhow, or the arena is too small for all of it.
+            Nothing where the caller waits for the commit anyhow, or the arena does not lend so much.
         """
+        if self._awaited:
+            return None
         arena = self._job.arena
         sizes = [len(pack.header) + pack.plan.data_bytes for pack in packs]
-        if self._awaited or not arena.holds(sum(-(-size // arena.slab_bytes) for size in sizes)):
-            return None
         sources = [each.source for each in collected.shards]
         staged: list[StagedPack] = []
-        try:
-            for pack in packs:
-                with collector_paused_for(pack.plan.data_bytes, self._job.settings):
-                    staged.append(self._writer.stage(pack.header, pack.plan, sources, arena))
-        except BaseException:
-            _release(staged)
-            raise
+        with arena.lent(sum(-(-size // arena.slab_bytes) for size in sizes)) as slabs:
+            if slabs is None:
+                logger.debug("%s: %d bytes are written before the call returns", self._name, sum(sizes))
+                return None
+            try:
+                for pack in packs:
+                    with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                        staged.append(self._writer.stage(pack.header, pack.plan, sources, arena, slabs))
+            except BaseException:
+                _release(staged)
+                raise
         return staged
 
     def _written(self, packs: Sequence[_Planned], collected: Collected) -> list[WrittenPack]:
@@ -238,8 +252,17 @@ class Save:
         self._place.store.put_if_absent(key, data)
         return Vote(len(data), hex_digest_of(data))
 
-    def _finish(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report: SaveReport) -> None:
+    def _finish(
+        self,
+        turn: threading.Lock,
+        ballot: Ballot,
+        agreement: Agreement,
+        vote_of: Callable[[], Vote],
+        report: SaveReport,
+    ) -> None:
         """Vote, commit or wait for who does; runs in the background and never leaves a handle undecided."""
+        if not turn.acquire(blocking=False):
+            return
         try:
             self._conclude(ballot, agreement, vote_of, report)
         except BaseException as error:

@@ -70,7 +70,10 @@ def write(
     if not staged:
         return writer.write(KEY, header, pack, sources)
     arena = arena_for(pack, header, settings)
-    copied = writer.stage(header, pack, sources, arena)
+    with arena.lent(slabs_of(pack, header, settings.window_bytes)) as slabs:
+        assert slabs is not None
+        copied = writer.stage(header, pack, sources, arena, slabs)
+        assert not slabs
     for each in shards:
         each.source.array[...] = 0  # type: ignore[attr-defined]  # What happens to the state now must not matter.
     written = writer.write_staged(KEY, copied)
@@ -85,15 +88,11 @@ def slabs_of(pack: PackPlan, header: bytes, slab_bytes: int) -> int:
 def arena_for(pack: PackPlan, header: bytes, settings: Settings) -> Arena:
     """Return an arena with room for one pack and not a slab more."""
     count = slabs_of(pack, header, settings.window_bytes)
-    arena = Arena(settings.window_bytes, count * settings.window_bytes, SystemClock())
-    assert arena.holds(count)
-    return arena
+    return Arena(settings.window_bytes, count * settings.window_bytes, SystemClock())
 
 
 def require_all_back(arena: Arena, pack: PackPlan, header: bytes) -> None:
-    for slab in [arena.take() for _ in range(slabs_of(pack, header, arena.slab_bytes))]:
-        arena.give(slab)
-    assert arena.waited_seconds == 0.0
+    assert len(arena._free) == arena._made == slabs_of(pack, header, arena.slab_bytes)
 
 
 def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: int) -> dict[str, list[Piece]]:
@@ -259,15 +258,41 @@ def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at:
     pack, header = planned(shards)
     arena = arena_for(pack, header, SMALL)
     if fails_at == "source":
-        with pytest.raises(ValueError, match="lost"):
-            PackWriter(memory(), SMALL).stage(header, pack, [Broken()], arena)  # type: ignore[list-item]
+        with arena.lent(slabs_of(pack, header, arena.slab_bytes)) as slabs, pytest.raises(ValueError, match="lost"):
+            assert slabs is not None
+            PackWriter(memory(), SMALL).stage(header, pack, [Broken()], arena, slabs)  # type: ignore[list-item]
     else:
         store = FaultyStore(memory(), Faults(fail, names={"upload.write"}, lasting=True))
         writer = PackWriter(store, SMALL)
-        staged = writer.stage(header, pack, [shards[0].source], arena)
+        with arena.lent(slabs_of(pack, header, arena.slab_bytes)) as slabs:
+            assert slabs is not None
+            staged = writer.stage(header, pack, [shards[0].source], arena, slabs)
         with pytest.raises(UnavailableError, match="full"):
             writer.write_staged(KEY, staged)
     require_all_back(arena, pack, header)
+
+
+@pytest.mark.parametrize("startable", (0, 1))
+def test_a_host_without_threads_to_spare_writes_all_the_same(monkeypatch: pytest.MonkeyPatch, startable: int) -> None:
+    """Some versions of Python start no thread once the interpreter exits, and a save may be pending then."""
+    start = threading.Thread.start
+    started: list[str] = []
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("holdfast-write"):
+            if len(started) == startable:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    shards = shards_of([20 * PAGE_BYTES])
+    for staged in (False, True):
+        store = memory()
+        started.clear()
+        written = write(store, shards_of([20 * PAGE_BYTES]), SMALL, staged=staged)
+        assert store.size(KEY) == written.record.bytes
+        assert load_safetensors(store.get(KEY, 1 << 30))["t0"].tobytes() == shards[0].source.array.tobytes()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("flights", (1, 3))

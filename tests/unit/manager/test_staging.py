@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import holdfast
-from holdfast.errors import UnavailableError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
@@ -94,6 +95,46 @@ def test_saves_in_flight_keep_their_order_and_their_parents() -> None:
     assert [parent.step for parent in parents[1:] if parent is not None] == [1, 2]
 
 
+def test_a_load_while_a_save_is_under_way_does_not_change_its_parent() -> None:
+    world, gate = gated(PATIENT)
+
+    def part(rank: int, run: Run) -> object:
+        gate.open.set()
+        for step in (80, 90):
+            assert isinstance(saved(run, step, state(float(step))), SaveReport)
+        gate.open.clear()
+        pending = run.save(100, state(100.0), ANYTHING)
+        assert loaded(run, 80) == 80.0
+        gate.open.set()
+        pending.wait(timeout=20.0)
+        return saved(run, 85, state(85.0))
+
+    (report,) = world.play(part)
+    assert isinstance(report, SaveReport)
+    parents = {step: world.manifest(step).parent for step in (90, 100, 85)}
+    assert {step: parent.step for step, parent in parents.items() if parent is not None} == {90: 80, 100: 90, 85: 80}
+
+
+def test_a_save_whose_predecessor_failed_continues_what_that_one_did() -> None:
+    def fail(operation: Operation) -> None:
+        if "step-000000000002" in operation.subject:
+            raise UnavailableError("full")
+
+    store = fresh_store()
+    slow: Store = FaultyStore(store, Faults(fail, names={"upload"}, lasting=True))
+    world = World(1, store=store, stores={0: slow})
+
+    def part(rank: int, run: Run) -> object:
+        handles = [run.save(step, state(float(step)), ANYTHING) for step in (1, 2, 3)]
+        with pytest.raises(UnavailableError, match="full"):
+            handles[1].wait(timeout=20.0)
+        return [handles[number].wait(timeout=20.0) for number in (0, 2)]
+
+    assert world.play(part) and world.committed() == [1, 3]
+    parent = world.manifest(3).parent
+    assert parent is not None and parent.step == 1
+
+
 def test_a_save_that_finds_no_memory_waits_and_says_so() -> None:
     world, gate = gated(ONE_SAVE)
 
@@ -148,6 +189,58 @@ def test_a_write_that_fails_behind_the_call_gives_its_memory_back() -> None:
     ((report, value),) = world.play(part)  # type: ignore[misc]
     assert isinstance(report, SaveReport) and report.overlapped and value == 5.0
     assert world.committed() == [5]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no thread"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_save_that_is_not_handed_on_is_lost_at_once(error: BaseException) -> None:
+    """What ends the call after the copy must not leave memory lent, the handle open or the other ranks waiting."""
+    world = World(2, settings=ONE_SAVE)
+
+    def part(rank: int, run: Run) -> object:
+        submit = run._job.in_background
+
+        def refuse(*_: object) -> object:
+            raise error
+
+        if rank == 0:
+            run._job.in_background = refuse  # type: ignore[method-assign, assignment]
+            if isinstance(error, Exception):
+                failed = saved(run, 1, state(1.0))
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    run.save(1, state(1.0), ANYTHING)
+                failed = run._pending
+            run._job.in_background = submit  # type: ignore[method-assign]
+        else:
+            failed = saved(run, 1, state(1.0))
+        arena = run._job.arena
+        assert len(arena._free) == arena._made
+        return failed, saved(run, 2, state(2.0)), loaded(run, 2)
+
+    (first, *_), (told, report, value) = world.play(part)  # type: ignore[misc]
+    assert isinstance(told, UnavailableError) and "rank 0" in str(told)
+    assert isinstance(first, UnavailableError) or first == []
+    assert isinstance(report, SaveReport) and value == 2.0
+    assert world.committed() == [2]
+
+
+def test_a_forked_child_does_not_save_with_its_parents_manager(tmp_path: Path) -> None:
+    """Its memory is the parent's: it would write into copies that are not yet hashed."""
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        manager.save(1, {"w": torch.ones(1000)}).wait()
+        holdfast.async_save(tmp_path / "one", {"w": torch.ones(3)}, process_group=False).wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                with pytest.raises(InvalidError, match="forked"):
+                    manager.save(2, {"w": torch.zeros(1000)})
+                holdfast.async_save(tmp_path / "two", {"w": torch.ones(3)}, process_group=False).wait(timeout=20.0)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert manager.steps() == [1]
+    assert not list(holdfast.open_checkpoint(tmp_path / "two").verify())
 
 
 def test_workers_forked_while_a_save_is_in_flight(tmp_path: Path) -> None:
