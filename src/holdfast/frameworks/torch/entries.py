@@ -77,7 +77,8 @@ class EntryMerge:
         if saved and not anything_selected(self._selection, path, saved):
             # Nothing of it is taken: the state's own stays whatever it is, and not only its entries.
             self._any_takes_part(saved, path)
-            return self._kept(own, path)
+            kept = self._kept(own, path) if is_plain_dict(own) else own
+            return dict_like(saved, ()) if kept is ABSENT and own is not ABSENT else kept
         mine = own if is_plain_dict(own) else {}
         entries: dict[object, object] = {
             key: self.merged(each, mine.get(key, ABSENT), f"{path}.{key}") for key, each in saved.items()

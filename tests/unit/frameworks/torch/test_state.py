@@ -298,6 +298,9 @@ def test_only_chooses_values_inside_a_dict_and_leaves_the_others(tmp_path: Path)
         ({"a.b": 1, "a": {"b": 2}, "c": 0}, {"a.b": 10, "a": {"b": 20}, "c": 1}, {"skip": "cfg.a.b"}, None),
         ({"a": 1, "b": 2}, {1: "x", "a": 5, "b": 0}, {"skip": "cfg.a"}, {"a": 5, "b": 2}),
         ({}, {"x": 1, "y": 2}, {"skip": "cfg.x"}, {"x": 1}),
+        ({"a": 1}, {"z": 5}, {"skip": "cfg.a"}, {}),
+        ({"a": {"x": 1}, "b": 2}, {"a": {"z": 5}, "b": 3}, {"skip": "cfg.a.x"}, {"a": {}, "b": 2}),
+        ({"a": 1}, {}, {"skip": "cfg.a"}, {}),
         ({"a": 1}, {"a": 2, "b": {"x": 3, "y": 4}}, {"skip": "cfg.b.x"}, {"a": 1, "b": {"x": 3}}),
     ],
 )
