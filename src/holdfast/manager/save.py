@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import platform
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 
 from holdfast.engine.write import PackWriter, StagedPack, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
@@ -20,6 +17,7 @@ from holdfast.manager.job import Job
 from holdfast.manager.merge import merged
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
+from holdfast.manager.provenance import layouts_of, software_at_hand
 from holdfast.manager.survey import Digests
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
@@ -222,7 +220,7 @@ class Save:
         job, speaks = self._job, agreement.speaks
         # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
         tensors = {each.shard.tensor.fqn: each.shard.tensor for each in collected.shards} if speaks else {}
-        aliases, layouts = (dict(collected.aliases), _layouts(collected)) if speaks else ({}, ())
+        aliases, layouts = (dict(collected.aliases), layouts_of(collected)) if speaks else ({}, ())
         tree = digests.tree_bytes if speaks else None
         per_rank = digests.per_rank_bytes
 
@@ -322,7 +320,7 @@ class Save:
             parent=self._parent_of(),
             world_size=self._job.comm.world_size,
             layouts=whole.layouts,
-            software=_software(),
+            software=software_at_hand(),
             tensors=len(whole.index.tensors),
             tensor_bytes=sum(tensor.global_bytes for tensor in whole.index.tensors.values()),
             aliases=whole.aliases,
@@ -482,23 +480,3 @@ def _list_pieces(index: Index, pack: PackPlan, header_bytes: int, digests: tuple
     for item, each in zip(pack.items, digests, strict=True):
         piece = Piece(item.tensor, item.region, pack.name, header_bytes + item.data_offset, each, index.chunk_bytes)
         index.add(piece, pack.name)
-
-
-def _layouts(collected: Collected) -> tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]:
-    counted = Counter(
-        (shard.layout.mesh_shape, tuple(map(str, shard.layout.placements)))
-        for shard in (each.shard for each in collected.shards)
-        if shard.layout is not None
-    )
-    return tuple((mesh, placements, count) for (mesh, placements), count in sorted(counted.items()))
-
-
-def _software() -> dict[str, str]:
-    """Return the versions that write this checkpoint."""
-    found = {"python": platform.python_version()}
-    for name in ("holdfast", "torch", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
