@@ -25,7 +25,11 @@ class Settings:
     digests and index stay negligible. Values down to one page are accepted for tests."""
 
     window_bytes: int = 4 * MIB
-    """Bytes of one write or read in flight. Larger windows leave the processor's cache before they are hashed."""
+    """Bytes of one write in flight. Larger windows leave the processor's cache before they are hashed."""
+
+    read_window_bytes: int = 16 * MIB
+    """Bytes of one read in flight, at most. Larger than for writing: what lies in the page cache goes where it belongs
+    chunk by chunk anyhow, and each read costs a hand-over between threads (measured: 1.2 times as fast as 4 MiB)."""
 
     windows_in_flight: int = 4
     """Writes or reads in flight per rank: enough to keep an NVMe queue busy."""
@@ -60,6 +64,7 @@ class Settings:
     def __post_init__(self) -> None:
         _require("chunk_bytes", self.chunk_bytes, PAGE_BYTES, 4 * MIB)
         _require("window_bytes", self.window_bytes, PAGE_BYTES, 64 * MIB)
+        _require("read_window_bytes", self.read_window_bytes, PAGE_BYTES, 64 * MIB)
         _require("windows_in_flight", self.windows_in_flight, 1, 64)
         if self.arena_bytes_max is not None:
             _require("arena_bytes_max", self.arena_bytes_max, 0, 1 << 50)
@@ -68,7 +73,7 @@ class Settings:
         _require("index_chunks_max", self.index_chunks_max, 1, 1 << 30)
         _require("sample_blocks", self.sample_blocks, 1, 1 << 20)
         _require("sample_block_bytes", self.sample_block_bytes, 1, MIB)
-        for name in ("chunk_bytes", "window_bytes"):
+        for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
             if getattr(self, name) % PAGE_BYTES:
                 raise InvalidError(f"settings: {name}={getattr(self, name)}; expected a multiple of {PAGE_BYTES}")
         if not 0 < self.commit_timeout_seconds < float("inf"):
