@@ -52,10 +52,8 @@ class Arena:
             if self._bytes_max is None:
                 self._bytes_max = free_memory_bytes() // 2 // ranks_on_host()
             fits = count * self.slab_bytes <= self._bytes_max and self._bytes_max > 0
-            if self._is_lending or not fits:
-                lends = False
-            else:
-                lends = self._is_lending = True
+            lends = fits and not self._is_lending
+            self._is_lending |= lends
         if not lends:
             yield None
             return

@@ -54,5 +54,4 @@ def _start_afresh() -> None:
             gc.enable()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh)
+os.register_at_fork(after_in_child=_start_afresh)

@@ -117,7 +117,7 @@ class Save:
             if staged is None:
                 part = part_of(packs, self._written(packs, collected))
 
-            def vote_of(staged: list[StagedPack] | None = staged) -> Vote:
+            def vote_of() -> Vote:
                 whole = part if staged is None else part_of(packs, self._written_staged(packs, staged))
                 return self._write_part(agreement, whole)
 

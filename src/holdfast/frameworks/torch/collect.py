@@ -16,6 +16,7 @@ from holdfast.frameworks.torch.gradients import (
     gradient_of,
     require_module_boundary,
     require_optimizer_boundary,
+    says_it_accumulates,
 )
 from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
@@ -61,7 +62,6 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
 class _Collector:
     def __init__(self, selection: Selection, ranks: Ranks, root: DictNode) -> None:
         self._selection, self._ranks, self._root = selection, ranks, root
-        self._names_of_parameters: dict[int, str] = {}
         self.shards: list[LocalShard] = []
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
@@ -117,9 +117,13 @@ class _Collector:
         def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
             return TensorRef(fqn) if self._tensor(fqn, tensor, Role.OPTIMIZER, declared) else Skipped(fqn)
 
-        require_optimizer_boundary(
-            node.view.optimizer, node.path, self._gradient_takes_part, asked=self._selection.grads
-        )
+        if not self._selection.grads and says_it_accumulates(node.view.optimizer):
+            names = dict(_named_parameters(self._root))
+            require_optimizer_boundary(
+                node.view.optimizer,
+                node.path,
+                lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{SUFFIX}"),
+            )
         group = collect_optimizer(node.view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)
@@ -144,10 +148,6 @@ class _Collector:
 
     def _value(self, path: str, value: object) -> Value:
         return take_apart(value, path, self._reference) if self._takes_part(path) else Skipped(path)
-
-    def _gradient_takes_part(self, parameter: torch.Tensor) -> bool:
-        names = self._names_of_parameters = self._names_of_parameters or dict(_named_parameters(self._root))
-        return selected(self._selection, f"{names.get(id(parameter), '')}{SUFFIX}")
 
     def _takes_part(self, path: str) -> bool:
         if selected(self._selection, path):

@@ -7,6 +7,7 @@ reducing keeps it where no rank can give it away: then the save is refused, what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Protocol, cast
 
 import torch
@@ -128,14 +129,18 @@ def require_module_boundary(
     Raises:
         InvalidError: Says who accumulates and what to do.
     """
-    names = {id(tensor): f"{path}.{fqn}{SUFFIX}" for fqn, tensor in tensors.items()}
+
+    @cache
+    def names() -> dict[int, str]:
+        # Made only where somebody accumulates: every save comes by here.
+        return {id(tensor): f"{path}.{fqn}{SUFFIX}" for fqn, tensor in tensors.items()}
 
     def is_lost(parameter: torch.Tensor) -> bool:
-        return takes_part(names.get(id(parameter), path))
+        return takes_part(names().get(id(parameter), path))
 
     for parameter in _unreduced(module):
-        name = names.get(id(parameter), path)
         if is_lost(parameter):
+            name = names().get(id(parameter), path)
             raise InvalidError(
                 f"{name}: accumulated by fully_shard without gradient synchronisation, so no rank holds it reduced and "
                 "it cannot be kept. Save after a backward with set_requires_gradient_sync(True), or pass grads=True "
@@ -152,24 +157,26 @@ def require_module_boundary(
             )
 
 
-def require_optimizer_boundary(
-    optimizer: torch.optim.Optimizer, path: str, takes_part: Callable[[torch.Tensor], bool], asked: bool
-) -> None:
-    """Refuse an optimizer that says it is in the middle of gradient accumulation, unless gradients are saved too.
+def says_it_accumulates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer says it is in the middle of gradient accumulation.
 
     Accelerate's optimizers say so: `gradient_state.sync_gradients` is false until the last micro-batch.
+    """
+    return getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True) is False
+
+
+def require_optimizer_boundary(
+    optimizer: torch.optim.Optimizer, path: str, takes_part: Callable[[torch.Tensor], bool]
+) -> None:
+    """Refuse an optimizer that accumulates gradients which would be lost.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: One that says it accumulates.
         path: Where it stands in the state.
         takes_part: Whether `only` and `skip` let a parameter's gradient take part.
-        asked: Whether gradients are saved.
     Raises:
         InvalidError: Says what to do.
     """
-    accumulates = getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True) is False
-    if asked or not accumulates:
-        return
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     if any(each.grad is not None and takes_part(each) for each in parameters):
         raise InvalidError(
