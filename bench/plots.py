@@ -32,16 +32,19 @@ LABELS = {
     "memcpy": "one memcpy",
     "stall_copy": "Holdfast, copy",
     "lazy_blocked": "Holdfast, lazy",
-    "dcp_async_thread": "DCP async",
-    "dcp_async_thread_kept": "DCP async, kept stager",
-    "dcp_async_background_kept": "DCP async, background stager",
-    "dcp_async_process_kept": "DCP async, process",
+    "dcp_async_thread": "DCP async, as it comes",
+    "dcp_async_thread_kept": "DCP async, stager kept",
+    "dcp_async_background_kept": "DCP async, kept, on a thread",
+    "dcp_async_process_kept": "DCP async, kept, a process",
     "tiny_save": "save: Holdfast",
     "tiny_save_dcp": "save: DCP",
     "tiny_save_meta": "save: torch_checkpointing",
     "tiny_load": "load: Holdfast",
     "tiny_load_dcp": "load: DCP",
-    **{f"load_{kind}_dcp_{n}": f"DCP, {kind}, of {n} file(s) a rank" for kind in ("cold", "warm") for n in (1, 2)},
+    "load_cold_dcp_1": "DCP, cold, 1 file a rank",
+    "load_cold_dcp_2": "DCP, cold, 2 files a rank",
+    "load_warm_dcp_1": "DCP, warm, 1 file a rank",
+    "load_warm_dcp_2": "DCP, warm, 2 files a rank",
 }
 
 
@@ -123,10 +126,19 @@ def _predictable(axes: Axes, latest: Latest) -> None:
     rounds = report.rounds_of(latest, "large")
     for name in ("save", "save_dcp_1", "save_dcp_2"):
         seconds = sorted(each[name] for each in rounds if name in each)
-        shares = [(number + 1) / len(seconds) for number in range(len(seconds))]
+        shares = [number / len(seconds) for number in range(len(seconds) + 1)]
         dashes = "--" if name.endswith("2") else "-"
-        axes.step(seconds, shares, dashes, where="post", label=LABELS[name], color=_colour(LABELS[name], dark=True))
+        axes.step(
+            [seconds[0], *seconds],
+            shares,
+            dashes,
+            where="post",
+            label=LABELS[name],
+            color=_colour(LABELS[name], dark=True),
+        )
+    axes.axhline(0.9, color=LIMIT, linewidth=0.8, linestyle=":")
     axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.02)
     axes.set_xlabel("seconds of one save")
     axes.set_ylabel("share of saves done")
     axes.legend(frameon=False)
