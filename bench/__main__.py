@@ -48,9 +48,6 @@ def parts_of(parser: argparse.ArgumentParser, only: str) -> list[Part]:
 
 def run(part: Part, chosen: argparse.Namespace) -> None:
     """Run one part and keep what it found, whatever becomes of the next."""
-    if (reason := part.missing()) is not None:
-        print(f"{part.name}: left out, {reason}", flush=True)
-        return
     params = dict(part.quick if chosen.quick else part.full)
     for name in params:
         given = getattr(chosen, "mib" if name.startswith("mib") else name, None)

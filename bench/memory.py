@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from bench import conditions
-from bench.lazy import ARENA_MIB, lazy_missing, lazy_settings
+from bench.lazy import ARENA_MIB, lazy_settings
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from bench.state import MIB
 
@@ -21,22 +21,17 @@ WAYS = ("blocking", "copy", "lazy")
 
 def measure(root: Path, params: Params) -> Measured:
     """Save in each way; return the MiB each took above state and arena."""
-    notes = []
-    ways = list(WAYS)
-    if (reason := lazy_missing()) is not None:
-        ways.remove("lazy")
-        notes.append(f"memory of lazy saves: {reason}")
     rounds = []
     for _ in range(params["rounds"]):
         each = {}
-        for way in ways:
+        for way in WAYS:
             command = [sys.executable, "-m", "bench.memory", way, str(root), str(params["mib"])]
             ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             each |= {f"{way}_{name}": mib for name, mib in json.loads(ended.stdout).items()}
             conditions.removed(root)
         rounds.append(each)
         conditions.say(", ".join(f"{name} {mib:.0f} MiB" for name, mib in each.items()))
-    return Measured(rounds, notes)
+    return Measured(rounds, [])
 
 
 def save_once(way: str, root: Path, mib: int) -> Round:
@@ -62,7 +57,8 @@ def save_once(way: str, root: Path, mib: int) -> Round:
                 handle = manager.save(step, {"model": model})
                 # Nothing was computed meanwhile: the fence finds everything still to be copied.
                 optimizer.step()
-                handle.wait()
+                report = handle.wait()
+                assert report is not None and report.staging == way, report
             grown = _memory_mib("VmHWM") - before
             found[name] = max(grown - (arena_mib if name == "first" else 0.0), 0.0)
     return found

@@ -67,9 +67,6 @@ class Part:
     keys: Callable[[Sequence[Round], Params], dict[str, Spread]]
     """What the rounds say."""
 
-    missing: Callable[[], str | None] = lambda: None
-    """Why it cannot run here, or None."""
-
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Return median, lowest and highest."""

@@ -17,6 +17,7 @@ from bench.conditions import timed
 from bench.part import Measured, Params, Part, Round, Spread, contenders, in_turn, share_of, times_as_fast
 from bench.rivals import DcpAsync
 from bench.state import MIB, sharded_state
+from holdfast.api import SaveReport
 
 State = dict[str, torch.Tensor]
 Begin = Callable[[int], Future[object] | None]
@@ -62,7 +63,8 @@ class Stall:
             conditions.quiet_disk()
             found[name] = timed(lambda begin=begin, begun=begun: begun.append(begin(number)))
             if begun[0] is not None:
-                begun[0].result()
+                done = begun[0].result()
+                assert not isinstance(done, SaveReport) or done.staging == "copy", done
             conditions.barrier()
             conditions.removed(self._root / name)
             conditions.removed(self._root / "ours" / f"step-{number:012d}")

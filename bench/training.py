@@ -13,7 +13,7 @@ from torch import nn
 
 import holdfast
 from bench import conditions
-from bench.lazy import lazy_missing, lazy_settings
+from bench.lazy import lazy_settings
 from bench.part import Measured, Params, Part, Round, Spread, present
 
 WIDTH, INNER = 2048, 2730
@@ -67,7 +67,8 @@ class Training:
             if number == 0 and manager is not None:
                 handle = manager.save(first, self.state)
         if handle is not None:
-            handle.wait()
+            report = handle.wait()
+            assert report is not None and report.staging == "lazy", report
 
 
 def measure(root: Path, params: Params) -> Measured:
@@ -115,5 +116,4 @@ PART = Part(
     quick={"steps": 40},
     measure=measure,
     keys=keys,
-    missing=lazy_missing,
 )
