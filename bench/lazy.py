@@ -23,9 +23,9 @@ STEP_OVER_WRITE = 4.0
 longer than the write, and computing slows the write."""
 
 
-def lazy_settings() -> holdfast.Settings:
+def lazy_settings(arena_mib: int = ARENA_MIB) -> holdfast.Settings:
     """Return settings with lazy staging and a small arena."""
-    return holdfast.Settings(staging="lazy", arena_bytes_max=ARENA_MIB * MIB)
+    return holdfast.Settings(staging="lazy", arena_bytes_max=arena_mib * MIB)
 
 
 class Sheets(nn.Module):

@@ -12,11 +12,15 @@ import torch
 
 import holdfast
 from bench import conditions
-from bench.lazy import ARENA_MIB, lazy_settings
+from bench.lazy import lazy_settings
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from bench.state import MIB
 
 WAYS = ("blocking", "copy", "lazy")
+SAVES = 3
+LAZY_ARENA_MIB = 64
+"""A small part of the state: copies come faster than windows are written, so that every slab of it is used, and none
+that was not used can stand in for what was taken beside the arena."""
 
 
 def measure(root: Path, params: Params) -> Measured:
@@ -27,41 +31,34 @@ def measure(root: Path, params: Params) -> Measured:
         for way in WAYS:
             command = [sys.executable, "-m", "bench.memory", way, str(root), str(params["mib"])]
             ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            each |= {f"{way}_{name}": mib for name, mib in json.loads(ended.stdout).items()}
+            each[way] = float(json.loads(ended.stdout))
             conditions.removed(root)
         rounds.append(each)
         conditions.say(", ".join(f"{name} {mib:.0f} MiB" for name, mib in each.items()))
     return Measured(rounds, [])
 
 
-def save_once(way: str, root: Path, mib: int) -> Round:
-    """Save a state twice in this process; return the MiB of either save above the state and the arena.
-
-    `first` counts all that appeared since the state was there, less the arena's budget; `second` what the second save
-    adds to that for a time, so that nothing hides in an arena that was not filled.
-    """
+def extra_mib(way: str, root: Path, mib: int) -> float:
+    """Save a state some times in this process; return the MiB that appeared meanwhile, less the arena."""
     state = {str(n): torch.rand(MIB // 4, 16) for n in range(mib // 16)}
     model = torch.nn.ParameterDict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     holdfast.save(root / "warm", {"x": torch.zeros(4)}, process_group=False)
-    settings = lazy_settings() if way == "lazy" else holdfast.Settings(arena_bytes_max=2 * mib * MIB)
-    arena_mib = {"blocking": 0, "copy": mib, "lazy": ARENA_MIB}[way]
-    found: Round = {}
+    settings = lazy_settings(LAZY_ARENA_MIB) if way == "lazy" else holdfast.Settings(arena_bytes_max=2 * mib * MIB)
+    arena_mib = {"blocking": 0, "copy": mib, "lazy": LAZY_ARENA_MIB}[way]
     with holdfast.CheckpointManager(root / "run", process_group=False, settings=settings) as manager:
-        for step, name in enumerate(("first", "second")):
-            _forget_peak()
-            before = _memory_mib("VmRSS")
+        _forget_peak()
+        before = _memory_mib("VmRSS")
+        for step in range(SAVES):
             if way == "blocking":
-                holdfast.save(root / name, {"model": model}, process_group=False)
+                holdfast.save(root / str(step), {"model": model}, process_group=False)
             else:
                 handle = manager.save(step, {"model": model})
-                # Nothing was computed meanwhile: the fence finds everything still to be copied.
+                # Nothing was computed meanwhile: the fence finds almost everything still to be copied.
                 optimizer.step()
                 report = handle.wait()
                 assert report is not None and report.staging == way, report
-            grown = _memory_mib("VmHWM") - before
-            found[name] = max(grown - (arena_mib if name == "first" else 0.0), 0.0)
-    return found
+        return max(_memory_mib("VmHWM") - before - arena_mib, 0.0)
 
 
 def _forget_peak() -> None:
@@ -90,4 +87,4 @@ PART = Part(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(save_once(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(extra_mib(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
