@@ -37,18 +37,7 @@ def run(part: Part, params: Params, folder: Path) -> Measured:
             stdout=None if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(part.ranks),
-                "LOCAL_WORLD_SIZE": str(part.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                # c10d looks up names at every connection, and no contender shall pay for a lost packet.
-                "RES_OPTIONS": "timeout:1 attempts:1",
-            },
+            env=_environment(part, rank, port),
         )
         for rank in range(part.ranks)
     ]
@@ -57,15 +46,32 @@ def run(part: Part, params: Params, folder: Path) -> Measured:
         listener.start()
     try:
         if any(rank.wait() for rank in ranks):
-            for listener in listeners:
-                listener.join(timeout=2)
             raise SystemExit(f"bench: a rank of {part.name} failed; its error is above")
         return Measured(**json.loads((folder / RESULT).read_text()))
     finally:
-        for rank in ranks:
+        for rank, listener in zip(ranks, listeners, strict=True):
             rank.kill()
             rank.wait()
+            # A process of DCP's that outlives its rank would keep the pipe open.
+            listener.join(timeout=2)
+            if not listener.is_alive() and rank.stderr is not None:
+                rank.stderr.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment(part: Part, rank: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(part.ranks),
+        "LOCAL_WORLD_SIZE": str(part.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        # c10d looks up names at every connection, and no contender shall pay for a lost packet.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
 
 
 def _pass_on(errors: Iterable[str]) -> None:
