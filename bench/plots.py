@@ -147,7 +147,7 @@ def _predictable(axes: Axes, latest: Latest) -> None:
 def _stall(axes: Axes, latest: Latest) -> None:
     rounds = report.rounds_of(latest, "stall")
     gib = latest["parts"]["stall"]["params"]["mib_per_rank"] / 1024  # type: ignore[index]
-    names = ["stall_copy", "memcpy", *contenders(rounds, "dcp_async")]
+    names = ["stall_copy", "memcpy", *sorted(contenders(rounds, "dcp_async"))]
     seconds = {LABELS[name]: [each[name] / gib for each in rounds] for name in names}
     lazy = report.rounds_of(latest, "lazy")
     if lazy:
@@ -163,7 +163,8 @@ def _training(axes: Axes, latest: Latest) -> None:
     axes.plot(steps, [each["without"] for each in rounds], "o-", color=THEIRS, label="without a save")
     axes.plot(steps, [each["with"] for each in rounds], "o-", color=OURS, label="with a lazy save")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("block")
+    axes.set_xticks(steps)
+    axes.set_xlabel("turn")
     axes.set_ylabel("seconds of ten steps")
     axes.legend(frameon=False, loc="lower right")
 
