@@ -43,9 +43,9 @@ class Settings:
 
     staging: Literal["copy", "lazy"] = "copy"
     """What a save in the background waits for. `copy`: until everything is copied into the arena. `lazy`: for nothing;
-    parameters and optimizer state are taken from the live state while training goes on, until a fence, the next
-    optimizer step or `load_state_dict`, waits for what is not copied yet. See `docs/performance.md` for what the fence
-    cannot see."""
+    parameters that an optimizer of the state steps, and its state, are taken while training goes on, until a
+    fence, the next optimizer step or `load_state_dict`, waits for what is not copied yet. See `docs/performance.md` for
+    what the fence cannot see."""
 
     lazy_verify: bool = False
     """Whether what is taken lazily is also hashed at the call, and a save refused that took anything else: finds

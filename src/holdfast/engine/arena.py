@@ -10,32 +10,28 @@ from pathlib import Path
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import new_slab
 from holdfast.ports.clock import Clock
-from holdfast.settings import MIB
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 _BLOCK_SLABS = 16
 """Slabs cut from one allocation: few allocations, and little that is never used."""
 
-_LAZY_BYTES_MAX = 512 * MIB
-
 
 class Arena:
     """Equal slabs up to a budget; who finds none free waits for one to come back."""
 
-    def __init__(self, slab_bytes: int, bytes_max: int | None, clock: Clock, *, lazy: bool = False) -> None:
+    def __init__(self, slab_bytes: int, bytes_max: int | None, clock: Clock) -> None:
         """Allocate nothing yet.
 
         Args:
             slab_bytes: Bytes of one slab, a multiple of a page.
             bytes_max: The budget; None for half of the memory that is free when it is first asked for.
             clock: Measures waits.
-            lazy: Whether slabs are written while others are filled, so that without a budget few will do.
         """
         self.slab_bytes = slab_bytes
         self.waited_seconds = 0.0
         """How long slabs have been waited for so far."""
-        self._bytes_max, self._clock, self._lazy = bytes_max, clock, lazy
+        self._bytes_max, self._clock = bytes_max, clock
         # Reentrant: a signal handler may save while this thread is in here.
         self._changed = threading.Condition(threading.RLock())
         self._free: list[memoryview] = []
@@ -45,13 +41,16 @@ class Arena:
         """Return whether so many slabs fit the budget, those in use included, and it is of any use at all."""
         return max(count, 1) * self.slab_bytes <= self._budget()
 
-    def take(self, given_up: Callable[[], bool]) -> memoryview | None:
+    def take(self, given_up: Callable[[], bool], bytes_max: int | None = None) -> memoryview | None:
         """Return a slab, waiting for one to come back if need be; None once its user has given up.
 
         Args:
             given_up: Asked before a wait, and after it whenever something changed or `wake` was called.
+            bytes_max: What the arena may grow to for this slab, within its budget, though to one slab at least.
         """
         budget = self._budget()
+        if bytes_max is not None:
+            budget = min(budget, max(bytes_max, self.slab_bytes))
         with self._changed:
             while not self._free and not self._grow(budget):
                 if given_up():
@@ -83,8 +82,6 @@ class Arena:
         with self._changed:
             if self._bytes_max is None:
                 self._bytes_max = free_memory_bytes() // 2 // ranks_on_host()
-                if self._lazy:
-                    self._bytes_max = min(self._bytes_max, _LAZY_BYTES_MAX)
             return self._bytes_max
 
     def _grow(self, budget: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 
 from holdfast.engine.arena import Arena
@@ -19,28 +20,27 @@ class Staging:
     more is copied, and every slab goes back.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, bytes_max: int | None = None) -> None:
+        """Begin with nothing copied.
+
+        Args:
+            arena: Where slabs are from.
+            bytes_max: What the arena may grow to for this, within its budget; None: to all of it.
+        """
+        self._arena, self._bytes_max = arena, bytes_max
         # Reentrant: a signal handler may save, and give up, while this thread is in here.
         self._lock = threading.RLock()
         self._filled: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._over = threading.Event()
 
-    def copy(
-        self,
-        packs: Sequence[PlannedPack],
-        sources: Sequence[Source],
-        chunk_bytes: int,
-        on_copied: Callable[[], None],
-    ) -> None:
+    def copy(self, packs: Sequence[PlannedPack], sources: Sequence[Source], chunk_bytes: int) -> None:
         """Copy packs, each from the start of a window on; never raises, the writer hears of it.
 
         Args:
             packs: What to copy, in the order in which it will be written.
             sources: Bytes by shard number.
             chunk_bytes: As for writing.
-            on_copied: Called once all is copied and before `wait` returns; what it raises fails the save.
         """
         try:
             for pack in packs:
@@ -49,11 +49,15 @@ class Staging:
                     stream(pack.header, pack.plan, windows, chunk_bytes, sources, digesting=False)
                 finally:
                     windows.close()
-            on_copied()
+        except _GivenUp:
+            pass  # The thread that writes knows why.
         except BaseException as error:  # noqa: BLE001 - the thread that writes raises it
+            # Frames that are done with hold the state for as long as somebody holds the error; this one goes on.
+            traceback.clear_frames(error.__traceback__)
+            sources = ()
             self.give_up(error)
         finally:
-            self._over.set()
+            self.end()
 
     def take(self) -> memoryview:
         """Return the next filled window, waiting for it.
@@ -87,9 +91,13 @@ class Staging:
             self._filled.put(None)
         self._arena.wake()
 
-    def wait(self) -> None:
-        """Return once nothing more is read from the state."""
-        self._over.wait()
+    def end(self) -> None:
+        """Note that nothing more will be read from the state."""
+        self._over.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing more is read from the state; return whether that came in time."""
+        return self._over.wait(timeout)
 
     def raise_failure(self) -> None:
         """Raise what either side gave up for."""
@@ -97,10 +105,9 @@ class Staging:
             raise self._failure
 
     def _empty(self) -> memoryview:
-        slab = self._arena.take(given_up=lambda: self._failure is not None)
+        slab = self._arena.take(lambda: self._failure is not None, self._bytes_max)
         if slab is None:
-            self.raise_failure()
-        assert slab is not None, "the arena gives nothing only to who has given up"
+            raise _GivenUp
         return slab
 
     def _put(self, slab: memoryview) -> None:
@@ -109,7 +116,11 @@ class Staging:
                 self._filled.put(slab)
                 return
         self._arena.give(slab)
-        self.raise_failure()
+        raise _GivenUp
+
+
+class _GivenUp(Exception):
+    """The other side has given up."""
 
 
 class _Filled:

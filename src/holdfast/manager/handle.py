@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,6 +83,10 @@ class SaveHandle:
         self._lock = threading.Lock()
         self._waiting = int(awaited)
         self._awaited = False
+        self.settle: Callable[[float | None], float | None] | None = None
+        """Called before the thread that saved waits for `staged`, with the seconds it will wait; returns what is left
+        of them. Where the state is taken lazily, it is then known at once that nothing more is read."""
+        self._saver = threading.get_ident()
         self.staged: Future[None] = Future()
         self.replicated: Future[None] = Future()
         self.committed: Future[SaveReport] = Future()
@@ -104,8 +110,12 @@ class SaveHandle:
         with self._lock:
             self._waiting += 1
         future: Future[None] | Future[SaveReport] = getattr(self, moment)
+        left = timeout
         try:
-            result = future.result(timeout)
+            settle = self.settle
+            if moment == "staged" and settle is not None and threading.get_ident() == self._saver:
+                left = settle(timeout)
+            result = future.result(left)
         except TimeoutError:
             if not future.done():
                 raise TimeoutError(f"{self._name}: not {moment} within {timeout} s; the save goes on") from None
@@ -128,6 +138,7 @@ class SaveHandle:
 
     def reach_staged(self) -> None:
         """Mark the save as staged, unless it has failed."""
+        self.settle = None
         with suppress(InvalidStateError):
             self.staged.set_result(None)
 
@@ -141,6 +152,24 @@ class SaveHandle:
         with self._lock:
             if not self._waiting:
                 logger.error("%s failed: %s: %s", self._name, type(error).__name__, error)
+        self.settle = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)
+        # Its frames hold the state, and whoever asks may come late or never.
+        _forget_locals(error)
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Clear the frames of an error and of what it came from; their lines stay."""
+    known: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in known:
+            continue
+        known.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        left += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions

@@ -31,8 +31,9 @@ class Job:
         self._process = os.getpid()
         self.sequence = 0
         """Number of the next opening; ranks that fell behind catch up there."""
-        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, lazy=settings.staging == "lazy")
+        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
         """Memory for copies of what is being saved."""
+        self._said: set[str] = set()
         self.plans = Plans()
         """Plans of earlier saves."""
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
@@ -72,6 +73,13 @@ class Job:
         Beside each other two saves could take all slabs between them, and neither go on.
         """
         self._copies.submit(work)
+
+    def is_news(self, said: str) -> bool:
+        """Return whether something is said for the first time."""
+        if said in self._said:
+            return False
+        self._said.add(said)
+        return True
 
     def remember(self, sequence: int, keys: Sequence[str]) -> None:
         """Note keys that this rank set for a save, so that `forget_before` can remove them."""

@@ -103,6 +103,7 @@ class Save:
             self._own_keys += [pack.key for pack in packs]
             part_of = self._part_of(collected, digests, agreement)
             transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged)
+            self.handle.settle = transfer.settle
             transfer.begin(collected, awaited=self._awaited)
             report_of = self._report_of(plan, is_new, collected, agreement, transfer)
 

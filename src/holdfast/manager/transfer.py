@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -11,15 +12,17 @@ from holdfast.errors import InvalidError
 from holdfast.manager.collector import collector_paused_for
 from holdfast.manager.handle import Staged
 from holdfast.manager.job import Job
-from holdfast.ports.framework import Collected, Fence, LocalShard, Source
+from holdfast.ports.framework import Collected, LocalShard, Source
 from holdfast.settings import MIB
 from holdfast.spec.plan import PlannedPack
 
 logger = logging.getLogger(__name__)
 
+_LAZY_BYTES_MAX = 512 * MIB
+"""What the arena grows to for lazy saves, unless its budget was chosen: windows are written while others are filled."""
+
 _EAGER_BYTES_MAX = 64 * MIB
-"""What a lazy save copies at the call at most. Such copies are made into fresh memory, outside the arena's budget: a
-state with more than this of buffers is copied into the arena as a whole."""
+"""What a lazy save copies at the call at most. Such copies are made into fresh memory, outside the arena's budget."""
 
 _FENCE_SECONDS_NOTED = 1.0
 
@@ -42,12 +45,16 @@ class Transfer:
         self._job, self._name, self._writer, self._packs, self._on_staged = job, name, writer, packs, on_staged
         self.staging: Staged = "none"
         """How the state was taken."""
-        self.fence_seconds = 0.0
-        """How long the fence has held training up."""
         self.waited_seconds = 0.0
         """How long copies have waited for slabs."""
         self._windows = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
+        self._is_copying = False
+        self._copied_at: float | None = None
+        self._held_since: list[float] = []
+        # Reentrant: what is called once all is staged may step an optimizer.
+        self._certifying = threading.RLock()
+        self._is_certified = False
         self._stamped: list[tuple[str, Source, object]] = []
         self._expected: list[tuple[bytes, ...]] | None = None
 
@@ -58,21 +65,23 @@ class Transfer:
             collected: The state.
             awaited: Whether the caller waits for the commit anyhow.
         """
-        arena, settings = self._job.arena, self._job.settings
-        shards = collected.shards
-        fence = collected.fence if settings.staging == "lazy" else None
-        if fence is not None and self._eager_bytes(shards) > _EAGER_BYTES_MAX:
-            fence = None
+        arena, shards = self._job.arena, collected.shards
+        sources = [each.source for each in shards]
+        is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
         slabs = sum(-(-pack.bytes // arena.slab_bytes) for pack in self._packs)
-        if awaited or not arena.holds(slabs if fence is None else 1):
-            self._write([each.source for each in shards])
-        elif fence is None:
+        if awaited or not arena.holds(1 if is_lazy else slabs):
+            self._write(sources)
+        elif not is_lazy:
             self.staging = "copy"
-            self._copy_in_background([each.source for each in shards], lambda: None)
-            self._windows.wait()
+            self._copy_in_background(sources)
+            self.settle()
         else:
+            assert collected.fence is not None, "or it could not be lazy"
             self.staging = "lazy"
-            self._copy_lazily(shards, fence)
+            self._windows = Staging(arena, None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX)
+            self._keep_as_it_is(shards, sources)
+            collected.fence(self._hold_up)
+            self._copy_in_background(sources)
 
     def written(self) -> list[WrittenPack]:
         """Return what is written and durable, after writing what is not; in the background.
@@ -89,6 +98,7 @@ class Transfer:
                 with collector_paused_for(pack.plan.data_bytes, self._job.settings):
                     written.append(self._writer.write_staged(pack, self._windows))
             self._windows.wait()
+            self._certify()
             self._windows.raise_failure()
             self._require_expected(written)
         except BaseException as error:
@@ -97,60 +107,25 @@ class Transfer:
         return written
 
     def give_up(self, error: BaseException) -> None:
-        """Copy and write nothing more; what is lent goes back."""
+        """Copy and write nothing more; what is lent goes back, and nobody is held up."""
         self._windows.give_up(error)
+        self._stamped.clear()
+        if not self._is_copying:
+            self._windows.end()
 
-    def _write(self, sources: Sequence[Source]) -> None:
-        self._written = []
-        for pack in self._packs:
-            with collector_paused_for(pack.plan.data_bytes, self._job.settings):
-                self._written.append(self._writer.write(pack, sources))
-        self._on_staged()
+    def settle(self, timeout: float | None = None) -> float | None:
+        """Wait until nothing more is read from the state, on the thread that trains; return what is left to wait."""
+        start = self._job.clock.monotonic_seconds()
+        if self._windows.wait(timeout):
+            self._certify()
+        return None if timeout is None else max(start + timeout - self._job.clock.monotonic_seconds(), 0.0)
 
-    def _copy_lazily(self, shards: Sequence[LocalShard], fence: Fence) -> None:
-        sources = [each.source for each in shards]
-        for pack in self._packs:
-            for item in pack.plan.items:
-                shard = shards[item.shard_number]
-                if shard.fenced:
-                    self._stamped.append((item.tensor.fqn, shard.source, shard.source.stamp()))
-                else:
-                    sources[item.shard_number] = shard.source.copied()
-        if self._job.settings.lazy_verify:
-            self._expected = [self._writer.digests_of(pack, sources) for pack in self._packs]
-        release = fence(self._settle)
-        try:
-            self._copy_in_background(sources, release)
-        except BaseException:
-            release()
-            raise
-
-    def _copy_in_background(self, sources: Sequence[Source], release: Callable[[], None]) -> None:
-        arena, settings = self._job.arena, self._job.settings
-        waited_seconds = arena.waited_seconds
-
-        def on_copied() -> None:
-            self._require_unchanged()
-            self._on_staged()
-
-        def copy() -> None:
-            try:
-                with collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs), settings):
-                    self._windows.copy(self._packs, sources, settings.chunk_bytes, on_copied)
-            finally:
-                self.waited_seconds = arena.waited_seconds - waited_seconds
-                self._stamped.clear()
-                release()
-
-        self._job.copy_in_background(copy)
-
-    def _settle(self) -> None:
-        """Hold training up until nothing more is read from the state."""
-        clock = self._job.clock
-        start = clock.monotonic_seconds()
-        self._windows.wait()
-        seconds = clock.monotonic_seconds() - start
-        self.fence_seconds += seconds
+    def _hold_up(self) -> None:
+        """Be the fence."""
+        start = self._job.clock.monotonic_seconds()
+        self._held_since.append(start)
+        self.settle()
+        seconds = self._job.clock.monotonic_seconds() - start
         if seconds > _FENCE_SECONDS_NOTED:
             logger.warning(
                 "%s: held training up for %.1f s: copies had to wait for memory. Raise settings.arena_bytes_max, or "
@@ -159,14 +134,89 @@ class Transfer:
                 seconds,
             )
 
-    def _eager_bytes(self, shards: Sequence[LocalShard]) -> int:
-        items = (item for pack in self._packs for item in pack.plan.items)
-        return sum(item.bytes for item in items if not shards[item.shard_number].fenced)
+    @property
+    def fence_seconds(self) -> float:
+        """How long the fence has held training up."""
+        stop = self._job.clock.monotonic_seconds() if self._copied_at is None else self._copied_at
+        return sum(max(stop - since, 0.0) for since in self._held_since)
 
-    def _require_unchanged(self) -> None:
-        changed = [fqn for fqn, source, stamp in self._stamped if source.stamp() != stamp]
-        if changed:
-            raise InvalidError(_said_to_have_changed(self._name, changed))
+    def _write(self, sources: Sequence[Source]) -> None:
+        self._written = []
+        for pack in self._packs:
+            with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                self._written.append(self._writer.write(pack, sources))
+        self._on_staged()
+
+    def _can_be_lazy(self, collected: Collected) -> bool:
+        reason = collected.unfenced_because
+        owned = [shard for _, shard in self._owned(collected.shards)]
+        if collected.fence is not None:
+            eager_bytes = sum(_held_bytes(shard) for shard in owned if not shard.fenced)
+            if not any(shard.fenced for shard in owned):
+                # Nothing to gain, and nothing to say where all of it is small: a rank may write no more than that.
+                if eager_bytes <= _EAGER_BYTES_MAX:
+                    return False
+            elif eager_bytes <= _EAGER_BYTES_MAX:
+                return True
+            reason = (
+                f"{eager_bytes} bytes of it are neither parameters that an optimizer of the state steps, nor such an "
+                "optimizer's state. Pass modules and optimizers themselves rather than their state_dict()"
+            )
+        if self._job.is_news(reason):
+            logger.warning("%s: the state is copied before the call returns, not lazily: %s", self._name, reason)
+        return False
+
+    def _keep_as_it_is(self, shards: Sequence[LocalShard], sources: list[Source]) -> None:
+        """Stamp what is taken lazily, and put copies of the rest in place of its sources."""
+        for number, shard in self._owned(shards):
+            if shard.fenced:
+                self._stamped.append((shard.shard.tensor.fqn, shard.source, shard.source.stamp()))
+            else:
+                sources[number] = shard.source.copied()
+        if self._job.settings.lazy_verify:
+            self._expected = [self._writer.digests_of(pack, sources) for pack in self._packs]
+
+    def _owned(self, shards: Sequence[LocalShard]) -> Iterator[tuple[int, LocalShard]]:
+        """Yield each shard that this rank writes something of, with its number."""
+        for number in dict.fromkeys(item.shard_number for pack in self._packs for item in pack.plan.items):
+            yield number, shards[number]
+
+    def _copy_in_background(self, sources: Sequence[Source]) -> None:
+        arena, settings = self._job.arena, self._job.settings
+
+        def copy() -> None:
+            waited_seconds = arena.waited_seconds
+            try:
+                with collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs), settings):
+                    self._windows.copy(self._packs, sources, settings.chunk_bytes)
+            finally:
+                self.waited_seconds = arena.waited_seconds - waited_seconds
+
+        self._is_copying = True
+        try:
+            self._job.copy_in_background(copy)
+        except BaseException:
+            self._is_copying = False
+            raise
+
+    def _certify(self) -> None:
+        """Find out, once everything is copied, whether all of it was as at the call.
+
+        Asked on the thread that trains, at the fence, where no operation of that thread can be under way: torch counts
+        an operation only when it is over, and one that was writing while the last copy was made would not be seen.
+        Where no fence is met it is asked once everything is written.
+        """
+        with self._certifying:
+            if self._is_certified:
+                return
+            self._is_certified = True
+            self._copied_at = self._job.clock.monotonic_seconds()
+            changed = [fqn for fqn, source, stamp in self._stamped if source.stamp() != stamp]
+            self._stamped.clear()
+            if changed:
+                self.give_up(InvalidError(_said_to_have_changed(self._name, changed)))
+            else:
+                self._on_staged()
 
     def _require_expected(self, written: Sequence[WrittenPack]) -> None:
         if self._expected is None:
@@ -179,6 +229,10 @@ class Transfer:
         ]
         if changed:
             raise InvalidError(_said_to_have_changed(self._name, changed))
+
+
+def _held_bytes(shard: LocalShard) -> int:
+    return sum(piece.numel for piece in shard.shard.pieces) * shard.shard.tensor.itemsize
 
 
 def _said_to_have_changed(name: str, changed: Sequence[str]) -> str:

@@ -85,9 +85,9 @@ class LocalShard:
     """Whether it changes only behind the fence of what it was collected with."""
 
 
-Fence = Callable[[Callable[[], None]], Callable[[], None]]
+Fence = Callable[[Callable[[], None]], None]
 """Has a call run, on the thread that trains, before anything fenced changes (an optimizer steps, a state is loaded),
-every time until what it returns is called. Source: the copies fenced by the optimizer step of DataStates-LLM."""
+until it has run to its end once. Source: the copies fenced by the optimizer step of DataStates-LLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,9 @@ class Collected:
 
     fence: Fence | None = None
     """What tells before the fenced shards change; None where nothing does, so that all must be copied at the call."""
+
+    unfenced_because: str = ""
+    """Why there is no fence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,16 +70,28 @@ def test_what_the_budget_holds(budget: int, count: int, holds: bool) -> None:
 def test_without_a_budget_half_of_what_is_free_is_shared_among_the_ranks_of_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def holds(count: int, *, lazy: bool = False) -> bool:
-        return Arena(PAGE_BYTES, None, SystemClock(), lazy=lazy).holds(count)
+    def holds(count: int) -> bool:
+        return Arena(PAGE_BYTES, None, SystemClock()).holds(count)
 
     monkeypatch.setattr("holdfast.engine.arena.free_memory_bytes", lambda: 100 * PAGE_BYTES)
     assert holds(50) and not holds(51)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert holds(12) and not holds(13)
-    monkeypatch.setattr("holdfast.engine.arena.free_memory_bytes", lambda: 1 << 50)
-    few = (512 << 20) // PAGE_BYTES
-    assert holds(few + 1) and holds(few, lazy=True) and not holds(few + 1, lazy=True)
+
+
+def test_who_asks_for_little_makes_it_grow_little_and_still_gets_what_is_there() -> None:
+    kept = arena(40)
+
+    def take() -> memoryview | None:
+        return kept.take(lambda: True, 2 * PAGE_BYTES)
+
+    few = [take() for _ in range(3)]
+    assert [slab is None for slab in few] == [False, False, True]
+    more = taken(kept, 5)
+    for slab in more:
+        kept.give(slab)
+    assert take() is not None
+    assert arena(40).take(lambda: True, 0) is not None, "one slab at least"
 
 
 def test_free_memory_is_what_the_host_has() -> None:

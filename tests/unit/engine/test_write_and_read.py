@@ -72,7 +72,7 @@ def write(
         return writer.write(pack, sources)
     arena = arena_for(pack, settings)
     staging = Staging(arena)
-    staging.copy([pack], sources, settings.chunk_bytes, lambda: None)
+    staging.copy([pack], sources, settings.chunk_bytes)
     for each in shards:
         each.source.array[...] = 0  # type: ignore[attr-defined]  # What happens to the state now must not matter.
     written = writer.write_staged(pack, staging)
@@ -247,7 +247,7 @@ def test_copying_and_writing_go_on_beside_each_other_through_an_arena_of_one_sla
     arena = Arena(PAGE_BYTES, PAGE_BYTES, SystemClock())
     staging = Staging(arena)
     sources = [each.source for each in shards]
-    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES, lambda: None))
+    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES))
     copying.start()
     written = PackWriter(store, chosen).write_staged(pack, staging)
     copying.join(20.0)
@@ -269,7 +269,7 @@ def test_who_gives_up_ends_a_copy_that_waits_for_memory() -> None:
     arena = Arena(PAGE_BYTES, 2 * PAGE_BYTES, SystemClock())
     staging = Staging(arena)
     sources = [each.source for each in shards]
-    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES, lambda: None), daemon=True)
+    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES), daemon=True)
     copying.start()
     while arena._free or not arena._made:
         threading.Event().wait(0.001)
@@ -284,7 +284,7 @@ def test_who_gives_up_ends_a_copy_that_waits_for_memory() -> None:
     require_all_back(arena)
 
 
-@pytest.mark.parametrize("fails_at", ("source", "upload", "copied"))
+@pytest.mark.parametrize("fails_at", ("source", "upload"))
 def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at: str) -> None:
     class Broken:
         def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> object:
@@ -295,16 +295,12 @@ def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at:
     def fail(operation: Operation) -> None:
         raise UnavailableError("full")
 
-    def refuse() -> None:
-        raise ValueError("lost")
-
     shards = shards_of([20 * PAGE_BYTES])
     pack = planned(shards)
     arena = arena_for(pack, SMALL)
     staging = Staging(arena)
     source = Broken() if fails_at == "source" else shards[0].source
-    on_copied = refuse if fails_at == "copied" else lambda: None
-    staging.copy([pack], [source], SMALL.chunk_bytes, on_copied)  # type: ignore[list-item]
+    staging.copy([pack], [source], SMALL.chunk_bytes)  # type: ignore[list-item]
     store = FaultyStore(memory(), Faults(fail, names={"upload.write"}, lasting=True))
     expected = UnavailableError if fails_at == "upload" else ValueError
     with pytest.raises(expected, match="full" if fails_at == "upload" else "lost") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -57,8 +58,16 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
     root = walk(state, ranks.rank_of_global)
     collector = _Collector(selection, ranks, root)
     tree = collector.dict_group(root)
-    fence = None if collector.moves_in_training else collector.fenced.close
-    return Collected(collector.shards, tree, collector.aliases, collector.skipped, collector.per_rank, fence)
+    moves = "; ".join(collector.moving)
+    return Collected(
+        shards=collector.shards,
+        tree=tree,
+        aliases=collector.aliases,
+        skipped=collector.skipped,
+        per_rank=collector.per_rank,
+        fence=None if moves else collector.objects.close,
+        unfenced_because=moves,
+    )
 
 
 class _Collector:
@@ -68,9 +77,11 @@ class _Collector:
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
-        self.fenced = FencedObjects()
-        self.moves_in_training = False
-        """Whether something is in the state that forward or backward change, where no optimizer's step tells."""
+        self.objects = FencedObjects()
+        self.moving: dict[str, None] = {}
+        """What of the state forward or backward change where no optimizer's step tells."""
+        self._stepped = _stepped(root)
+        self._numbers: dict[str, int] = {}
         self._names: set[str] = set()
         self._stored: dict[tuple[object, ...], tuple[str, Held, list[torch.Tensor]]] = {}
 
@@ -88,7 +99,8 @@ class _Collector:
             case DictNode():
                 return self.dict_group(node)
             case TensorNode():
-                self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=True)
+                stepped = id(node.tensor) in self._stepped
+                self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=stepped)
                 for each in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
                     self._gradient(node.path, each, node.declared)
                 return None
@@ -110,12 +122,13 @@ class _Collector:
         require_module_boundary(
             node.module, node.path, node.tensors, lambda name: selected(selection, name), asked=selection.grads
         )
-        self.fenced.add(node.module)
-        # FSDP1 gives its parameters other memory for as long as forward and backward run.
-        self.moves_in_training |= bool(node.declared) or steps_in_backward(node.tensors.values())
+        self.objects.add(node.module)
+        if node.declared:
+            self.moving["FSDP1 gives its parameters other memory in forward and backward"] = None
         for fqn, tensor in node.tensors.items():
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
-            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=True)
+            stepped = id(tensor) in self._stepped
+            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=stepped)
         for fqn, tensor in node.tensors.items() if selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         values = {fqn: self._value(f"{node.path}.{fqn}", value) for fqn, value in node.values.items()}
@@ -133,7 +146,9 @@ class _Collector:
                 node.path,
                 lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{SUFFIX}"),
             )
-        self.fenced.add(node.view.optimizer)
+        self.objects.add(node.view.optimizer)
+        if steps_in_backward(node.view.names):
+            self.moving["parameters have hooks that run in backward, and may be stepped there"] = None
         group = collect_optimizer(node.view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)
@@ -144,7 +159,7 @@ class _Collector:
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         fqn, grad = f"{name}{SUFFIX}", gradient_of(tensor)
         if grad is not None and self._takes_part(fqn):
-            self.moves_in_training = True
+            self.moving["gradients change in backward"] = None
             own = declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
             self._tensor(fqn, grad, Role.PARAMETER, own)
 
@@ -186,7 +201,7 @@ class _Collector:
             tensor: The tensor.
             role: Whether copies must agree.
             declared: Its layout, where it does not carry one itself.
-            fenced: Whether it changes behind the fence only, unless it is a buffer: those change in forward.
+            fenced: Whether it changes behind the fence only, as parameters that an optimizer of the state steps do.
         """
         if not self._takes_part(fqn):
             return False
@@ -212,13 +227,32 @@ class _Collector:
                     "state the same of both, or leave one out with skip="
                 )
             self.aliases[fqn] = first
+            if not fenced and first in self._numbers:
+                number = self._numbers[first]
+                self.shards[number] = replace(self.shards[number], fenced=False)
             return True
         if held.on_mesh:
             spec = TensorSpec(fqn, dtype_name(tensor.dtype), held.global_shape)
             shard = Shard(spec, held.layout, held.holders, role, regions)
             source = TorchSource(held.parts, memory)
-            self.shards.append(LocalShard(shard, source, fenced and role is not Role.BUFFER))
+            self._numbers[fqn] = len(self.shards)
+            self.shards.append(LocalShard(shard, source, fenced))
         return True
+
+
+def _stepped(root: DictNode) -> set[int]:
+    """Return the identities of all parameters that an optimizer of the state steps.
+
+    Only these are known to change behind the fence: a metric or a running statistic changes in forward, and an
+    average whenever it likes, and not every way to write to them is counted.
+    """
+    found: set[int] = set()
+    for child in root.children.values():
+        if isinstance(child, DictNode):
+            found |= _stepped(child)
+        elif isinstance(child, OptimizerNode):
+            found.update(map(id, child.view.names))
+    return found
 
 
 def _lies(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle  # noqa: TID251 - what users do to their models
+import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +20,11 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.manager.handle import SaveReport
+from holdfast.frameworks.torch.fence import FencedObjects
+from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
+from holdfast.manager.transfer import Transfer
 from holdfast.ports.framework import Selection
 from holdfast.testing.faults import Operation
 from tests.distributed.faulty import PATIENT, Trigger, run_with
@@ -211,6 +216,84 @@ def test_a_change_once_all_is_copied_is_nobodys_business(tmp_path: Path, gate: G
     run.close()
 
 
+def test_a_change_before_it_is_known_that_all_is_copied_aborts_the_save(tmp_path: Path, gate: Gate) -> None:
+    """An operation that was writing while the last copy was made is counted only when it is over."""
+    training = Training()
+    run = run_at(tmp_path, gate, arena_bytes_max=1 << 20)
+    handle = run.save(1, training.state, Selection())
+    transfer_of(handle)._windows.wait()
+    in_place(training)
+    training.step()
+    gate.opened.set()
+    with pytest.raises(InvalidError, match="changed while being taken lazily"):
+        handle.wait(timeout=60.0)
+    handle = run.save(2, training.state, Selection())
+    transfer_of(handle)._windows.wait()
+    in_place(training)
+    with pytest.raises(InvalidError, match="changed while being taken lazily"):
+        handle.wait(timeout=60.0)
+    assert run.steps() == []
+    run.close()
+
+
+def transfer_of(handle: SaveHandle) -> Transfer:
+    assert handle.settle is not None
+    transfer = handle.settle.__self__  # type: ignore[attr-defined]
+    assert isinstance(transfer, Transfer)
+    return transfer
+
+
+def test_who_is_told_that_all_is_staged_may_step_at_once(tmp_path: Path, gate: Gate) -> None:
+    training = Training()
+    run = run_at(tmp_path, gate)
+    expected = training.values()
+    handle = run.save(1, training.state, Selection())
+    handle.staged.add_done_callback(lambda _: training.optimizer.step())
+    gate.opened.set()
+    assert isinstance(handle.wait(timeout=60.0), SaveReport)
+    require_equal(loaded(tmp_path, 1), expected)
+    run.close()
+
+
+def test_ctrl_c_in_the_midst_of_closing_the_fence_holds_nobody_up(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    run = run_at(tmp_path, gate)
+    close = FencedObjects.close
+
+    def interrupted(objects: FencedObjects, settle: Callable[[], None]) -> None:
+        close(objects, settle)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(FencedObjects, "close", interrupted)
+        run.save(1, training.state, Selection())
+    training.step()
+    gate.opened.set()
+    assert isinstance(run.save(2, training.state, Selection()).wait(timeout=60.0), SaveReport)
+    run.close()
+
+
+def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path: Path) -> None:
+    def fail(operation: Operation) -> None:
+        raise UnavailableError("full")
+
+    training = Training()
+    trigger = Trigger(fail, ["upload.write"], at=None, armed=True)
+    run = run_with(tmp_path, store=trigger, process_group=False, settings=LAZY)
+    handle = run.save(1, training.state, Selection())
+    with pytest.raises(UnavailableError):
+        handle.wait(timeout=60.0)
+    held = weakref.ref(training.model[0].weight)
+    del training
+    gc.collect()
+    assert held() is None
+    del handle
+    run._pending.clear()
+    run.close()
+
+
 def load_model(training: Training, run: Run, state: dict[str, dict[str, torch.Tensor]]) -> None:
     training.model.load_state_dict(state["model"])
 
@@ -219,11 +302,16 @@ def load_optimizer(training: Training, run: Run, state: dict[str, dict[str, torc
     training.optimizer.load_state_dict(state["optimizer"])
 
 
+def load_part(training: Training, run: Run, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    inner = {name.removeprefix("2."): each for name, each in state["model"].items() if name.startswith("2.")}
+    training.model[2].load_state_dict(inner)
+
+
 def load_checkpoint(training: Training, run: Run, state: dict[str, dict[str, torch.Tensor]]) -> None:
     assert run.load(LoadRequest(training.state, Selection(), strict=True, cast=False), 0) == 0
 
 
-@pytest.mark.parametrize("load", [load_model, load_optimizer, load_checkpoint])
+@pytest.mark.parametrize("load", [load_model, load_part, load_optimizer, load_checkpoint])
 def test_loading_waits_for_the_copies(
     tmp_path: Path, gate: Gate, load: Callable[[Training, Run, dict[str, dict[str, torch.Tensor]]], None]
 ) -> None:
@@ -244,30 +332,53 @@ def test_loading_waits_for_the_copies(
     run.close()
 
 
-def test_an_optimizer_that_steps_in_backward_has_its_state_copied_at_the_call(tmp_path: Path) -> None:
-    training = Training()
-    each_own = {each: torch.optim.SGD([each], lr=0.1) for each in training.model.parameters()}
-    for each in training.model.parameters():
-        each.register_post_accumulate_grad_hook(lambda parameter: each_own[parameter].step())
-    with holdfast.CheckpointManager(
-        tmp_path, process_group=False, settings=replace(LAZY, arena_bytes_max=None)
-    ) as manager:
-        handle = manager.save(1, {"model": training.model})
-        assert handle.staged.done()
+def copied_by(root: Path, state: dict[str, object], **arguments: object) -> str:
+    """Return how a manager that would be lazy takes a state."""
+    settings = replace(LAZY, arena_bytes_max=None)
+    with holdfast.CheckpointManager(root, process_group=False, settings=settings) as manager:
+        handle = manager.save(len(manager.steps()), state, **arguments)  # type: ignore[arg-type]
         report = handle.wait()
-        assert report is not None and report.staging == "copy"
+        assert report is not None
+        return report.staging
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_an_optimizer_that_steps_in_backward_has_its_state_copied_at_the_call(
+    tmp_path: Path, as_dict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    state = training.state
+    if as_dict:
+        state = {"model": dict(training.model.named_parameters()), "optimizer": training.optimizer}
+    assert copied_by(tmp_path, state) == "lazy"
+    training.model[2].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.data.sub_(parameter.grad))
+    assert copied_by(tmp_path, state) == "copy"
+    assert "not lazily: parameters have hooks that run in backward" in caplog.text
 
 
 def test_gradients_are_copied_at_the_call(tmp_path: Path) -> None:
     training = Training()
     training.backward()
-    with holdfast.CheckpointManager(
-        tmp_path, process_group=False, settings=replace(LAZY, arena_bytes_max=None)
-    ) as manager:
-        report = manager.save(1, training.state, grads=True).wait()
-        assert report is not None and report.staging == "copy"
-        report = manager.save(2, training.state, skip="*.grad").wait()
-        assert report is not None and report.staging == "lazy"
+    assert copied_by(tmp_path, training.state, grads=True) == "copy"
+    assert copied_by(tmp_path, training.state, skip="*.grad") == "lazy"
+
+
+def test_what_no_optimizer_of_the_state_steps_is_copied_at_the_call(tmp_path: Path) -> None:
+    training = Training()
+    assert copied_by(tmp_path, {"model": training.model}) == "copy"
+    assert copied_by(tmp_path, {"model": training.model.state_dict()}) == "copy"
+    assert copied_by(tmp_path, {"values": {"epoch": 3}}) == "copy"
+
+
+def test_more_than_little_that_must_be_copied_has_all_of_it_copied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the memory that a copy takes, however little a lazy save would have."""
+    training = Training()
+    state = {**training.state, "buffers": {str(n): torch.zeros(1 << 22) for n in range(33)}}
+    for _ in range(2):
+        assert copied_by(tmp_path, state) == "copy"
+    assert len(re.findall(r"not lazily: 5536\d{5} bytes of it are neither parameters", caplog.text)) == 2
 
 
 def test_tensors_that_no_optimizer_guards_are_copied_at_the_call(tmp_path: Path, gate: Gate) -> None:
@@ -286,14 +397,23 @@ def test_tensors_that_no_optimizer_guards_are_copied_at_the_call(tmp_path: Path,
     training, metric = Training(), Metric()
     run = run_at(tmp_path, gate)
     counts = torch.arange(3)
-    handle = run.save(1, {**training.state, "metric": metric, "counts": counts, "in": [metric.total]}, Selection())
+    average = copy.deepcopy(training.model)
+    variance = training.model[1].running_var
+    was = {"model.2.weight": average[2].weight.detach().clone(), "variance": variance.clone()}
+    # The buffer comes under a name in a dict before the module's own, which is then its alias.
+    state = {"a": {"variance": variance}, **training.state, "average": average}
+    handle = run.save(1, {**state, "metric": metric, "counts": counts, "in": [metric.total]}, Selection())
     metric.total += 1
     counts += 1
+    training.backward()
+    torch._foreach_mul_([each.data for each in average.parameters()], 0.5)
     gate.opened.set()
     assert isinstance(handle.wait(timeout=60.0), SaveReport)
     checkpoint = holdfast.open_checkpoint(tmp_path / "step-000000000001")
     assert checkpoint.read("metric.total").tolist() == [1.0, 1.0, 1.0]  # type: ignore[attr-defined]
     assert checkpoint.read("counts").tolist() == [0, 1, 2]  # type: ignore[attr-defined]
+    assert torch.equal(torch.from_numpy(checkpoint.read("average.2.weight")), was["model.2.weight"])  # type: ignore[arg-type]
+    assert torch.equal(torch.from_numpy(checkpoint.read("a.variance")), was["variance"])  # type: ignore[arg-type]
     run.close()
 
 
@@ -345,7 +465,9 @@ def test_a_model_that_is_being_saved_can_be_copied_pickled_and_trained_in_a_fork
     run = run_at(tmp_path, gate)
     handle = run.save(1, training.state, Selection())
     twin = copy.deepcopy(training.model)
-    pickle.dumps(training.model)
+    pickled = pickle.dumps(training.model)
+    assert b"holdfast" not in pickled, "whoever loads it may not have it installed"
+    pickle.loads(pickled).load_state_dict(twin.state_dict())
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)  # As a loader's worker does: those of the parent are not here.
@@ -360,10 +482,48 @@ def test_a_model_that_is_being_saved_can_be_copied_pickled_and_trained_in_a_fork
     run.close()
 
 
-@pytest.mark.parametrize("name", ["staging"])
-def test_settings_refuse_what_they_do_not_know(name: str) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # The compiler's own.
+def test_a_compiled_step_waits_and_is_not_compiled_anew(tmp_path: Path, gate: Gate) -> None:
+    training = Training()
+    step = torch.compile(training.optimizer.step, backend="aot_eager")
+    run = run_at(tmp_path, gate)
+    graphs = []
+    for number in range(4):
+        training.backward()
+        gate.opened.clear()
+        expected = training.values()
+        handle = run.save(number, training.state, Selection())
+        gate.open_after(0.05)
+        step()
+        assert handle.staged.done()
+        handle.wait(timeout=60.0)
+        require_equal(loaded(tmp_path, number), expected)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[1:] == graphs[:1] * 3
+    run.close()
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As accelerate's: an optimizer by its type alone, whose hooks are those of the one inside."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["inner"], name)
+
+
+def test_an_optimizer_that_takes_no_hooks_is_saved_lazily_all_the_same(tmp_path: Path) -> None:
+    training = Training()
+    inner = training.optimizer
+    wrapping = Wrapping(inner)
+    wrapping.state, wrapping.param_groups = inner.state, inner.param_groups
+    assert copied_by(tmp_path, {"model": training.model, "optimizer": wrapping}) == "lazy"
+
+
+def test_settings_refuse_a_staging_they_do_not_know() -> None:
     with pytest.raises(InvalidError, match="staging='eager'; expected 'copy' or 'lazy'"):
-        replace(LAZY, **{name: "eager"})  # type: ignore[arg-type]
+        replace(LAZY, staging="eager")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
