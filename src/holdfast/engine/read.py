@@ -13,7 +13,7 @@ from holdfast.engine.slabs import Slabs
 from holdfast.errors import CorruptError, MissingError
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store
-from holdfast.repository.digest import digest_of, digest_of_parts
+from holdfast.repository.digest import digest_of, new_digest
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
@@ -111,17 +111,42 @@ class _Reading:
             if chunk.offset > apart:
                 buffers.pop()
             buffers.append(slab[apart - run.start : chunk.offset + chunk.bytes - run.start])
-        stop = run.start + self._store.get_cached(self._key, run.start, buffers)
+        hashing = _Hashing(run, [bool(home) for home in homes])
+        stop = run.start + self._store.get_cached(self._key, run.start, buffers, hashing.take)
         for number, (chunk, home) in enumerate(zip(run.chunks, homes, strict=True)):
             if chunk.offset + chunk.bytes > stop:
                 return number
             if home:
-                # Targets that overlap in memory overwrite each other's chunks; only the slab's copy can be judged.
-                if digest_of_parts(home) != chunk.expected:
+                # Threads that fill targets that overlap may have been at these bytes too: the slab's copy decides.
+                if hashing.digests[number] != chunk.expected:
                     return number
             else:
                 settle(chunk, slab[chunk.offset - run.start :][: chunk.bytes], self._where, self._targets)
         return len(run.chunks)
+
+
+class _Hashing:
+    """Digests of the chunks of a run that are read where they belong, fed with its bytes as they come."""
+
+    def __init__(self, run: ReadRun, hashed: Sequence[bool]) -> None:
+        self.digests: dict[int, bytes] = {}
+        """By number of the chunk, once it is there in full."""
+        self._chunks, self._hashed = run.chunks, hashed
+        self._number, self._at, self._digest = 0, 0, new_digest()
+
+    def take(self, piece: memoryview) -> None:
+        """Take the next bytes of the run."""
+        while piece:
+            chunk = self._chunks[self._number]
+            own, piece = piece[: chunk.bytes - self._at], piece[chunk.bytes - self._at :]
+            self._at += len(own)
+            if self._hashed[self._number]:
+                self._digest.update(own)
+            if self._at == chunk.bytes:
+                if self._hashed[self._number]:
+                    self.digests[self._number] = self._digest.digest()
+                    self._digest.reset()
+                self._number, self._at = self._number + 1, 0
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -149,11 +149,19 @@ class AtHand(MemoryStore):
 
     count = 0
 
-    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
         data, left = self.get(key, 1 << 30)[start:], self.count
         for buffer in buffers:
             came = max(min(left, buffer.nbytes), 0)
             buffer[:] = data[:came] + b"?" * (buffer.nbytes - came)
+            if arrived is not None:
+                arrived(buffer[:came])
             data, left = data[buffer.nbytes :], left - came
         return min(self.count, sum(buffer.nbytes for buffer in buffers))
 
