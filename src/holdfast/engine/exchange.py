@@ -7,9 +7,9 @@ rank, so that all of them stop together when one has failed; nothing that failed
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.engine.read import carry_out, read_through, settle_all
 from holdfast.engine.slabs import new_slab
@@ -18,7 +18,7 @@ from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Give, Pace
+from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take
 from holdfast.spec.plan import LoadPlan, ReadRun
 
 _WORD = struct.Struct("<?qdqd")
@@ -82,20 +82,22 @@ def carry_out_exchange(
     """
     with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
         try:
-            rest = _exchange(planned, round_count, weighing, comm, _Passing(threads, clock, store, prefix, targets))
+            passing = _Passing(threads, clock, store, prefix, targets, weighing.after_rounds if weighing else 0)
+            rest = _exchange(planned, round_count, weighing, comm, passing)
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
             raise
     if rest is None:
         return Moved(0, 0, whole=False)
-    plan, given_bytes, received_bytes = rest
+    runs, given_bytes, received_bytes = rest
+    plan = LoadPlan(tuple(_joined(runs, settings.read_window_bytes)))
     carry_out(plan, store, prefix, targets, settings)
     return Moved(given_bytes + plan.bytes, received_bytes)
 
 
 def _exchange(
     planned: Callable[[], ExchangePlan], round_count: int, weighing: Weighing | None, comm: Comm, passing: _Passing
-) -> tuple[LoadPlan, int, int] | None:
+) -> tuple[list[ReadRun], int, int] | None:
     """Go through the rounds; return what is left to read, bytes read and bytes received, or None if a rank failed."""
     own: Exception | None = None
     rounds: Sequence[ExchangeRound] = ()
@@ -110,9 +112,7 @@ def _exchange(
     for number in range(round_count):
         if own is None:
             try:
-                passing.finish_reading(number)
-                passing.begin_reading(number + 1)
-                passing.finish_placing(number - _AREAS)
+                passing.prepare(number)
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
                 own = error
         words = [_WORD.unpack(word) for word in comm.all_gather(_word(own, passing.pace))]
@@ -123,16 +123,15 @@ def _exchange(
         if weighing and number == weighing.after_rounds and not weighing.goes_on([Pace(*word[1:]) for word in words]):
             break
         passing.exchange(number, comm)
-        passing.begin_placing(number)
     else:
         number = round_count
     passing.finish()
-    # A round that was not exchanged has been read by those who were to pass it on, and so has the one after it.
+    # A round that was not exchanged has been read by those who were to pass it on, and the one after it too.
     takes = [take.run for each in rounds[number:] for take in each.takes]
     gives = [give.run for each in rounds[number + _AREAS :] for give in each.gives]
     given_bytes = sum(_bytes(give.run) for each in rounds[: number + _AREAS] for give in each.gives)
     received_bytes = sum(_bytes(take.run) for each in rounds[:number] for take in each.takes)
-    return LoadPlan((*takes, *gives, *alone.runs)), given_bytes, received_bytes
+    return [*takes, *gives, *alone.runs], given_bytes, received_bytes
 
 
 def _word(own: Exception | None, pace: Pace) -> bytes:
@@ -143,104 +142,136 @@ class _Passing:
     """The rounds of one rank: what is read, passed on and placed meanwhile, in memory allocated once."""
 
     def __init__(
-        self, threads: ThreadPoolExecutor, clock: Clock, store: Store, prefix: str, targets: Sequence[Target]
+        self,
+        threads: ThreadPoolExecutor,
+        clock: Clock,
+        store: Store,
+        prefix: str,
+        targets: Sequence[Target],
+        probe_rounds: int,
     ) -> None:
-        self._threads, self._clock, self._store = threads, clock, store
+        self._threads, self._clock, self._store, self._probe_rounds = threads, clock, store, probe_rounds
         self._prefix, self._targets = prefix, targets
         self._rounds: Sequence[ExchangeRound] = ()
-        self._reads: dict[int, list[Future[tuple[memoryview, float]]]] = {}
-        self._places: dict[int, list[Future[None]]] = {}
+        self._reads: dict[int, list[Future[memoryview]]] = {}
         self._read: dict[int, list[memoryview]] = {}
-        self._taken: dict[int, list[memoryview]] = {}
-        self._began: dict[int, float] = {}
+        self._places: dict[int, list[Future[None]]] = {}
+        self._begun = 0
+        self._exchange_began = 0.0
         self.pace = Pace(0, 0.0, 0, 0.0)
-        """Of the last round that was passed on."""
+        """The best of the rounds that were measured: other work on the machine only ever slows them."""
 
     def begin(self, rounds: Sequence[ExchangeRound]) -> None:
-        """Allocate memory for the largest round, for each direction, and begin to read the first."""
+        """Allocate memory for the largest round, for each direction."""
         self._rounds = rounds
         give_bytes = max((sum(_slot_bytes(give.run) for give in each.gives) for each in rounds), default=0)
         take_bytes = max((sum(_slot_bytes(take.run) for take in each.takes) for each in rounds), default=0)
-        areas = min(_AREAS, len(rounds))
+        areas = _AREAS if len(rounds) > max(self._probe_rounds, 1) else 1
         self._give_areas = [new_slab(max(give_bytes, 1)) for _ in range(areas)]
         self._take_areas = [new_slab(max(take_bytes, 1)) for _ in range(areas)]
-        self.begin_reading(0)
 
-    def begin_reading(self, number: int) -> None:
-        """Let the threads read what this rank gives in a round, if there is such a round."""
-        if number >= len(self._rounds):
+    def prepare(self, number: int) -> None:
+        """Read what this rank gives in a round, and have memory free for what it takes.
+
+        The rounds of the probe are read, passed on and placed one after the other, so that each is timed alone; after
+        them, the next round is read while this one is passed on and the one before is placed.
+        """
+        if 0 < number <= self._probe_rounds:
+            self._finish_placing(number - 1)
+            self._measure_exchange(number - 1)
+        start = self._clock.monotonic_seconds()
+        self._begin_reading(number)
+        self._read[number] = [read.result() for read in self._reads.pop(number)]
+        if number < self._probe_rounds:
+            self._measure_reading(number, start)
+        else:
+            self._begin_reading(number + 1)
+        self._finish_placing(number - _AREAS)
+
+    def _area(self, number: int) -> int:
+        """Return which memory a round uses. Rounds of the probe all use the same, so that only one touches it first."""
+        return max(number - max(self._probe_rounds, 1) + 1, 0) % _AREAS
+
+    def _begin_reading(self, number: int) -> None:
+        """Let the threads read what this rank gives in a round, if there is such a round and they are not at it."""
+        if not self._begun <= number < len(self._rounds):
             return
+        self._begun = number + 1
         gives = self._rounds[number].gives
-        slots = _slots(self._give_areas[number % _AREAS], [give.run for give in gives])
-        self._began[number] = self._clock.monotonic_seconds()
+        slots = _slots(self._give_areas[self._area(number)], [give.run for give in gives])
         self._reads[number] = [
-            self._threads.submit(self._read_one, give, slot) for give, slot in zip(gives, slots, strict=True)
+            self._threads.submit(
+                read_through, give.run, self._store, f"{self._prefix}{give.run.pack}", self._targets, slot
+            )
+            for give, slot in zip(gives, slots, strict=True)
         ]
 
-    def _read_one(self, give: Give, slot: memoryview) -> tuple[memoryview, float]:
-        data = read_through(give.run, self._store, f"{self._prefix}{give.run.pack}", self._targets, slot)
-        return data, self._clock.monotonic_seconds()
-
-    def finish_reading(self, number: int) -> None:
-        """Wait until everything this rank gives in a round is read, checked and placed here."""
-        done = [read.result() for read in self._reads.pop(number)]
-        self._read[number] = [data for data, _ in done]
-        self._began[number] = max((ended for _, ended in done), default=self._began[number]) - self._began[number]
-
     def exchange(self, number: int, comm: Comm) -> None:
-        """Pass a round on, and take what is given in it."""
+        """Pass a round on, take what is given in it, and let the threads check and place that."""
         this = self._rounds[number]
         gives: dict[int, list[memoryview]] = {}
         for give, data in zip(this.gives, self._read.pop(number), strict=True):
             for rank in give.receivers:
                 gives.setdefault(rank, []).append(data)
-        runs = [take.run for take in this.takes]
-        slots = _slots(self._take_areas[number % _AREAS], runs)
-        self._taken[number] = [slot[: _bytes(run)] for slot, run in zip(slots, runs, strict=True)]
+        slots = _slots(self._take_areas[self._area(number)], [take.run for take in this.takes])
+        taken = [slot[: _bytes(take.run)] for slot, take in zip(slots, this.takes, strict=True)]
         takes: dict[int, list[memoryview]] = {}
-        for take, data in zip(this.takes, self._taken[number], strict=True):
+        for take, data in zip(this.takes, taken, strict=True):
             takes.setdefault(take.reader, []).append(data)
-        start = self._clock.monotonic_seconds()
+        self._exchange_began = self._clock.monotonic_seconds()
         comm.exchange(gives, takes)
-        self.pace = Pace(
-            sum(_bytes(give.run) for give in this.gives),
-            self._began.pop(number),
-            max(_lengths(gives), _lengths(takes)),
-            self._clock.monotonic_seconds() - start,
-        )
-
-    def begin_placing(self, number: int) -> None:
-        """Let the threads check and place what was given in a round."""
         self._places[number] = [
-            self._threads.submit(
-                settle_all,
-                take.run,
-                data,
-                f"{self._store.url}/{self._prefix}{take.run.pack}, as rank {take.reader} read and passed it on",
-                self._targets,
-            )
-            for take, data in zip(self._rounds[number].takes, self._taken.pop(number), strict=True)
+            self._threads.submit(settle_all, take.run, data, self._way_of(take), self._targets)
+            for take, data in zip(this.takes, taken, strict=True)
         ]
 
-    def finish_placing(self, number: int) -> None:
+    def _way_of(self, take: Take) -> str:
+        return f"{self._store.url}/{self._prefix}{take.run.pack}, as rank {take.reader} read and passed it on"
+
+    def _measure_reading(self, number: int, start: float) -> None:
+        read_bytes = sum(_bytes(give.run) for give in self._rounds[number].gives)
+        seconds = self._clock.monotonic_seconds() - start
+        if read_bytes * self.pace.read_seconds >= self.pace.read_bytes * seconds:
+            self.pace = replace(self.pace, read_bytes=read_bytes, read_seconds=seconds)
+
+    def _measure_exchange(self, number: int) -> None:
+        this = self._rounds[number]
+        sent_bytes = sum(_bytes(give.run) * len(give.receivers) for give in this.gives)
+        moved_bytes = max(sent_bytes, sum(_bytes(take.run) for take in this.takes))
+        seconds = self._clock.monotonic_seconds() - self._exchange_began
+        if moved_bytes * self.pace.moved_seconds >= self.pace.moved_bytes * seconds:
+            self.pace = replace(self.pace, moved_bytes=moved_bytes, moved_seconds=seconds)
+
+    def _finish_placing(self, number: int) -> None:
         """Wait until everything given in a round is placed, if there was such a round."""
         for place in self._places.pop(number, ()):
             place.result()
 
     def finish(self) -> None:
         """Wait for everything under way."""
-        for number in list(self._reads):
-            self.finish_reading(number)
+        for reads in self._reads.values():
+            for read in reads:
+                read.result()
         for number in list(self._places):
-            self.finish_placing(number)
+            self._finish_placing(number)
+
+
+def _joined(runs: Sequence[ReadRun], run_bytes_max: int) -> Iterator[ReadRun]:
+    """Yield runs by pack and offset, neighbours in one as far as they may be."""
+    kept: ReadRun | None = None
+    for run in sorted(runs, key=lambda run: (run.pack, run.start)):
+        if kept and (kept.pack, kept.stop) == (run.pack, run.start) and run.stop - kept.start <= run_bytes_max:
+            kept = ReadRun(run.pack, kept.start, run.stop, kept.chunks + run.chunks)
+            continue
+        if kept:
+            yield kept
+        kept = run
+    if kept:
+        yield kept
 
 
 def _bytes(run: ReadRun) -> int:
     return run.stop - run.start
-
-
-def _lengths(buffers: Mapping[int, Sequence[memoryview]]) -> int:
-    return sum(len(each) for by_rank in buffers.values() for each in by_rank)
 
 
 def _slot_bytes(run: ReadRun) -> int:

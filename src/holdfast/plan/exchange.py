@@ -22,15 +22,16 @@ from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
 Ints = NDArray[np.int64]
 
-PROBE_ROUNDS = 3
-"""Rounds after which exchanging is weighed against reading. The last of them is the measure: the ones before touch
-every buffer and open every connection for the first time."""
+PROBE_ROUNDS = 2
+"""Rounds that are measured before exchanging is weighed against reading. The best counts: the first touches every
+buffer, and opens every connection, for the first time."""
 
 _CELLS_IN_ROUND = 4
 """Parts a round is cut into at least, so that several reads are in flight and shares come out even."""
 
-_GAIN_BYTES_MIN = 64 * MIB
-"""What the busiest rank must save in reading for a probe to be worth its rounds."""
+_GAIN_BYTES_MIN = 256 * MIB
+"""What the busiest rank must save in reading for a probe to be worth it: two rounds through memory touched for the
+first time take as long as reading about that much from a page cache."""
 
 _GAIN_MIN = 0.1
 """The same as a share of what it would read alone."""
@@ -39,7 +40,8 @@ _FOOTPRINT_BYTES_MIN = 4 * PAGE_BYTES
 """What the smallest segment counts for in a round: each is read to whole pages, with one to spare at either end."""
 
 _MARGIN = 1.2
-"""How many times as fast exchanging must be expected to be: both estimates come from one round."""
+"""How many times as fast exchanging must be expected to be: both estimates come from a few rounds, and who reads for
+himself reads straight into his tensors where he can."""
 
 _DESCRIPTIONS_BYTES_MAX = 64 * MIB
 """What all descriptions together may take; beyond it, to agree costs more than many an exchange saves."""
@@ -336,6 +338,7 @@ def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
     all ranks were reading at once when `storage` was measured, and what goes on beside each other (reading one round
     and exchanging another) is counted one after the other, since both may want the same processors and wires.
     Storage that is faster than the exchange, as the page cache is, so speaks for reading whatever the redundancy.
+    Each speed is that of the fastest rank: other work on its machine only ever slows a rank down.
 
     Args:
         left: Bytes of the busiest rank.
@@ -348,7 +351,5 @@ def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
 
 
 def _bytes_per_second(measured: Iterable[tuple[int, float]]) -> float:
-    """Return the mean speed of the ranks that did something; beyond measure if none did."""
-    busy = [(count, seconds) for count, seconds in measured if count]
-    total_seconds = sum(seconds for _, seconds in busy)
-    return sum(count for count, _ in busy) / total_seconds if total_seconds > 0 else math.inf
+    """Return the best speed; beyond measure if nobody did anything."""
+    return max((count / seconds for count, seconds in measured if count and seconds > 0), default=math.inf)

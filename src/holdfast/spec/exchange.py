@@ -53,7 +53,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast one rank was in one round."""
+    """How fast one rank was in the best of the rounds that were measured."""
 
     read_bytes: int
     """Bytes it read from storage."""
@@ -65,4 +65,4 @@ class Pace:
     """Bytes it sent or received, whichever is more."""
 
     moved_seconds: float
-    """How long the collective took."""
+    """How long that took, every chunk that came checked again and placed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,11 +24,12 @@ from holdfast.spec.box import Box
 from holdfast.spec.exchange import ExchangePlan, Pace
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import LoadPlan
+from holdfast.spec.tensor import Role
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks, run_ranks
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
-from tests.unit.manager.ranks import ANYTHING, PATIENT, fresh_store, plain, run_of, sharded
+from tests.unit.manager.ranks import ANYTHING, PATIENT, fresh_store, run_of, sharded
 
 RANKS = 3
 ALWAYS = replace(PATIENT, exchange="always", exchange_bytes_max=256 << 10)
@@ -36,8 +38,12 @@ ROUNDS = 16
 
 
 def copies(value: float = 0.0) -> dict[str, object]:
-    """About 1.2 MiB that every rank holds whole."""
-    return {f"layer.{number}": plain(value + number, count=50_000) for number in range(6)}
+    """About 1.2 MiB that every rank holds whole, no two chunks of it alike."""
+    numbers = np.arange(50_000, dtype=np.float32)
+    return {
+        f"layer.{number}": GlobalTensor("float32", value * (numbers + 50_000 * number), None, Role.PARAMETER)
+        for number in range(6)
+    }
 
 
 def arrays(state: Mapping[str, object]) -> list[np.ndarray]:
@@ -82,6 +88,7 @@ class Watched(ThreadComm):
 
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         self.said.append("exchange")
+        time.sleep(0.003)  # Long enough for the next round to be read: it must not lie where this one does.
         super().exchange(gives, takes)
         arrived = [buffer for buffers in takes.values() for buffer in buffers]
         if self._spoil and arrived:
