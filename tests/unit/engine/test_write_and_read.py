@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -392,3 +393,16 @@ def test_a_slab_begins_on_a_page() -> None:
         slab = new_slab(count)
         assert np.frombuffer(slab, np.uint8).ctypes.data % PAGE_BYTES == 0
         assert len(slab) >= count
+
+
+def test_a_forked_child_is_given_no_slab() -> None:
+    """Else every slab the parent writes to afterwards would first be copied, page by page."""
+    slab = new_slab(4 << 20)
+    slab[:] = b"x" * len(slab)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(any(slab[::PAGE_BYTES])))
+    slab[:PAGE_BYTES] = b"y" * PAGE_BYTES
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert bytes(slab) == b"y" * PAGE_BYTES + b"x" * (len(slab) - PAGE_BYTES)
