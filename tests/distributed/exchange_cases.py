@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +19,8 @@ from holdfast.ports.comm import Comm
 from holdfast.settings import Settings
 from holdfast.testing.comm import CommSuite
 from tests.distributed.launch import World
+
+Buffers = Mapping[int, Sequence[memoryview]]
 
 ROUNDS_OF_32_KIB = Settings(chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10)
 """Small enough that a few hundred KiB take many rounds and many chunks."""
@@ -113,3 +118,18 @@ def comm_suite(world: World) -> list[str]:
     for name in plain:
         getattr(suite, name)()
     return plain
+
+
+def die_while_passing_on(world: World, path: str) -> list[int]:
+    """Rank 1 is gone at its third exchange; what the others then meet is this case's outcome."""
+    save(world, path, "rows")
+    if world.rank == 1:
+        inner, calls = ProcessGroupComm.exchange, itertools.count()
+
+        def exchange(comm: ProcessGroupComm, gives: Buffers, takes: Buffers) -> None:
+            if next(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            inner(comm, gives, takes)
+
+        ProcessGroupComm.exchange = exchange  # type: ignore[method-assign]
+    return load(world, path, "copies", "always")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +122,12 @@ def test_a_flipped_bit_is_every_ranks_error_and_nobody_hangs(worlds: Worlds) -> 
 
 def test_the_suite_of_every_comm_passes_over_gloo(worlds: Worlds) -> None:
     assert all("test_an_exchange_in_which_a_rank_has_no_part" in names for names in worlds.four.values("comm_suite"))
+
+
+def test_a_rank_that_dies_while_bytes_are_passed_on_leaves_nobody_waiting(tmp_path: Path) -> None:
+    results = run_world(3, [case("die_while_passing_on", path=str(tmp_path / "saved"))], tmp_path / "world")
+    assert results.exits == [0, -signal.SIGKILL, 0]
+    for rank in (0, 2):
+        outcome = results.outcome("die_while_passing_on", rank)
+        assert outcome is not None, results.logs()
+        assert outcome.error is not None
