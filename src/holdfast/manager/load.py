@@ -104,7 +104,7 @@ def load(
     Args:
         comm: The ranks that load together.
         clock: For the report.
-        settings: Windows in flight.
+        settings: Windows in flight, and whether ranks exchange what they read.
         framework: Fills the state.
         store: Where checkpoints lie.
         choose: Called on rank 0: the place in `store` to load from, or None if there is nothing.
