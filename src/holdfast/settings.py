@@ -55,6 +55,14 @@ class Settings:
     """Smallest chunk read straight into a target's memory where it can be: to find that memory for a smaller one
     costs more than to copy it out of a slab."""
 
+    exchange: Literal["auto", "always", "never"] = "auto"
+    """Whether bytes that several ranks want are read by one of them and passed to the others. auto: where that is
+    expected, and after a few rounds measured, to take less time than everybody reading. Rank 0's word counts, but
+    one rank that says never is enough."""
+
+    exchange_bytes_max: int = 64 * MIB
+    """Host memory per rank for bytes on their way between ranks; a quarter of it is read, and given, in one round."""
+
     commit_timeout_seconds: float = 600.0
     """How long a rank waits for the others, at the opening and again after its own vote."""
 
@@ -81,6 +89,9 @@ class Settings:
         if self.arena_bytes_max is not None:
             _require("arena_bytes_max", self.arena_bytes_max, 0, 1 << 50)
         _require("in_place_bytes_min", self.in_place_bytes_min, 1, 1 << 30)
+        _require("exchange_bytes_max", self.exchange_bytes_max, PAGE_BYTES, 1 << 40)
+        if self.exchange not in ("auto", "always", "never"):
+            raise InvalidError(f"settings: exchange={self.exchange!r}; expected 'auto', 'always' or 'never'")
         _require("pack_header_bytes_max", self.pack_header_bytes_max, PAGE_BYTES, 90 * MIB)
         _require("index_chunks_max", self.index_chunks_max, 1, 1 << 30)
         _require("sample_blocks", self.sample_blocks, 1, 1 << 20)

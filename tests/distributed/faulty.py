@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -96,6 +96,9 @@ class BoardedComm:
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._inner.all_gather(payload)
+
+    def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
+        self._inner.exchange(gives, takes)
 
 
 def run_with(

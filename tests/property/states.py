@@ -114,14 +114,24 @@ def jobs(draw: st.DrawFn) -> Job2Job:
 class PartlyCached(MemoryStore):
     """A store that has some bytes at hand, as a page cache does, and leaves rubbish behind them."""
 
-    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
         """Fill the buffers from the front with as much as the key and the place say."""
         wanted = sum(buffer.nbytes for buffer in buffers)
         share = (wanted, wanted // 2, 0)[zlib.crc32(f"{key} {start}".encode()) % 3]
         data = self.get(key, 1 << 30)[start : start + share] + b"\xa5" * (wanted - share)
+        left = share
         for buffer in buffers:
             buffer[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
+            if arrived is not None:
+                arrived(buffer[:left])
+            left = max(left - buffer.nbytes, 0)
         return share
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import Slabs
 from holdfast.errors import CorruptError, MissingError
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store
-from holdfast.repository.digest import digest_of, digest_of_parts
+from holdfast.repository.digest import digest_of, new_digest
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
@@ -66,29 +67,21 @@ class _Reading:
         copying: threading.Semaphore,
     ) -> None:
         self._run, self._store, self._key, self._targets = run, store, key, targets
+        self._where = f"{store.url}/{key}"
         self._in_place_bytes_min, self._copying = in_place_bytes_min, copying
 
     def carry_out(self, slab: memoryview) -> None:
         """Read, check and place every chunk."""
         run = self._run
         homes = [self._home(chunk) for chunk in run.chunks]
-        try:
-            arrived = 0
-            if any(homes):
-                # More copies at once than cores push each other's bytes out of the cache before they are hashed.
-                with self._copying:
-                    arrived = self._take_cached(homes, slab)
-            if arrived == len(run.chunks):
-                return
-            start = run.chunks[arrived].offset
-            (data,) = self._store.get_ranges(self._key, [(start, run.stop)], [slab])
-        except MissingError as missing:
-            fqn = run.chunks[0].piece.tensor.fqn
-            raise CorruptError(
-                f"{fqn}: {self._store.url}/{self._key}: the pack is missing; the manifest names it. Read another copy"
-            ) from missing
-        for chunk in run.chunks[arrived:]:
-            self._settle(chunk, data[chunk.offset - start :][: chunk.bytes])
+        arrived = 0
+        if any(homes):
+            # More copies at once than cores push each other's bytes out of the cache before they are hashed.
+            with self._copying, pack_expected(run, self._store, self._key):
+                arrived = self._take_cached(homes, slab)
+        if arrived < len(run.chunks):
+            rest = run.chunks[arrived:]
+            read_through(ReadRun(run.pack, rest[0].offset, run.stop, rest), self._store, self._key, self._targets, slab)
 
     def _home(self, chunk: ChunkRead) -> list[memoryview]:
         """Return the targets' own memory for all of a chunk, in its order; empty where a slab must come between."""
@@ -118,28 +111,84 @@ class _Reading:
             if chunk.offset > apart:
                 buffers.pop()
             buffers.append(slab[apart - run.start : chunk.offset + chunk.bytes - run.start])
-        stop = run.start + self._store.get_cached(self._key, run.start, buffers)
+        hashing = _Hashing(run, [bool(home) for home in homes])
+        stop = run.start + self._store.get_cached(self._key, run.start, buffers, hashing.take)
         for number, (chunk, home) in enumerate(zip(run.chunks, homes, strict=True)):
             if chunk.offset + chunk.bytes > stop:
                 return number
             if home:
-                # Targets that overlap in memory overwrite each other's chunks; only the slab's copy can be judged.
-                if digest_of_parts(home) != chunk.expected:
+                # Threads that fill targets that overlap may have been at these bytes too: the slab's copy decides.
+                if hashing.digests[number] != chunk.expected:
                     return number
             else:
-                self._settle(chunk, slab[chunk.offset - run.start :][: chunk.bytes])
+                settle(chunk, slab[chunk.offset - run.start :][: chunk.bytes], self._where, self._targets)
         return len(run.chunks)
 
-    def _settle(self, chunk: ChunkRead, raw: memoryview) -> None:
-        """Check a chunk and copy what is wanted of it."""
-        found = digest_of(raw)
-        if found != chunk.expected:
-            raise CorruptError(
-                f"{chunk.piece.tensor.fqn}: {self._store.url}/{self._key}: bytes "
-                f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {found.hex()}; expected "
-                f"{chunk.expected.hex()}. Read another copy or another step"
-            )
-        itemsize = chunk.piece.tensor.itemsize
-        for part in chunk.parts:
-            source = raw[part.source_start : part.source_start + part.source_box.numel * itemsize]
-            self._targets[part.wanted_number].place(part.box, source, part.source_box)
+
+class _Hashing:
+    """Digests of the chunks of a run that are read where they belong, fed with its bytes as they come."""
+
+    def __init__(self, run: ReadRun, hashed: Sequence[bool]) -> None:
+        self.digests: dict[int, bytes] = {}
+        """By number of the chunk, once it is there in full."""
+        self._chunks, self._hashed = run.chunks, hashed
+        self._number, self._at, self._digest = 0, 0, new_digest()
+
+    def take(self, piece: memoryview) -> None:
+        """Take the next bytes of the run."""
+        while piece:
+            chunk = self._chunks[self._number]
+            own, piece = piece[: chunk.bytes - self._at], piece[chunk.bytes - self._at :]
+            self._at += len(own)
+            if self._hashed[self._number]:
+                self._digest.update(own)
+            if self._at == chunk.bytes:
+                if self._hashed[self._number]:
+                    self.digests[self._number] = self._digest.digest()
+                    self._digest.reset()
+                self._number, self._at = self._number + 1, 0
+
+
+@contextmanager
+def pack_expected(run: ReadRun, store: Store, key: str) -> Iterator[None]:
+    """Say of a pack that is missing that the manifest names it."""
+    try:
+        yield
+    except MissingError as missing:
+        fqn = run.chunks[0].piece.tensor.fqn
+        raise CorruptError(
+            f"{fqn}: {store.url}/{key}: the pack is missing; the manifest names it. Read another copy"
+        ) from missing
+
+
+def read_through(run: ReadRun, store: Store, key: str, targets: Sequence[Target], slab: memoryview) -> memoryview:
+    """Read a run into a slab, check and place every chunk, and return where its bytes lie in the slab."""
+    with pack_expected(run, store, key):
+        (data,) = store.get_ranges(key, [(run.start, run.stop)], [slab])
+    settle_all(run, data, f"{store.url}/{key}", targets)
+    return data
+
+
+def settle_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Target]) -> None:
+    """Check every chunk of a run and copy what is wanted of it.
+
+    Raises:
+        CorruptError: A chunk is not what was saved; what came before it is placed.
+    """
+    for chunk in run.chunks:
+        settle(chunk, data[chunk.offset - run.start :][: chunk.bytes], where, targets)
+
+
+def settle(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
+    """Check a chunk and copy what is wanted of it."""
+    found = digest_of(raw)
+    if found != chunk.expected:
+        raise CorruptError(
+            f"{chunk.piece.tensor.fqn}: {where}: bytes "
+            f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {found.hex()}; expected "
+            f"{chunk.expected.hex()}. Read another copy or another step"
+        )
+    itemsize = chunk.piece.tensor.itemsize
+    for part in chunk.parts:
+        source = raw[part.source_start : part.source_start + part.source_box.numel * itemsize]
+        targets[part.wanted_number].place(part.box, source, part.source_box)

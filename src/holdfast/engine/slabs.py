@@ -9,18 +9,28 @@ from contextlib import contextmanager
 
 from holdfast.settings import PAGE_BYTES
 
+_WIPE_ON_FORK = 18
+"""`MADV_WIPEONFORK`, which Python does not name: a forked child finds the memory empty instead of sharing it."""
+
 
 def new_slab(slab_bytes: int) -> memoryview:
     """Return a writable, page-aligned buffer of at least `slab_bytes`.
 
-    Huge pages are asked for where the kernel has them: one fault instead of five hundred.
+    Huge pages are asked for where the kernel has them: one fault instead of five hundred, and a direct read or write
+    has one page to hold instead of as many. Only private memory gets them, and private memory would be copied page by
+    page after a fork, in the parent too; so the child is given none of it.
     """
-    memory = mmap.mmap(-1, -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES)
+    length = -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES
+    private = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        private.madvise(_WIPE_ON_FORK)
+    except OSError:
+        return memoryview(mmap.mmap(-1, length))  # a kernel before 4.14: memory that parent and child share
+    try:
+        private.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # a kernel built without them
-    return memoryview(memory)
+    return memoryview(private)
 
 
 class Slabs:

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.read import carry_out
+from holdfast.engine.exchange import Moved
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.collector import collector_paused, collector_paused_for
+from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.job import error_from, error_text, raise_together
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import RequireStored, require_covered, stored_by
@@ -56,6 +57,9 @@ class LoadReport:
     bytes: int
     """Bytes this rank read from storage."""
 
+    exchanged_bytes: int
+    """Bytes that other ranks read and gave to this one."""
+
     tensors: int
     """Tensors this rank's state holds under the keys passed, tied ones once; without what was skipped."""
 
@@ -100,7 +104,7 @@ def load(
     Args:
         comm: The ranks that load together.
         clock: For the report.
-        settings: Windows in flight.
+        settings: Windows in flight, and whether ranks exchange what they read.
         framework: Fills the state.
         store: Where checkpoints lie.
         choose: Called on rank 0: the place in `store` to load from, or None if there is nothing.
@@ -117,7 +121,7 @@ def load(
     if resolved is None:
         return None
     place, manifest, index, require_stored = resolved
-    restoration, plan, loaded_bytes, own = None, LoadPlan(()), 0, None
+    restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
     try:
         with collector_paused():
             catalog = _catalog(place, manifest, index, require_stored)
@@ -126,18 +130,21 @@ def load(
                 require_stored(wanted.stored_fqn)
             plan = _plan(restoration, index, request, settings)
             loaded_bytes = _filled_bytes(restoration, plan)
+            offer = offer_of(plan, manifest, settings, comm.world_size)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    missing, unexpected = _agree_on_names(comm, restoration, own)
+    missing, unexpected, agreed = _agree(comm, restoration, offer, own)
     if request.strict and (missing or unexpected):
         _require_complete(missing, unexpected, place, {*index.tensors, *manifest.aliases})
     assert restoration is not None, "a failure on any rank has been raised by now"
     targets = [wanted.target for wanted in restoration.wanted]
-    own = None
+    own, moved = None, Moved(0, 0)
     try:
+        prefix = f"{place.folder}{manifest.attempt}/"
         with collector_paused_for(plan.bytes, settings):
-            carry_out(plan, place.store, f"{place.folder}{manifest.attempt}/", targets, settings)
-        restoration.finish()
+            moved = carried_out(plan, agreed, manifest, comm, clock, place.store, prefix, targets, settings)
+        if moved.whole:
+            restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     statuses = comm.all_gather(error_text(own).encode() if own else b"")
@@ -148,7 +155,8 @@ def load(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         skipped=tuple(dict.fromkeys(restoration.skipped)),
-        bytes=plan.bytes,
+        bytes=moved.read_bytes,
+        exchanged_bytes=moved.received_bytes,
         tensors=len(restoration.held),
         tensor_bytes=sum(restoration.held.values()),
         loaded_bytes=loaded_bytes,
@@ -156,7 +164,7 @@ def load(
     )
     if comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
-        logger.info(message, place.url, len(report.loaded), plan.bytes, report.seconds)
+        logger.info(message, place.url, len(report.loaded), report.bytes, report.seconds)
     return place, report, manifest
 
 
@@ -305,21 +313,27 @@ def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     return filled
 
 
-def _agree_on_names(comm: Comm, restoration: Restoration | None, own: Exception | None) -> tuple[list[str], list[str]]:
-    """Return what is missing on any rank and unexpected on every rank; raise if any rank cannot load.
+def _agree(
+    comm: Comm, restoration: Restoration | None, offer: Offer, own: Exception | None
+) -> tuple[list[str], list[str], Agreed | None]:
+    """Return what is missing on any rank, what is unexpected on every rank, and the exchange that was agreed on.
 
-    A rank of a pipeline holds few of the names: only what no rank expects is unexpected.
+    A rank of a pipeline holds few of the names: only what no rank expects is unexpected. Raises if any rank cannot
+    load.
     """
     status = {
         "error": error_text(own) if own else None,
         "missing": list(restoration.missing) if restoration else [],
         "unexpected": list(restoration.unexpected) if restoration else [],
     }
-    statuses = [json.loads(text) for text in comm.all_gather(json.dumps(status).encode())]
+    said = [
+        decode_frames(each) for each in comm.all_gather(encode_frames([json.dumps(status).encode(), offer.encoded()]))
+    ]
+    statuses = [json.loads(text) for text, _ in said]
     raise_together([each["error"] for each in statuses], comm.rank, own)
     missing = sorted({name for each in statuses for name in each["missing"]})
     unexpected = set(statuses[0]["unexpected"]).intersection(*(each["unexpected"] for each in statuses))
-    return missing, sorted(unexpected)
+    return missing, sorted(unexpected), agreed_on([Offer.decoded(each) for _, each in said])
 
 
 def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: Place, stored: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -66,4 +66,15 @@ class Comm(Protocol):
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by rank. A collective: caller's thread only, every rank must call."""
+        ...
+
+    def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
+        """Give other ranks bytes and take theirs. A collective: caller's thread only, every rank must call.
+
+        Nothing is said about sizes: what one rank gives another is, buffer by buffer, as long as what that one takes.
+
+        Args:
+            gives: Writable memory to send, by rank and in order; the same memory may go to several ranks.
+            takes: Writable memory to fill, by the rank it comes from and in order.
+        """
         ...

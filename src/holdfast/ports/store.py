@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,7 +123,13 @@ class Store(Protocol):
         """
         ...
 
-    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
         """Read what needs no wait for storage, from `start` on, into one buffer after the other.
 
         What lies in memory already is copied once, straight to where it is wanted; the rest is for `get_ranges`,
@@ -133,6 +139,8 @@ class Store(Protocol):
             key: The object.
             start: First byte.
             buffers: Writable memory for the bytes that follow one another from there, however aligned.
+            arrived: Told of every piece as it comes, in order: what was copied a moment ago can be hashed out of the
+                processor's cache.
         Returns:
             How many bytes came, from the front; what lies in the buffers beyond them is undefined. 0 where a store
             keeps nothing in memory.

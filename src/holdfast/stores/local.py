@@ -143,12 +143,18 @@ class LocalStore:
             check_ranges(where, size, ranges, slabs)
             return read_ranges(self._syscalls, fd, ranges, slabs, where)
 
-    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
         """Read what the page cache holds, from `start` on, into one buffer after the other."""
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_buffers(where, size, start, buffers)
-            return take_cached(self._syscalls, fd, start, buffers, where)
+            return take_cached(self._syscalls, fd, start, buffers, where, arrived)
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
@@ -91,7 +91,13 @@ class MemoryStore:
             views.append(view)
         return views
 
-    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
         """Return 0: like an object store, it hands out what it is asked for and keeps nothing near."""
         check_buffers(f"{self.url}/{key}", len(self._object(key)), start, buffers)
         return 0

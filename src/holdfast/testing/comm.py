@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 
-from holdfast.errors import UnavailableError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.ports.comm import Board, Comm
 
 _Result = TypeVar("_Result")
@@ -95,11 +95,11 @@ class ThreadGroup:
         self.board = ThreadBoard()
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
-        self._rounds: list[dict[int, bytes]] = []
+        self._rounds: list[dict[int, object]] = []
         self._calls = [0] * world_size
         self._dead = False
 
-    def exchange(self, rank: int, payload: bytes) -> list[bytes]:
+    def meet(self, rank: int, payload: _Result) -> list[_Result]:
         """Return every rank's payload once all have called.
 
         Raises:
@@ -111,14 +111,14 @@ class ThreadGroup:
             if number == len(self._rounds):
                 self._rounds.append({})
             payloads = self._rounds[number]
-            payloads[rank] = bytes(payload)
+            payloads[rank] = payload
             self._changed.notify_all()
             # A collective that all have reached is complete, whatever becomes of one of them afterwards.
             self._changed.wait_for(lambda: len(payloads) == self.world_size or self._dead, self._timeout_seconds)
             if len(payloads) < self.world_size:
                 absent = [other for other in range(self.world_size) if other not in payloads]
                 raise UnavailableError(f"rank {rank}: ranks {absent} did not come to collective {number}")
-            return [payloads[other] for other in range(self.world_size)]
+            return [cast(_Result, payloads[other]) for other in range(self.world_size)]
 
     def rank_died(self) -> None:
         """Let every collective that waits for a rank fail from now on, as it does when a process is lost."""
@@ -158,11 +158,22 @@ class ThreadComm:
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """As the port says."""
-        return self._group.exchange(self._rank, payload if self._rank == 0 and payload is not None else b"")[0]
+        return self._group.meet(self._rank, bytes(payload or b"") if self._rank == 0 else b"")[0]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """As the port says."""
-        return self._group.exchange(self._rank, payload)
+        return self._group.meet(self._rank, bytes(payload))
+
+    def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
+        """As the port says."""
+        sent = {rank: [bytes(buffer) for buffer in buffers] for rank, buffers in gives.items()}
+        for giver, given in enumerate(self._group.meet(self._rank, sent)):
+            taken = takes.get(giver, ())
+            found, expected = [len(each) for each in given.get(self._rank, [])], [len(each) for each in taken]
+            if found != expected:
+                raise InvalidError(f"rank {self._rank}: rank {giver} gives {found} bytes; expected {expected}")
+            for buffer, data in zip(taken, given.get(self._rank, []), strict=True):
+                buffer[:] = data
 
 
 def run_ranks(
@@ -367,6 +378,47 @@ class CommSuite:
 
     def test_all_gather_of_nothing(self) -> None:
         assert self.run(3, lambda comm: comm.all_gather(b"")) == [[b""] * 3] * 3
+
+    @pytest.mark.parametrize("world_size", (1, 2, 5))
+    def test_exchange_gives_every_rank_what_is_meant_for_it(self, world_size: int) -> None:
+        def sent(giver: int, taker: int) -> list[bytes]:
+            """Nothing from some, several buffers of unequal lengths from others."""
+            return [
+                bytes([giver, taker, number]) * (1 + 1000 * giver + number) for number in range((giver + taker) % 3)
+            ]
+
+        def talk(comm: Comm) -> dict[int, list[bytes]]:
+            others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+            gives = {rank: [memoryview(bytearray(each)) for each in sent(comm.rank, rank)] for rank in others}
+            takes = {rank: [memoryview(bytearray(len(each))) for each in sent(rank, comm.rank)] for rank in others}
+            comm.exchange(gives, takes)
+            return {rank: [bytes(each) for each in buffers] for rank, buffers in takes.items()}
+
+        expected = [
+            {giver: sent(giver, rank) for giver in range(world_size) if giver != rank} for rank in range(world_size)
+        ]
+        assert self.run(world_size, talk) == expected
+
+    def test_exchange_gives_the_same_memory_to_several(self) -> None:
+        def talk(comm: Comm) -> bytes:
+            slab = memoryview(bytearray(b"once" * 1000 if comm.rank == 0 else 4000))
+            if comm.rank == 0:
+                comm.exchange({1: [slab[:2000], slab[2000:]], 2: [slab[:2000]]}, {})
+            else:
+                comm.exchange({}, {0: [slab[:2000], slab[2000:]] if comm.rank == 1 else [slab[:2000]]})
+            return bytes(slab)
+
+        first, second, third = self.run(3, talk)
+        assert (first, second, third) == (b"once" * 1000, b"once" * 1000, b"once" * 500 + bytes(2000))
+
+    def test_an_exchange_in_which_a_rank_has_no_part(self) -> None:
+        def talk(comm: Comm) -> bytes:
+            slab = memoryview(bytearray(b"x" if comm.rank == 0 else b"-"))
+            comm.exchange({2: [slab]} if comm.rank == 0 else {}, {0: [slab]} if comm.rank == 2 else {})
+            comm.exchange({}, {})
+            return bytes(slab) + comm.all_gather(b"")[0]
+
+        assert self.run(3, talk) == [b"x", b"-", b"x"]
 
     def test_collectives_follow_each_other(self) -> None:
         def talk(comm: Comm) -> list[object]:

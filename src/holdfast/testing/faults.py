@@ -229,9 +229,15 @@ class FaultyStore:
         """As the port says."""
         return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, slabs))
 
-    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
         """As the port says."""
-        return self._faults.around("get_cached", key, lambda: self._inner.get_cached(key, start, buffers))
+        return self._faults.around("get_cached", key, lambda: self._inner.get_cached(key, start, buffers, arrived))
 
     def folders(self, prefix: str = "") -> list[str]:
         """As the port says."""

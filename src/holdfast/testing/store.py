@@ -328,8 +328,10 @@ class Ranges(_StoreFixture):
             start, stop = sorted(chance.choices(range(len(data) + 1), k=2))
             cuts = [start, *sorted(chance.choices(range(start, stop + 1), k=chance.randrange(5))), stop]
             buffers = [memoryview(bytearray(end - begin)) for begin, end in itertools.pairwise(cuts)]
-            count = store.get_cached("folder/key", start, buffers)
+            told = bytearray()
+            count = store.get_cached("folder/key", start, buffers, told.extend)
             assert 0 <= count <= stop - start
+            assert told == data[start : start + count], f"seed {seed}, cuts {cuts}"
             assert b"".join(buffers)[:count] == data[start : start + count], f"seed {seed}, cuts {cuts}"
 
     def test_asking_for_what_is_at_hand_in_a_wrong_way(self, store: Store) -> None:

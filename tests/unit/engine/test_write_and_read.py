@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -145,11 +146,19 @@ class AtHand(MemoryStore):
 
     count = 0
 
-    def get_cached(self, key: str, start: int, buffers: Sequence[memoryview]) -> int:
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
         data, left = self.get(key, 1 << 30)[start:], self.count
         for buffer in buffers:
             came = max(min(left, buffer.nbytes), 0)
             buffer[:] = data[:came] + b"?" * (buffer.nbytes - came)
+            if arrived is not None:
+                arrived(buffer[:came])
             data, left = data[buffer.nbytes :], left - came
         return min(self.count, sum(buffer.nbytes for buffer in buffers))
 
@@ -421,3 +430,16 @@ def test_a_slab_begins_on_a_page() -> None:
         slab = new_slab(count)
         assert np.frombuffer(slab, np.uint8).ctypes.data % PAGE_BYTES == 0
         assert len(slab) >= count
+
+
+def test_a_forked_child_is_given_no_slab() -> None:
+    """Else every slab the parent writes to afterwards would first be copied, page by page."""
+    slab = new_slab(4 << 20)
+    slab[:] = b"x" * len(slab)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(any(slab[::PAGE_BYTES])))
+    slab[:PAGE_BYTES] = b"y" * PAGE_BYTES
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert bytes(slab) == b"y" * PAGE_BYTES + b"x" * (len(slab) - PAGE_BYTES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -16,6 +16,9 @@ from holdfast.errors import InvalidError, UnavailableError
 
 _CONNECT_SECONDS_MAX = 10.0
 """Longest try to reach the store's host; c10d takes up to about twice what it is told."""
+
+_TAG = 0x686F6C64
+"""Keeps what ranks pass each other apart from messages that the training script has under way."""
 
 
 class TorchBoard:
@@ -183,6 +186,37 @@ class ProcessGroupComm:
             each.cpu().numpy()[: int(length.item())].tobytes() for each, length in zip(gathered, lengths, strict=True)
         ]
 
+    def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
+        """Give other ranks bytes and take theirs."""
+        device = self._device()
+        # By place: what goes to several ranks is brought to the device once.
+        staged: dict[tuple[int, int], torch.Tensor] = {}
+        arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        moves = []
+        for rank, buffers in sorted(gives.items()):
+            for buffer in filter(len, buffers):
+                host = torch.frombuffer(buffer, dtype=torch.uint8)
+                place = host.data_ptr(), len(buffer)
+                if place not in staged:
+                    staged[place] = host.to(device)
+                moves.append(self._move(dist.isend, staged[place], rank))
+        for rank, buffers in sorted(takes.items()):
+            for buffer in filter(len, buffers):
+                host = torch.frombuffer(buffer, dtype=torch.uint8)
+                there = host if device.type == "cpu" else torch.empty_like(host, device=device)
+                arriving.append((host, there))
+                moves.append(self._move(dist.irecv, there, rank))
+        if not moves:
+            return
+        for each in dist.batch_isend_irecv(moves):
+            each.wait()
+        for host, there in arriving:
+            if there is not host:
+                host.copy_(there)
+
+    def _move(self, verb: Callable[..., object], data: torch.Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(verb, data, group=self._group, tag=_TAG, group_peer=rank)
+
     def _device(self) -> torch.device:
         group = self._group or dist.group.WORLD
         assert group is not None, "torch.distributed is initialised"
@@ -224,6 +258,9 @@ class SoloComm:
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payload alone."""
         return [payload]
+
+    def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
+        """Do nothing: there is nobody else."""
 
 
 def _tensor_of(payload: bytes, length: int, device: torch.device) -> torch.Tensor:

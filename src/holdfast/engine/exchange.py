@@ -1,0 +1,287 @@
+"""Carries out a load in which ranks pass bytes to each other: reads and checks on threads, collectives on the caller's.
+
+While one round is passed on, the next is read and the one before is placed. Every round begins with a word from every
+rank, so that all of them stop together when one has failed; nothing that failed its check is ever sent.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from holdfast.engine.read import carry_out, read_through, settle_all
+from holdfast.engine.slabs import new_slab
+from holdfast.ports.clock import Clock
+from holdfast.ports.comm import Comm
+from holdfast.ports.framework import Target
+from holdfast.ports.store import Store
+from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take
+from holdfast.spec.plan import LoadPlan, ReadRun
+
+_WORD = struct.Struct("<?qdqd")
+_AREAS = 2
+"""Rounds whose bytes are in memory at once: one is passed on while the next is read, or the one before placed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a rank's load came to."""
+
+    read_bytes: int
+    """Read from storage."""
+
+    received_bytes: int
+    """Given by other ranks."""
+
+    whole: bool = True
+    """Whether everything was placed; False where another rank failed, and all of them stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """When to look at what was measured, and what to make of it; the same on every rank."""
+
+    after_rounds: int
+    """Rounds that are measured first."""
+
+    goes_on: Callable[[Sequence[Pace]], bool]
+    """Whether the rest is to be exchanged too, by the paces of all ranks; otherwise every rank reads its own."""
+
+
+def carry_out_exchange(
+    planned: Callable[[], ExchangePlan],
+    round_count: int,
+    weighing: Weighing | None,
+    comm: Comm,
+    clock: Clock,
+    store: Store,
+    prefix: str,
+    targets: Sequence[Target],
+    settings: Settings,
+) -> Moved:
+    """Read, pass on, check and place everything a plan lists; a collective of every rank.
+
+    A receiver checks every chunk again: it must not trust memory and wires that the reader's check never saw.
+
+    Args:
+        planned: Returns this rank's plan; what it raises is this rank's failure, and the others hear of it.
+        round_count: Rounds of the plan, on every rank.
+        weighing: Whether exchanging may end before; None: never.
+        comm: The ranks.
+        clock: For the paces.
+        store: Where from.
+        prefix: Folder of the attempt.
+        targets: Where to, by wanted number.
+        settings: Reads in flight.
+    Raises:
+        CorruptError: A chunk that this rank read or was given is not what was saved.
+        UnavailableError: The store failed.
+    """
+    with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
+        try:
+            passing = _Passing(threads, clock, store, prefix, targets, weighing.after_rounds if weighing else 0)
+            rest = _exchange(planned, round_count, weighing, comm, passing)
+        except BaseException:
+            threads.shutdown(wait=True, cancel_futures=True)
+            raise
+    if rest is None:
+        return Moved(0, 0, whole=False)
+    runs, given_bytes, received_bytes = rest
+    plan = LoadPlan(tuple(_joined(runs, settings.read_window_bytes)))
+    carry_out(plan, store, prefix, targets, settings)
+    return Moved(given_bytes + plan.bytes, received_bytes)
+
+
+def _exchange(
+    planned: Callable[[], ExchangePlan], round_count: int, weighing: Weighing | None, comm: Comm, passing: _Passing
+) -> tuple[list[ReadRun], int, int] | None:
+    """Go through the rounds; return what is left to read, bytes read and bytes received, or None if a rank failed."""
+    own: Exception | None = None
+    rounds: Sequence[ExchangeRound] = ()
+    alone = LoadPlan(())
+    try:
+        plan = planned()
+        rounds, alone = plan.rounds, plan.alone
+        passing.begin(rounds)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        own = error
+    number = 0
+    for number in range(round_count):
+        if own is None:
+            try:
+                passing.prepare(number)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+                own = error
+        words = [_WORD.unpack(word) for word in comm.all_gather(_word(own, passing.pace))]
+        if own is not None:
+            raise own
+        if any(word[0] for word in words):
+            return None
+        if weighing and number == weighing.after_rounds and not weighing.goes_on([Pace(*word[1:]) for word in words]):
+            break
+        passing.exchange(number, comm)
+    else:
+        number = round_count
+    passing.finish()
+    # A round that was not exchanged has been read by those who were to pass it on, and the one after it too.
+    takes = [take.run for each in rounds[number:] for take in each.takes]
+    gives = [give.run for each in rounds[number + _AREAS :] for give in each.gives]
+    given_bytes = sum(_bytes(give.run) for each in rounds[: number + _AREAS] for give in each.gives)
+    received_bytes = sum(_bytes(take.run) for each in rounds[:number] for take in each.takes)
+    return [*takes, *gives, *alone.runs], given_bytes, received_bytes
+
+
+def _word(own: Exception | None, pace: Pace) -> bytes:
+    return _WORD.pack(own is not None, pace.read_bytes, pace.read_seconds, pace.moved_bytes, pace.moved_seconds)
+
+
+class _Passing:
+    """The rounds of one rank: what is read, passed on and placed meanwhile, in memory allocated once."""
+
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        clock: Clock,
+        store: Store,
+        prefix: str,
+        targets: Sequence[Target],
+        probe_rounds: int,
+    ) -> None:
+        self._threads, self._clock, self._store, self._probe_rounds = threads, clock, store, probe_rounds
+        self._prefix, self._targets = prefix, targets
+        self._rounds: Sequence[ExchangeRound] = ()
+        self._reads: dict[int, list[Future[memoryview]]] = {}
+        self._read: dict[int, list[memoryview]] = {}
+        self._places: dict[int, list[Future[None]]] = {}
+        self._begun = 0
+        self._exchange_began = 0.0
+        self.pace = Pace(0, 0.0, 0, 0.0)
+        """The best of the rounds that were measured: other work on the machine only ever slows them."""
+
+    def begin(self, rounds: Sequence[ExchangeRound]) -> None:
+        """Allocate memory for the largest round, for each direction."""
+        self._rounds = rounds
+        give_bytes = max((sum(_slot_bytes(give.run) for give in each.gives) for each in rounds), default=0)
+        take_bytes = max((sum(_slot_bytes(take.run) for take in each.takes) for each in rounds), default=0)
+        areas = _AREAS if len(rounds) > max(self._probe_rounds, 1) else 1
+        self._give_areas = [new_slab(max(give_bytes, 1)) for _ in range(areas)]
+        self._take_areas = [new_slab(max(take_bytes, 1)) for _ in range(areas)]
+
+    def prepare(self, number: int) -> None:
+        """Read what this rank gives in a round, and have memory free for what it takes.
+
+        The rounds of the probe are read, passed on and placed one after the other, so that each is timed alone; after
+        them, the next round is read while this one is passed on and the one before is placed.
+        """
+        if 0 < number <= self._probe_rounds:
+            self._finish_placing(number - 1)
+            self._measure_exchange(number - 1)
+        start = self._clock.monotonic_seconds()
+        self._begin_reading(number)
+        self._read[number] = [read.result() for read in self._reads.pop(number)]
+        if number < self._probe_rounds:
+            self._measure_reading(number, start)
+        else:
+            self._begin_reading(number + 1)
+        self._finish_placing(number - _AREAS)
+
+    def _area(self, number: int) -> int:
+        """Return which memory a round uses. Rounds of the probe all use the same, so that only one touches it first."""
+        return max(number - max(self._probe_rounds, 1) + 1, 0) % _AREAS
+
+    def _begin_reading(self, number: int) -> None:
+        """Let the threads read what this rank gives in a round, if there is such a round and they are not at it."""
+        if not self._begun <= number < len(self._rounds):
+            return
+        self._begun = number + 1
+        gives = self._rounds[number].gives
+        slots = _slots(self._give_areas[self._area(number)], [give.run for give in gives])
+        self._reads[number] = [
+            self._threads.submit(
+                read_through, give.run, self._store, f"{self._prefix}{give.run.pack}", self._targets, slot
+            )
+            for give, slot in zip(gives, slots, strict=True)
+        ]
+
+    def exchange(self, number: int, comm: Comm) -> None:
+        """Pass a round on, take what is given in it, and let the threads check and place that."""
+        this = self._rounds[number]
+        gives: dict[int, list[memoryview]] = {}
+        for give, data in zip(this.gives, self._read.pop(number), strict=True):
+            for rank in give.receivers:
+                gives.setdefault(rank, []).append(data)
+        slots = _slots(self._take_areas[self._area(number)], [take.run for take in this.takes])
+        taken = [slot[: _bytes(take.run)] for slot, take in zip(slots, this.takes, strict=True)]
+        takes: dict[int, list[memoryview]] = {}
+        for take, data in zip(this.takes, taken, strict=True):
+            takes.setdefault(take.reader, []).append(data)
+        self._exchange_began = self._clock.monotonic_seconds()
+        comm.exchange(gives, takes)
+        self._places[number] = [
+            self._threads.submit(settle_all, take.run, data, self._way_of(take), self._targets)
+            for take, data in zip(this.takes, taken, strict=True)
+        ]
+
+    def _way_of(self, take: Take) -> str:
+        return f"{self._store.url}/{self._prefix}{take.run.pack}, as rank {take.reader} read and passed it on"
+
+    def _measure_reading(self, number: int, start: float) -> None:
+        read_bytes = sum(_bytes(give.run) for give in self._rounds[number].gives)
+        seconds = self._clock.monotonic_seconds() - start
+        if read_bytes * self.pace.read_seconds >= self.pace.read_bytes * seconds:
+            self.pace = replace(self.pace, read_bytes=read_bytes, read_seconds=seconds)
+
+    def _measure_exchange(self, number: int) -> None:
+        this = self._rounds[number]
+        sent_bytes = sum(_bytes(give.run) * len(give.receivers) for give in this.gives)
+        moved_bytes = max(sent_bytes, sum(_bytes(take.run) for take in this.takes))
+        seconds = self._clock.monotonic_seconds() - self._exchange_began
+        if moved_bytes * self.pace.moved_seconds >= self.pace.moved_bytes * seconds:
+            self.pace = replace(self.pace, moved_bytes=moved_bytes, moved_seconds=seconds)
+
+    def _finish_placing(self, number: int) -> None:
+        """Wait until everything given in a round is placed, if there was such a round."""
+        for place in self._places.pop(number, ()):
+            place.result()
+
+    def finish(self) -> None:
+        """Wait for everything under way."""
+        for reads in self._reads.values():
+            for read in reads:
+                read.result()
+        for number in list(self._places):
+            self._finish_placing(number)
+
+
+def _joined(runs: Sequence[ReadRun], run_bytes_max: int) -> Iterator[ReadRun]:
+    """Yield runs by pack and offset, neighbours in one as far as they may be."""
+    kept: ReadRun | None = None
+    for run in sorted(runs, key=lambda run: (run.pack, run.start)):
+        if kept and (kept.pack, kept.stop) == (run.pack, run.start) and run.stop - kept.start <= run_bytes_max:
+            kept = ReadRun(run.pack, kept.start, run.stop, kept.chunks + run.chunks)
+            continue
+        if kept:
+            yield kept
+        kept = run
+    if kept:
+        yield kept
+
+
+def _bytes(run: ReadRun) -> int:
+    return run.stop - run.start
+
+
+def _slot_bytes(run: ReadRun) -> int:
+    """Return the memory a run is read into: whole pages, and one more at either end, as stores may need."""
+    return -(-_bytes(run) // PAGE_BYTES) * PAGE_BYTES + 2 * PAGE_BYTES
+
+
+def _slots(area: memoryview, runs: Sequence[ReadRun]) -> list[memoryview]:
+    slots, at = [], 0
+    for run in runs:
+        slots.append(area[at : at + _slot_bytes(run)])
+        at += _slot_bytes(run)
+    return slots

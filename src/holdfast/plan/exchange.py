@@ -1,0 +1,355 @@
+"""Who reads what once for several ranks, who is given it, and whether that beats everybody reading for himself.
+
+Every rank describes what its load plan reads; from all descriptions each rank reckons the same exchange. Cuts are made
+only where some rank's description has one, and these are bounds of chunks, so a chunk is never divided.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.plan.levelling import level
+from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take
+from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
+
+Ints = NDArray[np.int64]
+
+PROBE_ROUNDS = 2
+"""Rounds that are measured before exchanging is weighed against reading. The best counts: the first touches every
+buffer, and opens every connection, for the first time."""
+
+_CELLS_IN_ROUND = 4
+"""Parts a round is cut into at least, so that several reads are in flight and shares come out even."""
+
+_GAIN_BYTES_MIN = 256 * MIB
+"""What the busiest rank must save in reading for a probe to be worth it: two rounds through memory touched for the
+first time take as long as reading about that much from a page cache."""
+
+_GAIN_MIN = 0.1
+"""The same as a share of what it would read alone."""
+
+_FOOTPRINT_BYTES_MIN = 4 * PAGE_BYTES
+"""What the smallest segment counts for in a round: each is read to whole pages, with one to spare at either end."""
+
+_MARGIN = 1.2
+"""How many times as fast exchanging must be expected to be: both estimates come from a few rounds, and who reads for
+himself reads straight into his tensors where he can."""
+
+_DESCRIPTIONS_BYTES_MAX = 64 * MIB
+"""What all descriptions together may take; beyond it, to agree costs more than many an exchange saves."""
+
+
+def description_of(
+    plan: LoadPlan, pack_numbers: Mapping[str, int], round_bytes: int, world_size: int, *, forced: bool
+) -> bytes:
+    """Return what a rank reads, for every other rank to know: a few bytes a run, cut at bounds of chunks.
+
+    Runs are cut where a chunk begins in another cell of the pack than the one before, so ranks that read the same from
+    different starts cut it at the same places.
+
+    Args:
+        plan: What it would read alone.
+        pack_numbers: Number of each pack of the checkpoint, the same on every rank.
+        round_bytes: Bytes a rank may read in one round.
+        world_size: Ranks.
+        forced: Whether to describe at any length; otherwise a description that is too long is empty.
+    """
+    cell = max(round_bytes // _CELLS_IN_ROUND, 1)
+    rows: list[tuple[int, int, int]] = []
+    for run in plan.runs:
+        pack, start = pack_numbers[run.pack], run.start
+        if start // cell != (run.stop - 1) // cell:
+            for chunk in run.chunks:
+                if chunk.offset // cell != start // cell:
+                    rows.append((pack, start, chunk.offset))
+                    start = chunk.offset
+        rows.append((pack, start, run.stop))
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
+    # Gaps and lengths repeat from layer to layer, so they compress to little.
+    table[:, 2] -= table[:, 1]
+    table[1:, :2] = np.diff(table[:, :2], axis=0)
+    packed = zlib.compress(np.ascontiguousarray(table.T).tobytes(), 1)
+    return packed if forced or len(packed) * world_size <= _DESCRIPTIONS_BYTES_MAX else b""
+
+
+def _rows_of(description: bytes) -> Ints:
+    """Return pack, start and stop of each run described; shape (runs, 3)."""
+    table = np.frombuffer(zlib.decompress(description), dtype=np.int64).reshape(3, -1).T.copy()
+    table[:, :2] = np.cumsum(table[:, :2], axis=0)
+    table[:, 2] += table[:, 1]
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bytes of the busiest rank, each way of loading."""
+
+    alone_bytes: int
+    """Read, if every rank reads what it wants."""
+
+    read_bytes: int
+    """Read, if bytes are exchanged."""
+
+    moved_bytes: int
+    """Sent or received, whichever is more, if bytes are exchanged."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobExchange:
+    """An exchange as every rank knows it: by segment, a run of bytes that the same ranks want."""
+
+    pack_starts: Ints
+    """Where each pack begins on one line of all packs' bytes."""
+
+    bounds: Ints
+    """Bounds of the segments on that line; one more than there are segments."""
+
+    readers: Ints
+    """Who reads each segment; -1 where one rank or none wants it."""
+
+    rounds: Ints
+    """In which round each segment is passed on; -1 where it is not."""
+
+    members: Sequence[tuple[int, ...]]
+    """Who wants each segment, ascending."""
+
+    whole: Load
+    """The whole load."""
+
+    left: Load
+    """What is left of it after `PROBE_ROUNDS`."""
+
+    @property
+    def round_count(self) -> int:
+        """Rounds until everything is passed on."""
+        return int(self.rounds.max()) + 1
+
+    @property
+    def is_worth_a_probe(self) -> bool:
+        """Whether exchanging may save so much that measuring is worth it."""
+        gain = self.whole.alone_bytes - self.whole.read_bytes
+        return gain >= max(_GAIN_BYTES_MIN, _GAIN_MIN * self.whole.alone_bytes)
+
+    def plan_of(self, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:
+        """Return what one rank does.
+
+        Args:
+            rank: The rank.
+            plan: What it would read alone; what it described.
+            pack_numbers: As it described with.
+        """
+        gives: list[list[Give]] = [[] for _ in range(self.round_count)]
+        takes: list[list[Take]] = [[] for _ in range(self.round_count)]
+        alone: list[ReadRun] = []
+        for run in plan.runs:
+            pack_start = int(self.pack_starts[pack_numbers[run.pack]])
+            starts = pack_start + np.array([chunk.offset for chunk in run.chunks], dtype=np.int64)
+            stops = starts + np.array([chunk.bytes for chunk in run.chunks], dtype=np.int64)
+            segments = np.searchsorted(self.bounds, starts, side="right") - 1
+            assert (stops <= self.bounds[segments + 1]).all(), "bounds are bounds of chunks, the same for every rank"
+            kept: list[ChunkRead] = []
+            cuts = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(run.chunks)]
+            for first, last in pairwise(cuts):
+                segment, chunks = int(segments[first]), run.chunks[first:last]
+                reader = int(self.readers[segment])
+                if reader < 0:
+                    kept += chunks
+                    continue
+                _close(kept, run.pack, alone)
+                part = _run_of(run.pack, chunks)
+                if reader == rank:
+                    others = tuple(each for each in self.members[segment] if each != rank)
+                    gives[self.rounds[segment]].append(Give(part, others))
+                else:
+                    takes[self.rounds[segment]].append(Take(part, reader))
+            _close(kept, run.pack, alone)
+        rounds = (ExchangeRound(tuple(give), tuple(take)) for give, take in zip(gives, takes, strict=True))
+        return ExchangePlan(tuple(rounds), LoadPlan(tuple(alone)))
+
+
+def _run_of(pack: str, chunks: Sequence[ChunkRead]) -> ReadRun:
+    return ReadRun(pack, chunks[0].offset, chunks[-1].offset + chunks[-1].bytes, tuple(chunks))
+
+
+def _close(kept: list[ChunkRead], pack: str, runs: list[ReadRun]) -> None:
+    if kept:
+        runs.append(_run_of(pack, kept))
+        kept.clear()
+
+
+def job_exchange(descriptions: Sequence[bytes], round_bytes: int) -> JobExchange | None:
+    """Return the exchange that all ranks' descriptions ask for, or None if no byte is wanted twice.
+
+    Ranks that want the same are one class, and segments that the same classes want one group; its segments are cut
+    into one contiguous share for each member, so that loads come out level and reads stay long. Groups of few come
+    first: they have the least choice. The time taken grows with runs described and with segments times the classes
+    that want them, not with ranks times chunks.
+
+    Args:
+        descriptions: By rank; none of them empty.
+        round_bytes: Bytes a rank may read, and be given, in one round. A segment that is longer has one of its own.
+    """
+    classes: dict[bytes, list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        classes.setdefault(description, []).append(rank)
+    tables = [_rows_of(description) for description in classes]
+    rows = np.concatenate(tables)
+    owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    if not len(rows):
+        return None
+    extents = np.zeros(int(rows[:, 0].max()) + 2, dtype=np.int64)
+    np.maximum.at(extents, rows[:, 0] + 1, rows[:, 2])
+    pack_starts = np.cumsum(extents)[:-1]
+    starts, stops = rows[:, 1] + pack_starts[rows[:, 0]], rows[:, 2] + pack_starts[rows[:, 0]]
+    shared_whole = any(len(members) > 1 and len(table) for members, table in zip(classes.values(), tables, strict=True))
+    if not shared_whole and _are_apart(starts, stops):
+        return None
+    bounds = np.unique(np.concatenate((starts, stops)))
+    wanters = _wanters(bounds, starts, stops, owners)
+    members_of = [tuple(members) for members in classes.values()]
+    members = _members(wanters, members_of, len(bounds) - 1)
+    return _shared_out(pack_starts, bounds, members, len(descriptions), round_bytes)
+
+
+def _are_apart(starts: Ints, stops: Ints) -> bool:
+    order = np.argsort(starts, kind="stable")
+    return bool((starts[order][1:] >= np.maximum.accumulate(stops[order])[:-1]).all())
+
+
+def _wanters(bounds: Ints, starts: Ints, stops: Ints, owners: Ints) -> Ints:
+    """Return pairs of segment and class that wants it, in order, each once; shape (pairs, 2)."""
+    first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, stops)
+    counts = last - first
+    before = np.cumsum(counts) - counts
+    segments = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+    return np.unique(np.stack((segments, np.repeat(owners, counts)), axis=1), axis=0)
+
+
+def _members(wanters: Ints, members_of: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
+    """Return the ranks that want each segment; equal ones are the same tuple."""
+    found: list[tuple[int, ...]] = [()] * count
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    cuts = [0, *(np.flatnonzero(np.diff(wanters[:, 0])) + 1).tolist(), len(wanters)]
+    owners = wanters[:, 1].tolist()
+    for first, last in pairwise(cuts):
+        key = tuple(owners[first:last])
+        if key not in known:
+            known[key] = tuple(sorted(rank for each in key for rank in members_of[each]))
+        found[int(wanters[first, 0])] = known[key]
+    return found
+
+
+def _shared_out(
+    pack_starts: Ints, bounds: Ints, members: list[tuple[int, ...]], world_size: int, round_bytes: int
+) -> JobExchange | None:
+    lengths = np.diff(bounds)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for segment, each in enumerate(members):
+        groups.setdefault(each, []).append(segment)
+    groups.pop((), None)
+    read, wanted = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
+    sent = np.zeros(world_size, dtype=np.int64)
+    readers = np.full(len(lengths), -1, dtype=np.int64)
+    for group, numbers in sorted(groups.items(), key=lambda item: (len(item[0]), item[1][0])):
+        ranks, segments = np.array(group, dtype=np.int64), np.array(numbers, dtype=np.int64)
+        bytes_each = lengths[segments]
+        wanted[ranks] += bytes_each.sum()
+        if len(group) == 1:
+            read[ranks] += bytes_each.sum()
+            continue
+        shares = level(read[ranks], int(bytes_each.sum()), max(round_bytes // _CELLS_IN_ROUND, 1))
+        middles = np.cumsum(bytes_each) - (bytes_each + 1) // 2
+        readers[segments] = ranks[np.searchsorted(np.cumsum(shares), middles, side="right")]
+        np.add.at(read, readers[segments], bytes_each)
+        np.add.at(sent, readers[segments], bytes_each * (len(group) - 1))
+    if (readers < 0).all():
+        return None
+    rounds = _rounds(lengths, readers, members, world_size, round_bytes)
+    late = rounds >= PROBE_ROUNDS
+    read_late, wanted_late, sent_late = (wanted * 0 for _ in range(3))
+    for segment in np.flatnonzero(late).tolist():
+        ranks = np.array(members[segment], dtype=np.int64)
+        wanted_late[ranks] += lengths[segment]
+        read_late[readers[segment]] += lengths[segment]
+        sent_late[readers[segment]] += lengths[segment] * (len(ranks) - 1)
+    alone = read - np.bincount(readers[readers >= 0], lengths[readers >= 0], world_size).astype(np.int64)
+    return JobExchange(
+        pack_starts,
+        bounds,
+        readers,
+        rounds,
+        members,
+        _busiest(wanted, read, sent),
+        _busiest(alone + wanted_late, alone + read_late, sent_late),
+    )
+
+
+def _busiest(wanted: Ints, read: Ints, sent: Ints) -> Load:
+    return Load(int(wanted.max()), int(read.max()), int(np.maximum(sent, wanted - read).max()))
+
+
+def _rounds(
+    lengths: Ints, readers: Ints, members: Sequence[tuple[int, ...]], world_size: int, round_bytes: int
+) -> Ints:
+    """Return the round of each segment that is read for several; -1 for the others.
+
+    All readers go through their shares at an even pace, and a round ends before any rank would read, or be given,
+    more than fits.
+    """
+    rounds = np.full(len(lengths), -1, dtype=np.int64)
+    shared = np.flatnonzero(readers >= 0)
+    passed = np.zeros(world_size, dtype=np.int64)
+    before = np.empty(len(shared), dtype=np.int64)
+    for at, segment in enumerate(shared.tolist()):
+        before[at] = passed[readers[segment]]
+        passed[readers[segment]] += lengths[segment]
+    # In thousandths of a reader's share, so that all of them are done at the same time.
+    pace = before * 1000 // passed[readers[shared]]
+    given, taken = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
+    footprints = np.maximum(lengths, _FOOTPRINT_BYTES_MIN)
+    current = 0
+    ranks_of: dict[tuple[int, ...], Ints] = {}
+    for segment in shared[np.lexsort((shared, pace))].tolist():
+        reader, length = int(readers[segment]), int(footprints[segment])
+        group = members[segment]
+        ranks = ranks_of.setdefault(group, np.array(group, dtype=np.int64))
+        if (given[reader] or taken[ranks].any()) and max(given[reader], taken[ranks].max()) + length > round_bytes:
+            current += 1
+            given[:] = taken[:] = 0
+        rounds[segment] = current
+        given[reader] += length
+        taken[ranks] += length
+        taken[reader] -= length
+    return rounds
+
+
+def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
+    """Return whether what is left of a load is sooner done by exchanging it, judged by a round that was measured.
+
+    Reading alone takes the busiest rank `alone / storage` seconds, exchanging `read / storage + moved / exchange`:
+    all ranks were reading at once when `storage` was measured, and what goes on beside each other (reading one round
+    and exchanging another) is counted one after the other, since both may want the same processors and wires.
+    Storage that is faster than the exchange, as the page cache is, so speaks for reading whatever the redundancy.
+    Each speed is that of the fastest rank: other work on its machine only ever slows a rank down.
+
+    Args:
+        left: Bytes of the busiest rank.
+        paces: Of every rank, the same on each of them.
+    """
+    storage = _bytes_per_second((each.read_bytes, each.read_seconds) for each in paces)
+    exchange = _bytes_per_second((each.moved_bytes, each.moved_seconds) for each in paces)
+    alone_seconds = left.alone_bytes / storage
+    return alone_seconds >= _MARGIN * (left.read_bytes / storage + left.moved_bytes / exchange)
+
+
+def _bytes_per_second(measured: Iterable[tuple[int, float]]) -> float:
+    """Return the best speed; beyond measure if nobody did anything."""
+    return max((count / seconds for count, seconds in measured if count and seconds > 0), default=math.inf)

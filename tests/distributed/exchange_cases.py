@@ -1,0 +1,135 @@
+"""What ranks do in the tests of exchanging: save on one layout, load on another, count every byte read and given."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import holdfast
+from holdfast.frameworks.torch.comm import ProcessGroupComm
+from holdfast.ports.comm import Comm
+from holdfast.settings import Settings
+from holdfast.testing.comm import CommSuite
+from tests.distributed.launch import World
+
+Buffers = Mapping[int, Sequence[memoryview]]
+
+ROUNDS_OF_32_KIB = Settings(chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10)
+"""Small enough that a few hundred KiB take many rounds and many chunks."""
+
+SHAPES = {
+    "embed": ((300, 64), torch.float32),
+    "blocks.0.up": ((96, 257), torch.bfloat16),
+    "blocks.0.norm": ((515,), torch.float32),
+    "blocks.1.up": ((128, 512), torch.float32),
+    "blocks.1.experts": ((5, 24, 48), torch.float64),
+    "step": ((), torch.int64),
+    "nothing": ((0, 4), torch.float32),
+}
+STATE_BYTES = sum(torch.empty(shape, dtype=dtype).nbytes for shape, dtype in SHAPES.values())
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return {
+        name: torch.randint(-9999, 9999, shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def laid_out(whole: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+    """Rows (FSDP), columns (tensor parallel, what has no columns on every rank), or copies (DDP)."""
+    if layout == "copies":
+        return {name: tensor.clone() for name, tensor in whole.items()}
+    mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dim = 0 if layout == "rows" else 1
+    placed: dict[str, torch.Tensor] = {}
+    for name, tensor in whole.items():
+        placement = Shard(dim) if tensor.ndim > dim else Replicate()
+        placed[name] = distribute_tensor(tensor.clone(), mesh, [placement])
+    return placed
+
+
+def save(world: World, path: str, layout: str) -> None:
+    holdfast.save(path, laid_out(whole_state(), layout), settings=ROUNDS_OF_32_KIB)
+
+
+def load(world: World, path: str, layout: str, exchange: str) -> list[int]:
+    """Load, compare every bit, and return bytes read and bytes given by others."""
+    settings = Settings(
+        chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10, exchange=exchange
+    )
+    target = laid_out({name: torch.zeros_like(tensor) for name, tensor in whole_state().items()}, layout)
+    report = holdfast.load(path, target, settings=settings)
+    for name, expected in laid_out(whole_state(), layout).items():
+        ours, theirs = (each.to_local() if isinstance(each, DTensor) else each for each in (target[name], expected))
+        assert torch.equal(ours, theirs), name
+    return [report.bytes, report.exchanged_bytes]
+
+
+def load_damaged(world: World, path: str, layout: str, exchange: str) -> list[int]:
+    """Load after rank 0 has flipped one bit in the middle of a pack."""
+    if world.rank == 0:
+        pack = sorted(Path(path).rglob("r*.safetensors"))[0]
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 2] ^= 1
+        pack.write_bytes(data)
+    dist.barrier()
+    return load(world, path, layout, exchange)
+
+
+class OverGloo(CommSuite):
+    """The suite that every comm must pass, on the processes of this world or on the first few of them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups = {size: dist.new_group(list(range(size))) for size in range(1, world.size + 1)}
+
+    def run(self, world_size: int, function: Callable[[Comm], object]) -> list[object]:
+        own = None
+        if self._world.rank < world_size:
+            own = function(ProcessGroupComm(self._groups[world_size]))
+        everything: list[object] = [None] * self._world.size
+        dist.all_gather_object(everything, own)
+        return everything[:world_size]
+
+
+def comm_suite(world: World) -> list[str]:
+    """Run every test of the suite; return their names."""
+    suite = OverGloo(world)
+    sizes = range(1, world.size + 1)
+    for size in sizes:
+        suite.test_ranks_and_size(size)
+        suite.test_all_gather_gives_every_payload_by_rank(size)
+        suite.test_exchange_gives_every_rank_what_is_meant_for_it(size)
+        for payload in (b"", b"\0", bytes(range(256)) * 300):
+            suite.test_broadcast_gives_the_payload_of_rank_0(size, payload)
+    plain = [
+        name for name in dir(suite) if name.startswith("test_") and not hasattr(getattr(suite, name), "pytestmark")
+    ]
+    for name in plain:
+        getattr(suite, name)()
+    return plain
+
+
+def die_while_passing_on(world: World, path: str) -> list[int]:
+    """Rank 1 is gone at its third exchange; what the others then meet is this case's outcome."""
+    save(world, path, "rows")
+    if world.rank == 1:
+        inner, calls = ProcessGroupComm.exchange, itertools.count()
+
+        def exchange(comm: ProcessGroupComm, gives: Buffers, takes: Buffers) -> None:
+            if next(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            inner(comm, gives, takes)
+
+        ProcessGroupComm.exchange = exchange  # type: ignore[method-assign]
+    return load(world, path, "copies", "always")

@@ -1,0 +1,256 @@
+"""Who reads what for whom: every wanted chunk reaches everyone who wants it, read once, evenly, in bounded rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from holdfast.plan.exchange import (
+    JobExchange,
+    Load,
+    description_of,
+    exchanging_beats_reading,
+    job_exchange,
+)
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.plan.levelling import level
+from holdfast.spec.box import Box
+from holdfast.spec.chunking import chunk_count
+from holdfast.spec.exchange import ExchangePlan, Pace
+from holdfast.spec.plan import LoadPlan, Piece, ReadRun
+from holdfast.spec.tensor import TensorSpec
+
+CHUNK = 1 << 16
+ROUND = 1 << 20
+GIB = 1 << 30
+
+
+def pieces_of_packs(packs: Sequence[Sequence[int]]) -> dict[str, list[Piece]]:
+    """Return one tensor of bytes per piece, pieces of these lengths one after the other in each pack."""
+    found = {}
+    for pack, lengths in enumerate(packs):
+        offset = 4096
+        for number, length in enumerate(lengths):
+            spec = TensorSpec(f"{pack}.{number}", "uint8", (length,))
+            digests = bytes(16 * chunk_count(length, CHUNK))
+            name = f"r{pack:05d}.safetensors"
+            found[spec.fqn] = [Piece(spec, Box.whole((length,)), name, offset, digests, CHUNK)]
+            offset += length
+    return found
+
+
+def plan_of(pieces: dict[str, list[Piece]], wanted: dict[str, tuple[int, int]]) -> LoadPlan:
+    """Return the reads for a run of bytes of each tensor named."""
+    boxes = [WantedBoxes(fqn, (Box((start,), (stop,)),)) for fqn, (start, stop) in wanted.items() if start < stop]
+    return load_plan(boxes, lambda fqn: pieces[fqn], 4 * CHUNK)
+
+
+def whole(pieces: dict[str, list[Piece]]) -> dict[str, tuple[int, int]]:
+    return {fqn: (0, each[0].bytes) for fqn, each in pieces.items()}
+
+
+def exchanged(plans: Sequence[LoadPlan], packs: int, round_bytes: int = ROUND) -> JobExchange | None:
+    numbers = {f"r{pack:05d}.safetensors": pack for pack in range(packs)}
+    described = [description_of(plan, numbers, round_bytes, len(plans), forced=True) for plan in plans]
+    return job_exchange(described, round_bytes)
+
+
+def plans_of(job: JobExchange, plans: Sequence[LoadPlan], packs: int) -> list[ExchangePlan]:
+    numbers = {f"r{pack:05d}.safetensors": pack for pack in range(packs)}
+    return [job.plan_of(rank, plan, numbers) for rank, plan in enumerate(plans)]
+
+
+def chunks_in(runs: Sequence[ReadRun]) -> list[tuple[str, int]]:
+    return [(run.pack, chunk.offset) for run in runs for chunk in run.chunks]
+
+
+def bytes_in(runs: Sequence[ReadRun]) -> int:
+    return sum(run.stop - run.start for run in runs)
+
+
+def read_by(plan: ExchangePlan) -> list[ReadRun]:
+    return [*plan.alone.runs, *(give.run for each in plan.rounds for give in each.gives)]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, list[LoadPlan]]:
+    """Packs of pieces of many sizes, and ranks that want runs of them: alike, shifted, or at random."""
+    lengths = st.sampled_from((1, 16, 4096, CHUNK, 3 * CHUNK, 3 * CHUNK + 100, 40 * CHUNK))
+    packs = draw(st.lists(st.lists(lengths, min_size=1, max_size=6), min_size=1, max_size=3))
+    pieces = pieces_of_packs(packs)
+    kinds: list[dict[str, tuple[int, int]]] = [whole(pieces)]
+    for _ in range(draw(st.integers(0, 3))):
+        wanted = {}
+        for fqn, (_, stop) in whole(pieces).items():
+            edges = sorted((draw(st.integers(0, stop)), draw(st.integers(0, stop))))
+            wanted[fqn] = edges[0], edges[1]
+        kinds.append(wanted)
+    ranks = draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=6))
+    return len(packs), [plan_of(pieces, kinds[kind]) for kind in ranks]
+
+
+@given(jobs(), st.sampled_from((1 << 14, ROUND, 1 << 22)))
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_every_wanted_chunk_reaches_everyone_who_wants_it_and_is_read_once(
+    case: tuple[int, list[LoadPlan]], round_bytes: int
+) -> None:
+    packs, plans = case
+    wanted = Counter(chunk for plan in plans for chunk in chunks_in(plan.runs))
+    job = exchanged(plans, packs, round_bytes)
+    if job is None:
+        assert all(count == 1 for count in wanted.values())
+        return
+    assert any(count > 1 for count in wanted.values())
+    found = plans_of(job, plans, packs)
+    read = Counter(chunk for plan in found for chunk in chunks_in(read_by(plan)))
+    assert read == dict.fromkeys(wanted, 1)
+    for plan, own in zip(plans, found, strict=True):
+        came = [*read_by(own), *(take.run for each in own.rounds for take in each.takes)]
+        assert Counter(chunks_in(came)) == dict.fromkeys(chunks_in(plan.runs), 1)
+    require_matched(found)
+    require_bounded(job, found, round_bytes)
+
+
+def require_matched(found: Sequence[ExchangePlan]) -> None:
+    """What one rank gives another is, round by round and run by run, what that one takes."""
+    assert len({len(plan.rounds) for plan in found}) == 1
+    for number in range(len(found[0].rounds)):
+        for giver, plan in enumerate(found):
+            for taker, other in enumerate(found):
+                given_runs = [give.run for give in plan.rounds[number].gives if taker in give.receivers]
+                taken_runs = [take.run for take in other.rounds[number].takes if take.reader == giver]
+                assert [chunks_in([run]) for run in given_runs] == [chunks_in([run]) for run in taken_runs]
+
+
+def require_bounded(job: JobExchange, found: Sequence[ExchangePlan], round_bytes: int) -> None:
+    """No round is larger than allowed, but for one that holds a single run; and none is empty for everybody."""
+    assert job.round_count == len(found[0].rounds)
+    for each in zip(*(plan.rounds for plan in found), strict=True):
+        assert any(own.gives for own in each)
+        for own in each:
+            for runs in ([give.run for give in own.gives], [take.run for take in own.takes]):
+                assert len(runs) <= 1 or bytes_in(runs) <= round_bytes
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 8))
+def test_copies_are_read_in_even_shares(ranks: int) -> None:
+    pieces = pieces_of_packs([[100 * CHUNK, 7, 60 * CHUNK + 5], [40 * CHUNK]])
+    plans = [plan_of(pieces, whole(pieces))] * ranks
+    job = exchanged(plans, 2)
+    assert job is not None
+    read = [bytes_in(read_by(plan)) for plan in plans_of(job, plans, 2)]
+    assert max(read) - min(read) <= 2 * ROUND // 4 + 2 * CHUNK
+    assert job.whole.read_bytes == max(read)
+    assert job.whole.alone_bytes == plans[0].bytes
+    assert job.whole.moved_bytes >= plans[0].bytes - max(read)
+
+
+def test_a_rank_that_reads_much_alone_reads_less_for_others() -> None:
+    pieces = pieces_of_packs([[100 * CHUNK], [200 * CHUNK]])
+    both = plan_of(pieces, whole(pieces))
+    plans = [both, plan_of(pieces, {"1.0": (0, 200 * CHUNK)})]
+    job = exchanged(plans, 2)
+    assert job is not None
+    first, second = (bytes_in(read_by(plan)) for plan in plans_of(job, plans, 2))
+    assert abs(first - second) <= ROUND // 4 + CHUNK
+
+
+def test_shares_are_runs_long_enough_to_be_read_in_windows() -> None:
+    pieces = pieces_of_packs([[400 * CHUNK]])
+    plans = [plan_of(pieces, whole(pieces))] * 4
+    job = exchanged(plans, 1)
+    assert job is not None
+    for plan in plans_of(job, plans, 1):
+        runs = sorted((run.start, run.stop) for run in read_by(plan))
+        assert sum(stop != start for (_, stop), (start, _) in pairwise(runs)) == 0, "one share is one stretch"
+        assert all(stop - start >= ROUND // 4 - CHUNK for start, stop in runs[1:-1])
+
+
+def test_nothing_is_exchanged_where_nobody_wants_what_another_reads() -> None:
+    pieces = pieces_of_packs([[30 * CHUNK], [30 * CHUNK]])
+    own = [plan_of(pieces, {f"{rank}.0": (0, 30 * CHUNK)}) for rank in range(2)]
+    assert exchanged(own, 2) is None
+    assert exchanged([LoadPlan(()), LoadPlan(())], 2) is None
+    assert exchanged([own[0], LoadPlan(()), own[1], LoadPlan(())], 2) is None
+
+
+def test_a_cut_inside_a_chunk_is_read_by_one_of_the_two() -> None:
+    pieces = pieces_of_packs([[30 * CHUNK]])
+    cut = 10 * CHUNK + 77
+    plans = [plan_of(pieces, {"0.0": (0, cut)}), plan_of(pieces, {"0.0": (cut, 30 * CHUNK)})]
+    job = exchanged(plans, 1)
+    assert job is not None
+    assert job.round_count == 1
+    first, second = plans_of(job, plans, 1)
+    assert bytes_in(read_by(first)) + bytes_in(read_by(second)) == 30 * CHUNK
+    assert bytes_in([give.run for each in first.rounds for give in each.gives]) == CHUNK, "it reads less than the other"
+    assert not job.is_worth_a_probe
+
+
+def test_what_many_describe_at_great_length_is_not_described() -> None:
+    pieces = pieces_of_packs([[2 * CHUNK] * 2000])
+    plan = plan_of(pieces, {fqn: (0, 1 + number % 1000) for number, fqn in enumerate(pieces)})
+    numbers = {"r00000.safetensors": 0}
+    assert description_of(plan, numbers, ROUND, 1 << 20, forced=False) == b""
+    assert len(description_of(plan, numbers, ROUND, 1 << 20, forced=True)) < 16 * len(plan.runs)
+    assert description_of(plan, numbers, ROUND, 2, forced=False)
+
+
+def test_a_job_of_many_ranks_is_planned_quickly() -> None:
+    """4096 ranks, 64 replicas of 64 shards that are cut inside chunks: time grows with what is described."""
+    pieces = pieces_of_packs([[640 * CHUNK]])
+    cuts = [number * 640 * CHUNK // 64 + 5 for number in range(64)] + [640 * CHUNK]
+    plans = [plan_of(pieces, {"0.0": (start, stop)}) for start, stop in pairwise(cuts)] * 64
+    job = exchanged(plans, 1)
+    assert job is not None
+    numbers = {"r00000.safetensors": 0}
+    read = [bytes_in(read_by(job.plan_of(rank, plan, numbers))) for rank, plan in enumerate(plans)]
+    assert sum(read) == 640 * CHUNK
+    assert max(read) <= ROUND // 4 + 2 * CHUNK, "its share, and a chunk at either cut"
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(0, 5000), st.integers(0, 700))
+def test_shares_are_all_of_it_and_as_level_as_can_be(loads: list[int], amount: int, share_min: int) -> None:
+    shares = level(np.array(loads, dtype=np.int64), amount, share_min).tolist()
+    assert sum(shares) == amount
+    assert min(shares) >= 0
+    after = [load + share for load, share in zip(loads, shares, strict=True)]
+    taking = [each for each, share in zip(after, shares, strict=True) if share]
+    assert not taking or max(taking) - min(taking) <= 1
+    assert len(taking) <= max(amount // max(share_min, 1), 1)
+    if share_min == 0 and taking:
+        left_out = [each for each, share in zip(after, shares, strict=True) if not share]
+        assert min(left_out, default=max(taking)) >= max(taking) - 1, "nobody less loaded was passed over"
+
+
+def pace(read_gib_per_second: float, moved_gib_per_second: float) -> Pace:
+    return Pace(GIB, 1 / read_gib_per_second, GIB, 1 / moved_gib_per_second)
+
+
+@pytest.mark.parametrize(
+    ("storage", "exchange", "goes_on"),
+    [
+        (0.5, 10.0, True),  # network storage, fast network
+        (2.5, 1.2, False),  # a local disk, gloo over loopback: 0.4 against 0.2 + 0.42 seconds
+        (0.5, 1.2, True),  # 2.0 against 1.0 + 0.42
+        (15.0, 10.0, False),  # the page cache
+    ],
+)
+def test_exchanging_is_weighed_by_what_was_measured(storage: float, exchange: float, goes_on: bool) -> None:
+    """Two copies of a GiB: each rank reads it all, or reads half and is given half."""
+    left = Load(alone_bytes=GIB, read_bytes=GIB // 2, moved_bytes=GIB // 2)
+    assert exchanging_beats_reading(left, [pace(storage, exchange)] * 2) is goes_on
+
+
+def test_ranks_that_neither_read_nor_moved_say_nothing_of_the_speed() -> None:
+    left = Load(alone_bytes=GIB, read_bytes=GIB // 4, moved_bytes=GIB)
+    idle = Pace(0, 0.0, 0, 0.0)
+    assert exchanging_beats_reading(left, [idle, pace(0.5, 10.0), idle])
+    assert not exchanging_beats_reading(left, [idle, pace(15.0, 10.0), idle])
