@@ -12,12 +12,12 @@ from holdfast.engine.write import PackWriter, StagedPack, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import collector_paused, collector_paused_for
+from holdfast.manager.commit import assembled
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
-from holdfast.manager.merge import merged
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
-from holdfast.manager.provenance import layouts_of, software_at_hand
+from holdfast.manager.provenance import layouts_of
 from holdfast.manager.survey import Digests
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
@@ -25,13 +25,12 @@ from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest, exists
 from holdfast.repository.digest import hex_digest_of, short_digest_of
-from holdfast.repository.index import Index, encode_index
-from holdfast.repository.manifest import encode_manifest
-from holdfast.repository.names import index_name, is_attempt_file, is_attempt_folder, part_name
+from holdfast.repository.index import Index
+from holdfast.repository.names import is_attempt_file, is_attempt_folder, part_name
 from holdfast.repository.pack import header_of
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
-from holdfast.spec.manifest import FileRecord, Manifest, Parent
+from holdfast.spec.manifest import Parent
 from holdfast.spec.plan import PackPlan, Piece
 
 logger = logging.getLogger(__name__)
@@ -298,38 +297,10 @@ class Save:
         return digest
 
     def _publish(self, votes: list[Vote], agreement: Agreement) -> str:
-        place, attempt, settings = self._place, agreement.attempt, self._job.settings
-        whole = merged(place, attempt, votes, settings.chunk_bytes)
-        indexes = []
-        with collector_paused():
-            splits = list(whole.index.split(settings.index_chunks_max))
-        for number, index in enumerate(splits):
-            with collector_paused():
-                data = encode_index(index)
-            name = index_name(number)
-            self._own_keys.append(self._key(agreement, name))
-            place.store.put_if_absent(self._own_keys[-1], data)
-            indexes.append(FileRecord(name, len(data), hex_digest_of(data)))
-        note = agreement.note
-        manifest = Manifest(
-            run_id=str(note["run_id"]),
-            step=place.step,
-            attempt=attempt,
-            created=str(note["created"]),
-            # Known only now: the save before was perhaps still being written when this one began.
-            parent=self._parent_of(),
-            world_size=self._job.comm.world_size,
-            layouts=whole.layouts,
-            software=software_at_hand(),
-            tensors=len(whole.index.tensors),
-            tensor_bytes=sum(tensor.global_bytes for tensor in whole.index.tensors.values()),
-            aliases=whole.aliases,
-            tree=whole.tree,
-            packs=whole.packs,
-            parts=whole.parts,
-            indexes=tuple(indexes),
+        place = self._place
+        data = assembled(
+            place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
         )
-        data = encode_manifest(manifest)
         try:
             publish(place.store, place.manifest_key, data)
         except ConflictError:
