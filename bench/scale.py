@@ -29,7 +29,7 @@ from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import SystemClock
 from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import Index
+from holdfast.repository.listing import Listing
 from holdfast.repository.names import part_name, step_folder
 from holdfast.repository.pack import pack_digest
 from holdfast.repository.part import RankPart, encode_part
@@ -38,7 +38,6 @@ from holdfast.settings import Settings
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import DIGEST_BYTES, chunk_count
 from holdfast.spec.manifest import FileRecord
-from holdfast.spec.plan import Piece
 from holdfast.spec.tensor import Shard
 from holdfast.stores.local import LocalStore
 
@@ -85,16 +84,14 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
         members = done.classes[job.stage_of(rank)]
         agreement = replace(done.agreement, own_class=members, speaks=rank == members[0])
         collected = job.collected_on(rank)
-        index = Index(SETTINGS.chunk_bytes)
-        if agreement.speaks:
-            index.tensors.update({each.shard.tensor.fqn: each.shard.tensor for each in collected.shards})
+        tensors = [each.shard.tensor for each in collected.shards] if agreement.speaks else []
+        listing = Listing(SETTINGS.chunk_bytes, tensors)
         records = []
         for pack, header in packs_on(rank, collected, agreement, SETTINGS):
-            digests = []
-            for item in pack.items:
-                digests.append(chance.randbytes(DIGEST_BYTES * chunk_count(item.bytes, index.chunk_bytes)))
-                offset = len(header) + item.data_offset
-                index.add(Piece(item.tensor, item.region, pack.name, offset, digests[-1], index.chunk_bytes), pack.name)
+            digests = [
+                chance.randbytes(DIGEST_BYTES * chunk_count(item.bytes, SETTINGS.chunk_bytes)) for item in pack.items
+            ]
+            listing.add_pack(pack, len(header), digests)
             pieces += len(digests)
             chunks += sum(map(len, digests)) // DIGEST_BYTES
             pack_bytes = len(header) + pack.data_bytes
@@ -105,7 +102,7 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
         part = RankPart(
             rank=rank,
             attempt=done.agreement.attempt,
-            index=index,
+            index=listing.index(),
             packs=tuple(records),
             tree=digests_of.tree_bytes if agreement.speaks else None,
             aliases={},
@@ -167,7 +164,7 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     start = time.perf_counter()
     index = read_index(place.store, place.folder, manifest)
     require_covered(index, SystemClock(), place.url)
-    plan = load_plan(wanted, index.pieces_of, SETTINGS.read_window_bytes)
+    plan = load_plan(wanted, index.pieces_near, SETTINGS.read_window_bytes)
     seconds = time.perf_counter() - start
     held = sum(shard.tensor.itemsize * piece.numel for shard in job.shards_of(rank) for piece in shard.pieces)
     filled = sum(part.box.numel * 4 for run in plan.runs for chunk in run.chunks for part in chunk.parts)

@@ -10,7 +10,7 @@ from holdfast.manager.merge import merged
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import encode_index
+from holdfast.repository.index_file import encode_index
 from holdfast.repository.manifest import encode_manifest
 from holdfast.repository.names import index_name
 from holdfast.settings import Settings

@@ -25,13 +25,13 @@ from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest, exists
 from holdfast.repository.digest import hex_digest_of, short_digest_of
-from holdfast.repository.index import Index
+from holdfast.repository.listing import Listing
 from holdfast.repository.names import is_attempt_file, is_attempt_folder, part_name
 from holdfast.repository.pack import header_of
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
 from holdfast.spec.manifest import Parent
-from holdfast.spec.plan import PackPlan, Piece
+from holdfast.spec.plan import PackPlan
 
 logger = logging.getLogger(__name__)
 
@@ -218,16 +218,17 @@ class Save:
         """Return what makes this rank's part, once its packs are written."""
         job, speaks = self._job, agreement.speaks
         # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
-        tensors = {each.shard.tensor.fqn: each.shard.tensor for each in collected.shards} if speaks else {}
+        tensors = [each.shard.tensor for each in collected.shards] if speaks else []
         aliases, layouts = (dict(collected.aliases), layouts_of(collected)) if speaks else ({}, ())
         tree = digests.tree_bytes if speaks else None
         per_rank = digests.per_rank_bytes
 
         def part_of(packs: Sequence[_Planned], written: Sequence[WrittenPack]) -> RankPart:
-            index = Index(job.settings.chunk_bytes, dict(tensors))
             with collector_paused():
+                listing = Listing(job.settings.chunk_bytes, tensors)
                 for pack, each in zip(packs, written, strict=True):
-                    _list_pieces(index, pack.plan, len(pack.header), each.digests)
+                    listing.add_pack(pack.plan, len(pack.header), each.digests)
+                index = listing.index()
             return RankPart(
                 rank=job.comm.rank,
                 attempt=agreement.attempt,
@@ -445,9 +446,3 @@ def _typed(error: BaseException, name: str) -> CheckpointError:
     typed = UnavailableError(f"{name}: {type(error).__name__}: {error}")
     typed.__cause__ = error
     return typed
-
-
-def _list_pieces(index: Index, pack: PackPlan, header_bytes: int, digests: tuple[bytes, ...]) -> None:
-    for item, each in zip(pack.items, digests, strict=True):
-        piece = Piece(item.tensor, item.region, pack.name, header_bytes + item.data_offset, each, index.chunk_bytes)
-        index.add(piece, pack.name)
