@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from holdfast.errors import InvalidError
 
@@ -36,8 +37,19 @@ class Settings:
 
     arena_bytes_max: int | None = None
     """Host memory for copies of what is being saved in the background. None: half of what is free when the first save
-    asks, shared among the ranks of the host. A state that does not fit is written before the call returns; 0 has every
-    save do so."""
+    asks, shared among the ranks of the host; lazily 512 MiB of it at most, since copies are written while others are
+    made. A state of which the copies do not fit is written before the call returns, unless it is taken lazily; 0 has
+    every save written so."""
+
+    staging: Literal["copy", "lazy"] = "copy"
+    """What a save in the background waits for. `copy`: until everything is copied into the arena. `lazy`: for nothing;
+    parameters and optimizer state are taken from the live state while training goes on, until a fence, the next
+    optimizer step or `load_state_dict`, waits for what is not copied yet. See `docs/performance.md` for what the fence
+    cannot see."""
+
+    lazy_verify: bool = False
+    """Whether what is taken lazily is also hashed at the call, and a save refused that took anything else: finds
+    writes that move no version counter (`.data`, numpy views). Costs about one copy of the state at the call."""
 
     in_place_bytes_min: int = 64 * KIB
     """Smallest chunk read straight into a target's memory where it can be: to find that memory for a smaller one
@@ -76,6 +88,8 @@ class Settings:
         for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
             if getattr(self, name) % PAGE_BYTES:
                 raise InvalidError(f"settings: {name}={getattr(self, name)}; expected a multiple of {PAGE_BYTES}")
+        if self.staging not in ("copy", "lazy"):
+            raise InvalidError(f"settings: staging={self.staging!r}; expected 'copy' or 'lazy'")
         if not 0 < self.commit_timeout_seconds < float("inf"):
             raise InvalidError(
                 f"settings: commit_timeout_seconds={self.commit_timeout_seconds}; expected a positive, finite number"

@@ -4,73 +4,73 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import new_slab
 from holdfast.ports.clock import Clock
+from holdfast.settings import MIB
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 _BLOCK_SLABS = 16
 """Slabs cut from one allocation: few allocations, and little that is never used."""
 
+_LAZY_BYTES_MAX = 512 * MIB
+
 
 class Arena:
-    """Equal slabs up to a budget; a save that finds too few waits for earlier ones to give theirs back."""
+    """Equal slabs up to a budget; who finds none free waits for one to come back."""
 
-    def __init__(self, slab_bytes: int, bytes_max: int | None, clock: Clock) -> None:
+    def __init__(self, slab_bytes: int, bytes_max: int | None, clock: Clock, *, lazy: bool = False) -> None:
         """Allocate nothing yet.
 
         Args:
             slab_bytes: Bytes of one slab, a multiple of a page.
-            bytes_max: The budget; None for half of the memory that is free when the first save asks.
+            bytes_max: The budget; None for half of the memory that is free when it is first asked for.
             clock: Measures waits.
+            lazy: Whether slabs are written while others are filled, so that without a budget few will do.
         """
         self.slab_bytes = slab_bytes
         self.waited_seconds = 0.0
-        """How long saves have waited for slabs so far."""
-        self._bytes_max, self._clock = bytes_max, clock
+        """How long slabs have been waited for so far."""
+        self._bytes_max, self._clock, self._lazy = bytes_max, clock, lazy
         # Reentrant: a signal handler may save while this thread is in here.
         self._changed = threading.Condition(threading.RLock())
         self._free: list[memoryview] = []
         self._made = 0
-        self._is_lending = False
 
-    @contextmanager
-    def lent(self, count: int) -> Iterator[deque[memoryview] | None]:
-        """Lend slabs to be filled within a block; those left then go back, the others once they are given.
+    def holds(self, count: int) -> bool:
+        """Return whether so many slabs fit the budget, those in use included, and it is of any use at all."""
+        return max(count, 1) * self.slab_bytes <= self._budget()
 
-        All of them at once, and to one save at a time: what is lent and filled belongs to the background and will
-        come back, but what another thread, or the code a signal handler has interrupted, is still filling may be
-        waiting for us. Gives None then, and where the budget is too small.
+    def take(self, given_up: Callable[[], bool]) -> memoryview | None:
+        """Return a slab, waiting for one to come back if need be; None once its user has given up.
+
+        Args:
+            given_up: Asked before a wait, and after it whenever something changed or `wake` was called.
         """
+        budget = self._budget()
         with self._changed:
-            if self._bytes_max is None:
-                self._bytes_max = free_memory_bytes() // 2 // ranks_on_host()
-            fits = count * self.slab_bytes <= self._bytes_max and self._bytes_max > 0
-            lends = fits and not self._is_lending
-            self._is_lending |= lends
-        if not lends:
-            yield None
-            return
-        slabs: deque[memoryview] = deque()
-        try:
-            self._fill(slabs, count)
-            yield slabs
-        finally:
-            with self._changed:
-                self._is_lending = False
-                self._free += slabs
-                self._changed.notify_all()
+            while not self._free and not self._grow(budget):
+                if given_up():
+                    return None
+                start = self._clock.monotonic_seconds()
+                self._changed.wait()
+                self.waited_seconds += self._clock.monotonic_seconds() - start
+            # The slab used a moment ago is the one still in the processor's cache.
+            return self._free.pop()
 
     def give(self, slab: memoryview) -> None:
         """Put a slab back."""
         with self._changed:
             self._free.append(slab)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have those who wait ask again whether they have given up."""
+        with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -79,19 +79,16 @@ class Arena:
             self._made -= len(self._free)
             self._free.clear()
 
-    def _fill(self, slabs: deque[memoryview], count: int) -> None:
+    def _budget(self) -> int:
         with self._changed:
-            while len(self._free) < count:
-                if not self._grow():
-                    start = self._clock.monotonic_seconds()
-                    self._changed.wait()
-                    self.waited_seconds += self._clock.monotonic_seconds() - start
-            # The slab used a moment ago is the one still in the processor's cache.
-            slabs.extend(self._free.pop() for _ in range(count))
+            if self._bytes_max is None:
+                self._bytes_max = free_memory_bytes() // 2 // ranks_on_host()
+                if self._lazy:
+                    self._bytes_max = min(self._bytes_max, _LAZY_BYTES_MAX)
+            return self._bytes_max
 
-    def _grow(self) -> bool:
-        assert self._bytes_max is not None, "set before anything is lent"
-        count = min(_BLOCK_SLABS, self._bytes_max // self.slab_bytes - self._made)
+    def _grow(self, budget: int) -> bool:
+        count = min(_BLOCK_SLABS, budget // self.slab_bytes - self._made)
         if count <= 0:
             return False
         block = new_slab(count * self.slab_bytes)

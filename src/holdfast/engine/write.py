@@ -1,28 +1,25 @@
 """Writes packs: copied and hashed in file order, written in full windows by other threads.
 
-A pack is written straight from its sources, or is staged first and written later: the same stream of windows, filled
-in one pass and hashed in the same one or in a later one.
+A pack is written straight from its sources, or from windows that another thread fills (`engine/staging.py`): the same
+stream, filled in one pass and hashed in the same one or in a later one.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from holdfast.engine.arena import Arena
 from holdfast.engine.slabs import Slabs
+from holdfast.engine.staging import Staging
+from holdfast.engine.stream import stream
 from holdfast.ports.framework import Source
 from holdfast.ports.store import Store, Upload
-from holdfast.repository.digest import digest_of, new_digest
 from holdfast.repository.pack import pack_digest
 from holdfast.settings import Settings
-from holdfast.spec.chunking import chunk_count, chunk_range
 from holdfast.spec.manifest import FileRecord
-from holdfast.spec.plan import PackPlan
+from holdfast.spec.plan import PlannedPack
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +33,6 @@ class WrittenPack:
     """For each item of the plan its chunk digests, 16 bytes each."""
 
 
-class StagedPack:
-    """A pack copied into slabs of an arena, not yet hashed or written."""
-
-    def __init__(self, header: bytes, pack: PackPlan, arena: Arena) -> None:
-        self.header, self.pack = header, pack
-        self.slabs: deque[memoryview] = deque()
-        """Windows in file order; those that are written have left it."""
-        self._arena = arena
-
-    def give(self, slab: memoryview) -> None:
-        """Give one slab back."""
-        self._arena.give(slab)
-
-    def release(self) -> None:
-        """Give back every slab that is left; the pack is of no use then."""
-        while self.slabs:
-            self._arena.give(self.slabs.popleft())
-
-
 class PackWriter:
     """Writes packs through a fixed set of windows."""
 
@@ -62,157 +40,62 @@ class PackWriter:
         self._store, self._settings = store, settings
         self._slabs = Slabs(settings.windows_in_flight + 1, settings.window_bytes)
 
-    def write(self, key: str, header: bytes, pack: PackPlan, sources: Sequence[Source]) -> WrittenPack:
+    def write(self, pack: PlannedPack, sources: Sequence[Source]) -> WrittenPack:
         """Write one pack straight from its sources and make it durable.
 
         Args:
-            key: Where it goes.
-            header: Its first bytes.
-            pack: Its pieces.
+            pack: The pack.
             sources: Bytes by shard number.
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
         """
-        return self._write(key, header, pack, self._slabs.take, self._slabs.give, sources)
+        return self._write(pack, self._slabs.take, self._slabs.give, sources)
 
-    def stage(
-        self, header: bytes, pack: PackPlan, sources: Sequence[Source], arena: Arena, slabs: deque[memoryview]
-    ) -> StagedPack:
-        """Copy one pack into slabs of an arena, each as long as a window.
-
-        Args:
-            header: Its first bytes.
-            pack: Its pieces.
-            sources: Bytes by shard number.
-            arena: Where the slabs go once they are written.
-            slabs: Slabs lent by it; those used are taken from the front.
-        """
-        assert arena.slab_bytes == self._settings.window_bytes, "a slab of the arena is one window"
-        staged = StagedPack(header, pack, arena)
-        try:
-            windows = _Filled(slabs, staged.slabs, arena.slab_bytes)
-            _stream(header, pack, windows, self._settings.chunk_bytes, sources, digesting=False)
-        except BaseException:
-            staged.release()
-            raise
-        return staged
-
-    def write_staged(self, key: str, staged: StagedPack) -> WrittenPack:
-        """Write a staged pack and make it durable; its slabs go back to the arena as they are written.
+    def write_staged(self, pack: PlannedPack, staging: Staging) -> WrittenPack:
+        """Write the next pack of a staging and make it durable; its windows go back as they are written.
 
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
+            BaseException: What copying it failed with.
         """
-        try:
-            return self._write(key, staged.header, staged.pack, staged.slabs.popleft, staged.give, None)
-        finally:
-            staged.release()
+        return self._write(pack, staging.take, staging.give, None)
+
+    def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
+        """Return for each item of a pack the chunk digests of what its source holds now."""
+        with self._slabs.lent() as slab:
+            return stream(pack.header, pack.plan, _Scratch(slab), self._settings.chunk_bytes, sources, digesting=True)
 
     def _write(
         self,
-        key: str,
-        header: bytes,
-        pack: PackPlan,
+        pack: PlannedPack,
         take: Callable[[], memoryview],
         give: Callable[[memoryview], None],
         sources: Sequence[Source] | None,
     ) -> WrittenPack:
-        total_bytes = len(header) + pack.data_bytes
-        upload = self._store.upload(key, total_bytes, self._settings.window_bytes)
+        upload = self._store.upload(pack.key, pack.bytes, self._settings.window_bytes)
         try:
             with _Written(upload, take, give, self._settings) as windows:
-                digests = _stream(header, pack, windows, self._settings.chunk_bytes, sources, digesting=True)
+                digests = stream(pack.header, pack.plan, windows, self._settings.chunk_bytes, sources, digesting=True)
                 windows.close()
             upload.complete()
         except BaseException:
             upload.abort()
             raise
-        return WrittenPack(FileRecord(pack.name, total_bytes, pack_digest(header, b"".join(digests))), digests)
+        record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
+        return WrittenPack(record, digests)
 
 
-class _Windows(Protocol):
-    """The stream of one pack, cut into windows."""
+class _Scratch:
+    """Windows that nobody keeps."""
 
-    def room(self) -> memoryview:
-        """Return the rest of the current window, never empty."""
-        ...
-
-    def advance(self, count: int) -> None:
-        """Count bytes of `room` that are done with."""
-        ...
-
-
-def _stream(
-    header: bytes,
-    pack: PackPlan,
-    windows: _Windows,
-    chunk_bytes: int,
-    sources: Sequence[Source] | None,
-    *,
-    digesting: bool,
-) -> tuple[bytes, ...]:
-    """Go through a pack in file order once; return the chunk digests of each item if they are asked for.
-
-    Args:
-        header, pack: The pack.
-        windows: Where its bytes go, or where they are.
-        chunk_bytes: What one digest is of.
-        sources: What fills the windows; None if they are filled already.
-        digesting: Whether chunks are hashed, each as soon as it is copied and still in the processor's cache. The
-            digest is always of the copy, never of memory that training may change.
-    """
-    at = 0
-    while at < len(header):
-        room = windows.room()
-        count = min(len(header) - at, len(room))
-        if sources is not None:
-            room[:count] = header[at : at + count]
-        windows.advance(count)
-        at += count
-    found: list[bytes] = []
-    for item in pack.items:
-        digests: list[bytes] = []
-        source = None if sources is None else sources[item.shard_number]
-        for number in range(chunk_count(item.bytes, chunk_bytes)):
-            start, stop = chunk_range(item.bytes, chunk_bytes, number)
-            chunk = windows.room()[: stop - start]
-            if len(chunk) == stop - start:
-                if source is not None:
-                    source.copy_into(item.region, start, stop, chunk).wait()
-                if digesting:
-                    digests.append(digest_of(chunk))
-                windows.advance(stop - start)
-                continue
-            # Windows begin on whole pages, so that no element is cut in two.
-            state = new_digest()
-            while start < stop:
-                part = windows.room()[: stop - start]
-                if source is not None:
-                    source.copy_into(item.region, start, start + len(part), part).wait()
-                if digesting:
-                    state.update(part)
-                windows.advance(len(part))
-                start += len(part)
-            digests.append(state.digest())
-        found.append(b"".join(digests))
-    return tuple(found)
-
-
-class _Filled:
-    """Windows kept in slabs of an arena."""
-
-    def __init__(self, empty: deque[memoryview], filled: deque[memoryview], slab_bytes: int) -> None:
-        self._empty, self._slabs, self._slab_bytes = empty, filled, slab_bytes
-        self._filled = slab_bytes
+    def __init__(self, slab: memoryview) -> None:
+        self._slab, self._filled = slab, 0
 
     def room(self) -> memoryview:
-        if self._filled == self._slab_bytes:
-            self._slabs.append(self._empty.popleft())
-            self._filled = 0
-        return self._slabs[-1][self._filled :]
+        return self._slab[self._filled :]
 
     def advance(self, count: int) -> None:
-        self._filled += count
+        self._filled = (self._filled + count) % len(self._slab)
 
 
 class _Written:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from holdfast.errors import InvalidError
 logger = logging.getLogger(__name__)
 
 Moment = Literal["staged", "replicated", "committed"]
+Staged = Literal["lazy", "copy", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,18 @@ class SaveReport:
     tensors: int
     """Tensors this rank wrote something of."""
 
+    staging: Staged
+    """How the state was taken. `lazy`: while training went on. `copy`: before the call returned. `none`: it was written
+    before the call returned, since it was awaited anyhow or its copies did not fit `arena_bytes_max`."""
+
     staged_seconds: float
-    """From the call until training might change the state."""
+    """From the call until training might change the state as it liked."""
+
+    fence_seconds: float
+    """How long the fence held training up after the call; 0 unless the state was taken lazily."""
 
     waited_seconds: float
-    """How much of that was spent waiting for an earlier save to give memory back."""
-
-    overlapped: bool
-    """Whether the state was copied and written in the background; else it was written before the call returned, since
-    it was awaited anyhow or did not fit `arena_bytes_max`."""
+    """How long copies waited for an earlier save, or this one's own windows, to give memory back."""
 
     committed_seconds: float
     """From the call until the checkpoint was durable and visible."""
@@ -119,8 +124,9 @@ class SaveHandle:
         return self._awaited
 
     def reach_staged(self) -> None:
-        """Mark the save as staged."""
-        self.staged.set_result(None)
+        """Mark the save as staged, unless it has failed."""
+        with suppress(InvalidStateError):
+            self.staged.set_result(None)
 
     def reach_committed(self, report: SaveReport) -> None:
         """Mark the save as committed."""
@@ -133,5 +139,5 @@ class SaveHandle:
             if not self._waiting:
                 logger.error("%s failed: %s: %s", self._name, type(error).__name__, error)
         for future in (self.staged, self.replicated, self.committed):
-            if not future.done():
+            with suppress(InvalidStateError):
                 future.set_exception(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
@@ -30,8 +30,9 @@ class Job:
         self._process = os.getpid()
         self.sequence = 0
         """Number of the next opening; ranks that fell behind catch up there."""
-        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
+        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, lazy=settings.staging == "lazy")
         """Memory for copies of what is being saved."""
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
@@ -62,6 +63,13 @@ class Job:
         assert callable(work)
         return self._commits.submit(work, *arguments)
 
+    def copy_in_background(self, work: Callable[[], None]) -> None:
+        """Have copies made, those of one save after those of the one before.
+
+        Beside each other two saves could take all slabs between them, and neither go on.
+        """
+        self._copies.submit(work)
+
     def remember(self, sequence: int, keys: Sequence[str]) -> None:
         """Note keys that this rank set for a save, so that `forget_before` can remove them."""
         with self._keys_lock:
@@ -81,6 +89,7 @@ class Job:
 
     def close(self) -> None:
         """Wait for saves under way and end the thread that carries them."""
+        self._copies.shutdown(wait=True)
         self._commits.shutdown(wait=True)
         self.arena.close()
 

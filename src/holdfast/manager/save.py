@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from holdfast.engine.write import PackWriter, StagedPack, WrittenPack
+from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
-from holdfast.manager.collector import collector_paused, collector_paused_for
+from holdfast.manager.collector import collector_paused
 from holdfast.manager.commit import assembled
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
@@ -19,6 +18,7 @@ from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import layouts_of
 from holdfast.manager.survey import Digests
+from holdfast.manager.transfer import Transfer
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Framework, Selection
@@ -31,23 +31,9 @@ from holdfast.repository.pack import header_of
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
 from holdfast.spec.manifest import Parent
-from holdfast.spec.plan import PackPlan
+from holdfast.spec.plan import PlannedPack
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """One pack to be written."""
-
-    key: str
-    """Where it goes."""
-
-    header: bytes
-    """Its first bytes."""
-
-    plan: PackPlan
-    """Its pieces."""
 
 
 class Save:
@@ -70,6 +56,7 @@ class Save:
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
         self._start = job.clock.monotonic_seconds()
+        self._staged_seconds = 0.0
         self._own_keys: list[str] = []
         self._awaited = awaited
         self.handle = SaveHandle(self._name, awaited=awaited)
@@ -107,37 +94,23 @@ class Save:
         ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
         # Whoever takes it ends the save: the background, or this call where it does not come so far.
         turn = threading.Lock()
-        staged: list[StagedPack] | None = None
+        transfer: Transfer | None = None
         try:
             packs = self._plan(collected, agreement)
-            waited_seconds = self._job.arena.waited_seconds
+            self._own_keys += [pack.key for pack in packs]
             part_of = self._part_of(collected, digests, agreement)
-            staged = self._stage(packs, collected)
-            if staged is None:
-                part = part_of(packs, self._written(packs, collected))
+            transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged)
+            transfer.begin(collected, awaited=self._awaited)
+            report_of = self._report_of(packs, collected, agreement, transfer)
 
             def vote_of() -> Vote:
-                whole = part if staged is None else part_of(packs, self._written_staged(packs, staged))
-                return self._write_part(agreement, whole)
+                return self._write_part(agreement, part_of(packs, transfer.written()))
 
-            self.handle.reach_staged()
-            report = SaveReport(
-                step=self._place.step,
-                url=self._place.url,
-                attempt=agreement.attempt,
-                bytes=sum(item.bytes for pack in packs for item in pack.plan.items),
-                tensors=len({item.tensor.fqn for pack in packs for item in pack.plan.items}),
-                staged_seconds=self._job.clock.monotonic_seconds() - self._start,
-                waited_seconds=self._job.arena.waited_seconds - waited_seconds,
-                overlapped=staged is not None,
-                committed_seconds=0.0,
-                divergent=agreement.divergent,
-                skipped=tuple(collected.skipped),
-            )
-            self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report)
+            self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report_of)
         except BaseException as error:
             if turn.acquire(blocking=False):
-                _release(staged or ())
+                if transfer is not None:
+                    transfer.give_up(error)
                 self._lose(ballot, agreement, error)
             if not isinstance(error, Exception):
                 # Ctrl-C is the caller's, but the other ranks must not wait for this one.
@@ -152,7 +125,7 @@ class Save:
             "created": datetime.fromtimestamp(self._job.clock.unix_seconds(), UTC).isoformat(timespec="seconds"),
         }
 
-    def _plan(self, collected: Collected, agreement: Agreement) -> list[_Planned]:
+    def _plan(self, collected: Collected, agreement: Agreement) -> list[PlannedPack]:
         """Decide what this rank writes."""
         job, settings = self._job, self._job.settings
         shards = [each.shard for each in collected.shards]
@@ -161,60 +134,43 @@ class Save:
             owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
             provenance = self._provenance(agreement)
             return [
-                _Planned(self._key(agreement, plan.name), header_of(plan, provenance), plan)
+                PlannedPack(self._key(agreement, plan.name), header_of(plan, provenance), plan)
                 for plan in packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max)
             ]
 
-    def _stage(self, packs: Sequence[_Planned], collected: Collected) -> list[StagedPack] | None:
-        """Copy what this rank writes, so that writing can go on while training does.
+    def _reach_staged(self) -> None:
+        self._staged_seconds = self._job.clock.monotonic_seconds() - self._start
+        self.handle.reach_staged()
 
-        Returns:
-            Nothing where the caller waits for the commit anyhow, or the arena does not lend so much.
-        """
-        if self._awaited:
-            return None
-        arena = self._job.arena
-        sizes = [len(pack.header) + pack.plan.data_bytes for pack in packs]
-        sources = [each.source for each in collected.shards]
-        staged: list[StagedPack] = []
-        with arena.lent(sum(-(-size // arena.slab_bytes) for size in sizes)) as slabs:
-            if slabs is None:
-                logger.debug("%s: %d bytes are written before the call returns", self._name, sum(sizes))
-                return None
-            try:
-                for pack in packs:
-                    with collector_paused_for(pack.plan.data_bytes, self._job.settings):
-                        staged.append(self._writer.stage(pack.header, pack.plan, sources, arena, slabs))
-            except BaseException:
-                _release(staged)
-                raise
-        return staged
+    def _report_of(
+        self, packs: Sequence[PlannedPack], collected: Collected, agreement: Agreement, transfer: Transfer
+    ) -> Callable[[], SaveReport]:
+        """Return what makes the report, once the save is committed."""
+        items = [item for pack in packs for item in pack.plan.items]
+        item_bytes, tensors = sum(item.bytes for item in items), len({item.tensor.fqn for item in items})
+        skipped = tuple(collected.skipped)
 
-    def _written(self, packs: Sequence[_Planned], collected: Collected) -> list[WrittenPack]:
-        """Write packs straight from the state."""
-        sources = [each.source for each in collected.shards]
-        written = []
-        for pack in packs:
-            self._own_keys.append(pack.key)
-            with collector_paused_for(pack.plan.data_bytes, self._job.settings):
-                written.append(self._writer.write(pack.key, pack.header, pack.plan, sources))
-        return written
+        def report() -> SaveReport:
+            return SaveReport(
+                step=self._place.step,
+                url=self._place.url,
+                attempt=agreement.attempt,
+                bytes=item_bytes,
+                tensors=tensors,
+                staging=transfer.staging,
+                staged_seconds=self._staged_seconds,
+                fence_seconds=transfer.fence_seconds,
+                waited_seconds=transfer.waited_seconds,
+                committed_seconds=self._job.clock.monotonic_seconds() - self._start,
+                divergent=agreement.divergent,
+                skipped=skipped,
+            )
 
-    def _written_staged(self, packs: Sequence[_Planned], staged: Sequence[StagedPack]) -> list[WrittenPack]:
-        """Write packs from their copies; in the background."""
-        written = []
-        try:
-            for pack, copied in zip(packs, staged, strict=True):
-                self._own_keys.append(pack.key)
-                with collector_paused_for(pack.plan.data_bytes, self._job.settings):
-                    written.append(self._writer.write_staged(pack.key, copied))
-        finally:
-            _release(staged)
-        return written
+        return report
 
     def _part_of(
         self, collected: Collected, digests: Digests, agreement: Agreement
-    ) -> Callable[[Sequence[_Planned], Sequence[WrittenPack]], RankPart]:
+    ) -> Callable[[Sequence[PlannedPack], Sequence[WrittenPack]], RankPart]:
         """Return what makes this rank's part, once its packs are written."""
         job, speaks = self._job, agreement.speaks
         # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
@@ -223,7 +179,7 @@ class Save:
         tree = digests.tree_bytes if speaks else None
         per_rank = digests.per_rank_bytes
 
-        def part_of(packs: Sequence[_Planned], written: Sequence[WrittenPack]) -> RankPart:
+        def part_of(packs: Sequence[PlannedPack], written: Sequence[WrittenPack]) -> RankPart:
             with collector_paused():
                 listing = Listing(job.settings.chunk_bytes, tensors)
                 for pack, each in zip(packs, written, strict=True):
@@ -256,30 +212,32 @@ class Save:
         ballot: Ballot,
         agreement: Agreement,
         vote_of: Callable[[], Vote],
-        report: SaveReport,
+        report_of: Callable[[], SaveReport],
     ) -> None:
         """Vote, commit or wait for who does; runs in the background and never leaves a handle undecided."""
         if not turn.acquire(blocking=False):
             return
         try:
-            self._conclude(ballot, agreement, vote_of, report)
+            self._conclude(ballot, agreement, vote_of, report_of)
         except BaseException as error:
             if not self.handle.committed.done():
                 self.handle.fail(_unknown(self._name, self._place, f"{type(error).__name__}: {error}"))
             raise
 
-    def _conclude(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report: SaveReport) -> None:
+    def _conclude(
+        self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report_of: Callable[[], SaveReport]
+    ) -> None:
         try:
             digest = self._decide(ballot, agreement, vote_of)
         except Aborted as aborted:
             self._remove_own()
             self.handle.fail(aborted.error)
         except Undecided as undecided:
-            self._ask_storage(agreement, report, undecided)
+            self._ask_storage(agreement, report_of, undecided)
         except Exception as error:  # noqa: BLE001 - a failed save never ends training
             self._lose(ballot, agreement, error)
         else:
-            self._succeed(agreement, report, digest)
+            self._succeed(agreement, report_of, digest)
 
     def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
         """Return the digest of the manifest once it is published."""
@@ -338,7 +296,7 @@ class Save:
         except CheckpointError as error:
             logger.warning("%s: leftovers of failed attempts stay for now: %s", self._name, error)
 
-    def _ask_storage(self, agreement: Agreement, report: SaveReport, undecided: Undecided) -> None:
+    def _ask_storage(self, agreement: Agreement, report_of: Callable[[], SaveReport], undecided: Undecided) -> None:
         """The board cannot say what became of the attempt: the manifest can, if it is there."""
         manifest = None
         if undecided.storage_knows:
@@ -347,7 +305,7 @@ class Save:
             except CheckpointError:
                 manifest = None
         if manifest is not None and manifest.attempt == agreement.attempt:
-            self._succeed(agreement, report, manifest.digest)
+            self._succeed(agreement, report_of, manifest.digest)
         elif manifest is not None:
             self._remove_own()
             error = ConflictError(f"{self._name}: attempt {manifest.attempt} published first; {undecided.reason}")
@@ -355,12 +313,14 @@ class Save:
         else:
             self.handle.fail(_unknown(self._name, self._place, undecided.reason))
 
-    def _succeed(self, agreement: Agreement, report: SaveReport, digest: str) -> None:
-        seconds = self._job.clock.monotonic_seconds() - self._start
+    def _succeed(self, agreement: Agreement, report_of: Callable[[], SaveReport], digest: str) -> None:
+        report = report_of()
         self._on_commit(self._place, str(agreement.note["run_id"]), digest)
         if self._job.comm.rank == 0:
-            logger.info("%s: committed in %.2f s, %d bytes on this rank", self._name, seconds, report.bytes)
-        self.handle.reach_committed(replace(report, committed_seconds=seconds))
+            logger.info(
+                "%s: committed in %.2f s, %d bytes on this rank", self._name, report.committed_seconds, report.bytes
+            )
+        self.handle.reach_committed(report)
         try:
             self._job.forget_before(agreement.sequence)
         except CheckpointError as error:
@@ -411,11 +371,6 @@ def save_checkpoint(
     writer = PackWriter(store, job.settings)
     save = Save(job, framework, place, writer, identify, lambda: None, lambda *_: None, awaited=awaited)
     return save.begin(state, selection)
-
-
-def _release(staged: Sequence[StagedPack]) -> None:
-    for each in staged:
-        each.release()
 
 
 class _PublishFailed(UnavailableError):

@@ -37,6 +37,14 @@ class Source(Protocol):
         """Return at most `blocks` blocks of `block_bytes` spread evenly over the held bytes; all of them if fewer."""
         ...
 
+    def stamp(self) -> object:
+        """Return what compares equal until the memory is moved, or written to in a way that is counted."""
+        ...
+
+    def copied(self) -> Source:
+        """Return a source of the bytes as they are now, in memory of its own."""
+        ...
+
 
 class Target(Protocol):
     """A writable view of what one rank wants of one tensor."""
@@ -73,6 +81,14 @@ class LocalShard:
     source: Source
     """Its bytes."""
 
+    fenced: bool = False
+    """Whether it changes only behind the fence of what it was collected with."""
+
+
+Fence = Callable[[Callable[[], None]], Callable[[], None]]
+"""Has a call run, on the thread that trains, before anything fenced changes (an optimizer steps, a state is loaded),
+every time until what it returns is called. Source: the copies fenced by the optimizer step of DataStates-LLM."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collected:
@@ -92,6 +108,9 @@ class Collected:
 
     per_rank: Mapping[str, Value] = field(default_factory=dict)
     """This rank's own values by path; the tree holds a `PerRankRef` in their place."""
+
+    fence: Fence | None = None
+    """What tells before the fenced shards change; None where nothing does, so that all must be copied at the call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,25 @@ class PackPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPack:
+    """One pack to be written."""
+
+    key: str
+    """Where it goes."""
+
+    header: bytes
+    """Its first bytes."""
+
+    plan: PackPlan
+    """Its pieces."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + self.plan.data_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One stored piece, as an index knows it."""
 

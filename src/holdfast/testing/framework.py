@@ -87,6 +87,12 @@ class _ArraySource:
         starts = (number * (len(data) - block_bytes) // max(blocks - 1, 1) for number in range(blocks))
         return b"".join(data[start : start + block_bytes] for start in starts)
 
+    def stamp(self) -> object:
+        return self.array.ctypes.data
+
+    def copied(self) -> _ArraySource:
+        return _ArraySource(self.array.copy(), self.held)
+
 
 @dataclass(frozen=True, slots=True)
 class _ArrayTarget:

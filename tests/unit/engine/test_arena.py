@@ -17,62 +17,69 @@ def arena(slabs: int) -> Arena:
     return Arena(PAGE_BYTES, slabs * PAGE_BYTES, SystemClock())
 
 
+def taken(kept: Arena, count: int) -> list[memoryview]:
+    slabs = [kept.take(lambda: False) for _ in range(count)]
+    assert all(slab is not None for slab in slabs)
+    return [slab for slab in slabs if slab is not None]
+
+
 def test_slabs_are_apart_and_come_back() -> None:
     kept = arena(20)
-    with kept.lent(20) as slabs:
-        assert slabs is not None
-        for number, slab in enumerate(slabs):
-            slab[:] = bytes([number]) * PAGE_BYTES
-        assert [slab[0] for slab in slabs] == [slab[-1] for slab in slabs] == list(range(20))
-    with kept.lent(20) as slabs:
-        assert slabs is not None
-        assert sorted(slab[0] for slab in slabs) == list(range(20)), "memory is reused, not made anew"
+    for number, slab in enumerate(slabs := taken(kept, 20)):
+        slab[:] = bytes([number]) * PAGE_BYTES
+    assert [slab[0] for slab in slabs] == [slab[-1] for slab in slabs] == list(range(20))
+    for slab in slabs:
+        kept.give(slab)
+    assert sorted(slab[0] for slab in taken(kept, 20)) == list(range(20)), "memory is reused, not made anew"
     assert kept.waited_seconds == 0.0
 
 
-def test_who_finds_too_few_waits_for_them_and_says_so() -> None:
+def test_who_finds_none_waits_for_one_and_says_so() -> None:
     kept = arena(2)
-    with kept.lent(2) as slabs:
-        assert slabs is not None
-        first, second = slabs.popleft(), slabs.popleft()
-    timers = [threading.Timer(delay, kept.give, [slab]) for delay, slab in ((0.03, first), (0.08, second))]
-    for timer in timers:
-        timer.start()
-    with kept.lent(2) as slabs:
-        assert slabs is not None and len(slabs) == 2
+    slabs = taken(kept, 2)
+    timer = threading.Timer(0.08, kept.give, [slabs[1]])
+    timer.start()
+    assert taken(kept, 1)[0].obj is slabs[1].obj
     assert kept.waited_seconds >= 0.06
-    for timer in timers:
-        timer.join()
+    timer.join()
 
 
-def test_nothing_is_lent_beside_a_save_that_is_still_being_filled() -> None:
-    """It may be the one that a signal handler has interrupted, or wait for us itself."""
-    kept = arena(4)
-    with kept.lent(1) as outer:
-        assert outer is not None
-        with kept.lent(1) as inner:
-            assert inner is None
-    with kept.lent(4) as slabs:
-        assert slabs is not None
+def test_who_gives_up_is_woken_and_gets_nothing() -> None:
+    kept = arena(1)
+    (slab,) = taken(kept, 1)
+    given_up = threading.Event()
+    got: list[memoryview | None] = []
+    waiting = threading.Thread(target=lambda: got.append(kept.take(given_up.is_set)))
+    waiting.start()
+    kept.wake()
+    waiting.join(0.1)
+    assert waiting.is_alive(), "woken, but not given up"
+    given_up.set()
+    kept.wake()
+    waiting.join(20.0)
+    assert got == [None]
+    kept.give(slab)
+    assert kept.take(given_up.is_set) is not None, "what is there is given to anybody"
 
 
-@pytest.mark.parametrize("budget", [0, 3])
-def test_what_does_not_fit_is_not_lent(budget: int) -> None:
-    with arena(budget).lent(4 if budget else 0) as slabs:
-        assert slabs is None
+@pytest.mark.parametrize(("budget", "count", "holds"), [(3, 3, True), (3, 4, False), (0, 0, False), (1, 0, True)])
+def test_what_the_budget_holds(budget: int, count: int, holds: bool) -> None:
+    assert arena(budget).holds(count) is holds
 
 
 def test_without_a_budget_half_of_what_is_free_is_shared_among_the_ranks_of_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def lends(count: int) -> bool:
-        with Arena(PAGE_BYTES, None, SystemClock()).lent(count) as slabs:
-            return slabs is not None
+    def holds(count: int, *, lazy: bool = False) -> bool:
+        return Arena(PAGE_BYTES, None, SystemClock(), lazy=lazy).holds(count)
 
     monkeypatch.setattr("holdfast.engine.arena.free_memory_bytes", lambda: 100 * PAGE_BYTES)
-    assert lends(50) and not lends(51)
+    assert holds(50) and not holds(51)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert lends(12) and not lends(13)
+    assert holds(12) and not holds(13)
+    monkeypatch.setattr("holdfast.engine.arena.free_memory_bytes", lambda: 1 << 50)
+    few = (512 << 20) // PAGE_BYTES
+    assert holds(few + 1) and holds(few, lazy=True) and not holds(few + 1, lazy=True)
 
 
 def test_free_memory_is_what_the_host_has() -> None:

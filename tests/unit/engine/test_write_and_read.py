@@ -17,6 +17,7 @@ from safetensors.numpy import load as load_safetensors
 from holdfast.engine.arena import Arena
 from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import Slabs, new_slab
+from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CorruptError, UnavailableError
@@ -29,7 +30,7 @@ from holdfast.repository.digest import digest_of
 from holdfast.repository.pack import header_of
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
-from holdfast.spec.plan import PackPlan, Piece
+from holdfast.spec.plan import Piece, PlannedPack
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, Operation, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
@@ -50,10 +51,10 @@ def shards_of(sizes: Sequence[int]) -> list[LocalShard]:
     return list(NumpyFramework(0).collect(state, Selection()).shards)
 
 
-def planned(shards: Sequence[LocalShard]) -> tuple[PackPlan, bytes]:
+def planned(shards: Sequence[LocalShard]) -> PlannedPack:
     whole = [Owned(number, each.shard.pieces[0]) for number, each in enumerate(shards)]
     (pack,) = packs_of(0, [each.shard for each in shards], whole, 1 << 20)
-    return pack, header_of(pack, {})
+    return PlannedPack(KEY, header_of(pack, {}), pack)
 
 
 def write(
@@ -64,44 +65,39 @@ def write(
     *,
     staged: bool = False,
 ) -> WrittenPack:
-    pack, header = planned(shards)
+    pack = planned(shards)
     writer = PackWriter(store, settings) if writer is None else writer  # type: ignore[arg-type]
     sources = [each.source for each in shards]
     if not staged:
-        return writer.write(KEY, header, pack, sources)
-    arena = arena_for(pack, header, settings)
-    with arena.lent(slabs_of(pack, header, settings.window_bytes)) as slabs:
-        assert slabs is not None
-        copied = writer.stage(header, pack, sources, arena, slabs)
-        assert not slabs
+        return writer.write(pack, sources)
+    arena = arena_for(pack, settings)
+    staging = Staging(arena)
+    staging.copy([pack], sources, settings.chunk_bytes, lambda: None)
     for each in shards:
         each.source.array[...] = 0  # type: ignore[attr-defined]  # What happens to the state now must not matter.
-    written = writer.write_staged(KEY, copied)
-    require_all_back(arena, pack, header)
+    written = writer.write_staged(pack, staging)
+    require_all_back(arena)
     return written
 
 
-def slabs_of(pack: PackPlan, header: bytes, slab_bytes: int) -> int:
-    return -(-(len(header) + pack.data_bytes) // slab_bytes)
-
-
-def arena_for(pack: PackPlan, header: bytes, settings: Settings) -> Arena:
+def arena_for(pack: PlannedPack, settings: Settings) -> Arena:
     """Return an arena with room for one pack and not a slab more."""
-    count = slabs_of(pack, header, settings.window_bytes)
+    count = -(-pack.bytes // settings.window_bytes)
     return Arena(settings.window_bytes, count * settings.window_bytes, SystemClock())
 
 
-def require_all_back(arena: Arena, pack: PackPlan, header: bytes) -> None:
-    assert len(arena._free) == arena._made == slabs_of(pack, header, arena.slab_bytes)
+def require_all_back(arena: Arena) -> None:
+    assert len(arena._free) == arena._made
 
 
 def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: int) -> dict[str, list[Piece]]:
-    pack, header = planned(shards)
+    pack = planned(shards)
+    start = len(pack.header)
     return {
         item.tensor.fqn: [
-            Piece(item.tensor, item.region, "r00000.safetensors", len(header) + item.data_offset, digests, chunk_bytes)
+            Piece(item.tensor, item.region, "r00000.safetensors", start + item.data_offset, digests, chunk_bytes)
         ]
-        for item, digests in zip(pack.items, written.digests, strict=True)
+        for item, digests in zip(pack.plan.items, written.digests, strict=True)
     }
 
 
@@ -237,13 +233,58 @@ def test_a_source_that_fails_leaves_nothing() -> None:
 
     store = memory()
     shards = shards_of([30000])
-    pack, header = planned(shards)
     with pytest.raises(ValueError, match="lost"):
-        PackWriter(store, SMALL).write(KEY, header, pack, [Broken()])  # type: ignore[list-item]
+        PackWriter(store, SMALL).write(planned(shards), [Broken()])  # type: ignore[list-item]
     assert list(store.list()) == []
 
 
-@pytest.mark.parametrize("fails_at", ("source", "upload"))
+@pytest.mark.parametrize("flights", (1, 2))
+def test_copying_and_writing_go_on_beside_each_other_through_an_arena_of_one_slab(flights: int) -> None:
+    chosen = replace(SMALL, windows_in_flight=flights)
+    store = memory()
+    shards = shards_of([20 * PAGE_BYTES, 100])
+    pack = planned(shards)
+    arena = Arena(PAGE_BYTES, PAGE_BYTES, SystemClock())
+    staging = Staging(arena)
+    sources = [each.source for each in shards]
+    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES, lambda: None))
+    copying.start()
+    written = PackWriter(store, chosen).write_staged(pack, staging)
+    copying.join(20.0)
+    staging.raise_failure()
+    assert store.get(KEY, 1 << 30) == _written_whole(shards) and written.record.bytes == pack.bytes
+    assert arena._made == len(arena._free) == 1
+
+
+def _written_whole(shards: Sequence[LocalShard]) -> bytes:
+    store = memory()
+    write(store, shards, SMALL)
+    return bytes(store.get(KEY, 1 << 30))
+
+
+def test_who_gives_up_ends_a_copy_that_waits_for_memory() -> None:
+    """Nobody writes, so no slab comes back."""
+    shards = shards_of([20 * PAGE_BYTES])
+    pack = planned(shards)
+    arena = Arena(PAGE_BYTES, 2 * PAGE_BYTES, SystemClock())
+    staging = Staging(arena)
+    sources = [each.source for each in shards]
+    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES, lambda: None), daemon=True)
+    copying.start()
+    while arena._free or not arena._made:
+        threading.Event().wait(0.001)
+    staging.give_up(UnavailableError("full"))
+    staging.give_up(UnavailableError("a later one"))
+    copying.join(20.0)
+    assert not copying.is_alive()
+    staging.wait()
+    for end in (staging.take, staging.take, staging.raise_failure):
+        with pytest.raises(UnavailableError, match="full"):
+            end()
+    require_all_back(arena)
+
+
+@pytest.mark.parametrize("fails_at", ("source", "upload", "copied"))
 def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at: str) -> None:
     class Broken:
         def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> object:
@@ -254,22 +295,22 @@ def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at:
     def fail(operation: Operation) -> None:
         raise UnavailableError("full")
 
+    def refuse() -> None:
+        raise ValueError("lost")
+
     shards = shards_of([20 * PAGE_BYTES])
-    pack, header = planned(shards)
-    arena = arena_for(pack, header, SMALL)
-    if fails_at == "source":
-        with arena.lent(slabs_of(pack, header, arena.slab_bytes)) as slabs, pytest.raises(ValueError, match="lost"):
-            assert slabs is not None
-            PackWriter(memory(), SMALL).stage(header, pack, [Broken()], arena, slabs)  # type: ignore[list-item]
-    else:
-        store = FaultyStore(memory(), Faults(fail, names={"upload.write"}, lasting=True))
-        writer = PackWriter(store, SMALL)
-        with arena.lent(slabs_of(pack, header, arena.slab_bytes)) as slabs:
-            assert slabs is not None
-            staged = writer.stage(header, pack, [shards[0].source], arena, slabs)
-        with pytest.raises(UnavailableError, match="full"):
-            writer.write_staged(KEY, staged)
-    require_all_back(arena, pack, header)
+    pack = planned(shards)
+    arena = arena_for(pack, SMALL)
+    staging = Staging(arena)
+    source = Broken() if fails_at == "source" else shards[0].source
+    on_copied = refuse if fails_at == "copied" else lambda: None
+    staging.copy([pack], [source], SMALL.chunk_bytes, on_copied)  # type: ignore[list-item]
+    store = FaultyStore(memory(), Faults(fail, names={"upload.write"}, lasting=True))
+    expected = UnavailableError if fails_at == "upload" else ValueError
+    with pytest.raises(expected, match="full" if fails_at == "upload" else "lost") as caught:
+        PackWriter(store, SMALL).write_staged(pack, staging)
+    staging.give_up(caught.value)
+    require_all_back(arena)
 
 
 @pytest.mark.parametrize("startable", (0, 1))

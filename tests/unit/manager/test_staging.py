@@ -71,7 +71,7 @@ def test_training_goes_on_while_windows_are_written(ranks: int) -> None:
         changed.wait(20.0)
         gate.open.set()
         report = handle.wait(timeout=20.0)
-        assert report is not None and report.overlapped and report.waited_seconds == 0.0
+        assert report is not None and report.staging == "copy" and report.waited_seconds == 0.0
         assert report.committed_seconds >= report.staged_seconds
         return loaded(run, 1)
 
@@ -144,7 +144,7 @@ def test_a_save_that_finds_no_memory_waits_and_says_so() -> None:
         threading.Timer(0.2, gate.open.set).start()
         second = run.save(2, state(2.0), ANYTHING)
         reports = [handle.wait(timeout=20.0) for handle in (first, second)]
-        assert all(report is not None and report.overlapped for report in reports)
+        assert all(report is not None and report.staging == "copy" for report in reports)
         return [report.waited_seconds for report in reports if report is not None], loaded(run, 1), loaded(run, 2)
 
     ((waits, one, two),) = world.play(part)  # type: ignore[misc]
@@ -163,7 +163,7 @@ def test_a_state_larger_than_the_arena_is_written_before_the_call_returns(budget
         assert gate.reached.is_set()
         live["w"].array[:] = 2.0  # type: ignore[attr-defined]
         report = handle.wait(timeout=20.0)
-        assert report is not None and not report.overlapped
+        assert report is not None and report.staging == "none"
         return loaded(run, 1)
 
     assert world.play(part) == [1.0]
@@ -187,7 +187,7 @@ def test_a_write_that_fails_behind_the_call_gives_its_memory_back() -> None:
         return saved(run, 5, state(5.0)), loaded(run, 5)
 
     ((report, value),) = world.play(part)  # type: ignore[misc]
-    assert isinstance(report, SaveReport) and report.overlapped and value == 5.0
+    assert isinstance(report, SaveReport) and report.staging == "copy" and value == 5.0
     assert world.committed() == [5]
 
 

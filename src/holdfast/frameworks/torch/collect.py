@@ -10,6 +10,7 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch import rng
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.entries import anything_selected, without
+from holdfast.frameworks.torch.fence import FencedObjects, steps_in_backward
 from holdfast.frameworks.torch.gradients import (
     SUFFIX,
     declared_for_gradient,
@@ -56,7 +57,8 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
     root = walk(state, ranks.rank_of_global)
     collector = _Collector(selection, ranks, root)
     tree = collector.dict_group(root)
-    return Collected(collector.shards, tree, collector.aliases, collector.skipped, collector.per_rank)
+    fence = None if collector.moves_in_training else collector.fenced.close
+    return Collected(collector.shards, tree, collector.aliases, collector.skipped, collector.per_rank, fence)
 
 
 class _Collector:
@@ -66,6 +68,9 @@ class _Collector:
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
+        self.fenced = FencedObjects()
+        self.moves_in_training = False
+        """Whether something is in the state that forward or backward change, where no optimizer's step tells."""
         self._names: set[str] = set()
         self._stored: dict[tuple[object, ...], tuple[str, Held, list[torch.Tensor]]] = {}
 
@@ -83,7 +88,7 @@ class _Collector:
             case DictNode():
                 return self.dict_group(node)
             case TensorNode():
-                self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared)
+                self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=True)
                 for each in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
                     self._gradient(node.path, each, node.declared)
                 return None
@@ -105,9 +110,12 @@ class _Collector:
         require_module_boundary(
             node.module, node.path, node.tensors, lambda name: selected(selection, name), asked=selection.grads
         )
+        self.fenced.add(node.module)
+        # FSDP1 gives its parameters other memory for as long as forward and backward run.
+        self.moves_in_training |= bool(node.declared) or steps_in_backward(node.tensors.values())
         for fqn, tensor in node.tensors.items():
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
-            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)))
+            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=True)
         for fqn, tensor in node.tensors.items() if selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         values = {fqn: self._value(f"{node.path}.{fqn}", value) for fqn, value in node.values.items()}
@@ -115,7 +123,8 @@ class _Collector:
 
     def _optimizer(self, node: OptimizerNode) -> Group:
         def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
-            return TensorRef(fqn) if self._tensor(fqn, tensor, Role.OPTIMIZER, declared) else Skipped(fqn)
+            is_kept = self._tensor(fqn, tensor, Role.OPTIMIZER, declared, fenced=True)
+            return TensorRef(fqn) if is_kept else Skipped(fqn)
 
         if not self._selection.grads and says_it_accumulates(node.view.optimizer):
             names = dict(_named_parameters(self._root))
@@ -124,6 +133,7 @@ class _Collector:
                 node.path,
                 lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{SUFFIX}"),
             )
+        self.fenced.add(node.view.optimizer)
         group = collect_optimizer(node.view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)
@@ -134,6 +144,7 @@ class _Collector:
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         fqn, grad = f"{name}{SUFFIX}", gradient_of(tensor)
         if grad is not None and self._takes_part(fqn):
+            self.moves_in_training = True
             own = declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
             self._tensor(fqn, grad, Role.PARAMETER, own)
 
@@ -165,8 +176,18 @@ class _Collector:
             )
         return TensorRef(fqn)
 
-    def _tensor(self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None = None) -> bool:
-        """Add a tensor unless it is left out; return whether the checkpoint will have it."""
+    def _tensor(
+        self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None = None, *, fenced: bool = False
+    ) -> bool:
+        """Add a tensor unless it is left out; return whether the checkpoint will have it.
+
+        Args:
+            fqn: Its name.
+            tensor: The tensor.
+            role: Whether copies must agree.
+            declared: Its layout, where it does not carry one itself.
+            fenced: Whether it changes behind the fence only, unless it is a buffer: those change in forward.
+        """
         if not self._takes_part(fqn):
             return False
         require_fqn(fqn)
@@ -194,9 +215,9 @@ class _Collector:
             return True
         if held.on_mesh:
             spec = TensorSpec(fqn, dtype_name(tensor.dtype), held.global_shape)
-            self.shards.append(
-                LocalShard(Shard(spec, held.layout, held.holders, role, regions), TorchSource(held.parts))
-            )
+            shard = Shard(spec, held.layout, held.holders, role, regions)
+            source = TorchSource(held.parts, memory)
+            self.shards.append(LocalShard(shard, source, fenced and role is not Role.BUFFER))
         return True
 
 

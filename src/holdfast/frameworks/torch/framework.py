@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.frameworks.torch.collect import collect
+from holdfast.frameworks.torch.fence import settle_all
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.restore import TorchRestoration
 from holdfast.ports.framework import Catalog, Collected, Restoration, Selection
@@ -22,4 +23,6 @@ class TorchFramework:
 
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> Restoration:
         """Work out what a state wants of a checkpoint, touching no value of it."""
+        # What is about to be filled may still be being saved.
+        settle_all()
         return TorchRestoration(state, catalog, selection, self._ranks)

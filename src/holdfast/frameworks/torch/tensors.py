@@ -73,8 +73,14 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
 class TorchSource:
     """The bytes of what a rank holds of one tensor."""
 
-    def __init__(self, parts: Sequence[HeldPart]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[HeldPart], memory: Sequence[torch.Tensor]) -> None:
+        """Read what is held.
+
+        Args:
+            parts: Regions and their memory.
+            memory: The tensors that stand in the state, whose memory it is now.
+        """
+        self._parts, self._memory = parts, memory
 
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
@@ -88,6 +94,29 @@ class TorchSource:
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         """Return at most `blocks` blocks spread evenly over the held bytes of each part."""
         return b"".join(_sampled(part.local, blocks, block_bytes) for part in self._parts)
+
+    def stamp(self) -> object:
+        """Return address and version counters of each tensor: of a DTensor both its own counter and its local one."""
+        return [
+            (local.data_ptr(), _version(each), _version(local)) for each in self._memory for local in _locals_of(each)
+        ]
+
+    def copied(self) -> TorchSource:
+        """Return a source of clones."""
+        parts = [HeldPart(part.region, part.local.clone()) for part in self._parts]
+        return TorchSource(parts, [part.local for part in parts])
+
+
+def _locals_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    shards = local_shards_of(tensor)
+    if shards is not None:
+        return [each.tensor for each in shards]
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to, by operations that count; inference tensors have no counter."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> None:
