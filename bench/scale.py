@@ -24,16 +24,17 @@ from holdfast.manager.ballot import Vote
 from holdfast.manager.commit import assembled
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import layouts_of
-from holdfast.manager.soundness import require_covered
+from holdfast.manager.resolve import given_frames, index_for, resolved_frames
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import SystemClock
-from holdfast.repository.catalog import read_index, read_manifest
+from holdfast.repository.catalog import read_manifest
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.listing import Listing
 from holdfast.repository.names import part_name, step_folder
 from holdfast.repository.pack import pack_digest
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
+from holdfast.repository.split_index import SplitIndex
 from holdfast.settings import Settings
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import DIGEST_BYTES, chunk_count
@@ -161,9 +162,11 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     place = place_at(root)
     wanted = [WantedBoxes(each.tensor.fqn, boxes_of(each)) for each in job.shards_of(rank)]
     manifest = read_manifest(place.store, place.folder)
+    # What rank 0 reads and gives to every rank, before this one plans.
+    frames = given_frames(place)
     start = time.perf_counter()
-    index = read_index(place.store, place.folder, manifest)
-    require_covered(index, SystemClock(), place.url)
+    _, stored = resolved_frames(frames, place)
+    index = index_for(stored, [(each.stored_fqn, box) for each in wanted for box in each.boxes], SystemClock(), place)
     plan = load_plan(wanted, index.pieces_near, SETTINGS.read_window_bytes)
     seconds = time.perf_counter() - start
     held = sum(shard.tensor.itemsize * piece.numel for shard in job.shards_of(rank) for piece in shard.pieces)
@@ -172,7 +175,8 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     total = sum(each.bytes for each in manifest.indexes)
     return {
         "load_plan_seconds": seconds,
-        "index_bytes_read_per_rank": sum(each.bytes for each in manifest.indexes) / total,
+        "given_bytes": sum(map(len, frames)),
+        "index_bytes_read_per_rank": stored.bytes_read / total if isinstance(stored, SplitIndex) else 1.0,
         "load_plan_peak_mib": peak_mib(),
         "load_read_amplification": plan.bytes / held,
     }

@@ -25,6 +25,7 @@ from holdfast.repository.index import Index
 from holdfast.repository.index_file import IndexDocument, decode_index, encode_index, index_of
 from holdfast.repository.manifest import decode_manifest, encode_manifest
 from holdfast.repository.names import is_index_name, is_pack_name, is_part_name, step_folder, step_of_folder
+from holdfast.repository.overview import decode_overview, encode_overview
 from holdfast.repository.pack import entries_of
 from holdfast.repository.part import decode_part, encode_part
 from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
@@ -32,6 +33,9 @@ from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.region import region_boxes
 from holdfast.stores.keys import split_key
+
+OVERVIEW_FILES = 5
+"""Index files of the overviews that are fuzzed."""
 
 ELEMENTS_COUNTED_MAX = 5000
 """Tensors up to this size are compared with a count of every element."""
@@ -77,6 +81,20 @@ def part(data: bytes) -> None:
         return
     again = encode_part(found)
     assert encode_part(decode_part(again, "here")) == again
+
+
+def overview(data: bytes) -> None:
+    """The overview of a split index, of as many files as its seeds are."""
+    try:
+        found = decode_overview(data, OVERVIEW_FILES, "here")
+    except CorruptError:
+        return
+    again = encode_overview(found)
+    assert encode_overview(decode_overview(again, OVERVIEW_FILES, "here")) == again
+    for tensor in list(found.table.specs.values())[:8]:
+        files = found.files_for(tensor.fqn, Box.whole(tensor.global_shape))
+        assert files == sorted(set(files))
+        assert set(files) <= set(range(OVERVIEW_FILES))
 
 
 def pack(data: bytes) -> None:
@@ -297,6 +315,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "index": index,
     "index-document": index_document,
     "part": part,
+    "overview": overview,
     "pack": pack,
     "pack-length": pack_length,
     "value": value,

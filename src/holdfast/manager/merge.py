@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
@@ -53,19 +54,17 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     """
     merging, tables = Merging(chunk_bytes), TensorTables()
     packs: list[FileRecord] = []
-    records: list[FileRecord] = []
     trees: list[Group] = []
     aliases: dict[str, str] = {}
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
-    for rank, vote in enumerate(votes):
-        record = FileRecord(part_name(rank), vote.part_bytes, vote.part_digest)
-        data = read_file(place.store, place.folder, attempt, record)
+    records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
+    files = each_in_flight(lambda record: read_file(place.store, place.folder, attempt, record), records)
+    for rank, (record, data) in enumerate(zip(records, files, strict=True)):
         with collector_paused():
             part = decode_part(data, record.name, tables)
             require_own(part, rank, attempt, place.url)
             merging.add(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
-        records.append(record)
         for alias, fqn in part.aliases.items():
             aliases.setdefault(alias, fqn)
         for mesh, placements, count in part.layouts:
@@ -108,8 +107,8 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
 
 def require_sizes(store: Store, prefix: str, packs: Sequence[FileRecord]) -> None:
     """Refuse to publish packs that are not there in full."""
-    for pack in packs:
-        check_size(store, prefix + pack.name, pack)
+    for _ in each_in_flight(lambda pack: check_size(store, prefix + pack.name, pack), packs):
+        pass
 
 
 def merged_trees(trees: Sequence[Group]) -> Group:

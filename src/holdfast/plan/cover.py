@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.spec.box import flat_range_boxes
+from holdfast.spec.box import Box, flat_range_boxes
+from holdfast.spec.region import Region, region_boxes
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -102,6 +104,29 @@ def uncovered_tensors(
         seed,
     )
     return chosen[wrong].tolist() if wrong else []
+
+
+def uncovered_boxes(wanted: Sequence[tuple[tuple[int, ...], Box, Sequence[Region]]], seed: int) -> list[int]:
+    """Return which boxes regions do not cover exactly once; what lies beyond a box counts for nothing.
+
+    Args:
+        wanted: For each box the global shape of its tensor, the box, and the regions that may meet it.
+        seed: As for `uncovered`.
+    """
+    numbers: list[int] = []
+    start: list[int] = []
+    stop: list[int] = []
+    for number, (shape, box, regions) in enumerate(wanted):
+        for region in regions:
+            for each in region_boxes(region, shape):
+                part = each.intersect(box)
+                if part is not None:
+                    numbers.append(number)
+                    start += map(sub, part.start, box.start)
+                    stop += map(sub, part.stop, box.start)
+    shapes = [box.shape for _, box, _ in wanted]
+    tensor, starts, stops = (np.array(column, dtype=np.int64) for column in (numbers, start, stop))
+    return uncovered(shapes, tensor, starts, stops, seed)
 
 
 def _whole_in_one(

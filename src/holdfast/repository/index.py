@@ -94,22 +94,6 @@ class Index:
         order, first = self._by_pack
         return self._made(self.pieces.taken(order[first[number] : first[number + 1]]))
 
-    def split(self, chunks_max: int) -> Iterator[Index]:
-        """Yield indexes of at most `chunks_max` chunks each (or of one tensor), in FQN order; at least one."""
-        chunks = self.pieces.first_chunk[self._first].tolist()
-        begin = 0
-        for number in range(1, len(self.table.specs)):
-            if chunks[number + 1] - chunks[begin] > chunks_max:
-                yield self._cut(begin, number)
-                begin = number
-        yield self._cut(begin, len(self.table.specs))
-
-    def _cut(self, first: int, stop: int) -> Index:
-        """Return the index of a half-open run of tensors."""
-        pieces = self.pieces.between(int(self._first[first]), int(self._first[stop]))
-        table = TensorTable.of(list(self.table.specs.values())[first:stop])
-        return Index(self.chunk_bytes, table, self.packs, replace(pieces, tensors=pieces.tensors - first))
-
     @cached_property
     def _pack_numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.packs)}
@@ -173,14 +157,15 @@ class Index:
 class Merging:
     """Indexes on their way to becoming one."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        """Begin with nothing.
+    def __init__(self, chunk_bytes: int, table: TensorTable | None = None) -> None:
+        """Begin with no piece.
 
         Args:
             chunk_bytes: What all of them must cut chunks to.
+            table: Tensors to be listed whether or not a piece of them is.
         """
         self._chunk_bytes = chunk_bytes
-        self._tensors: dict[str, TensorSpec] = {}
+        self._tensors: dict[str, TensorSpec] = dict(table.specs) if table is not None else {}
         self._packs: dict[str, int] = {}
         self._tables: dict[int, TensorTable] = {}
         self._parts: list[tuple[TensorTable, PieceColumns]] = []
@@ -212,7 +197,7 @@ class Merging:
         parts = [replace(pieces, tensors=numbers[id(table)][pieces.tensors]) for table, pieces in self._parts]
         self._parts.clear()
         pieces = joined(parts)
-        parts.clear()
+        parts.clear()  # Millions of pieces twice are enough.
         return Index(self._chunk_bytes, whole, list(self._packs), in_order(pieces))
 
 

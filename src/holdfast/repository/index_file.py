@@ -45,21 +45,19 @@ class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
 
 def document_of(index: Index) -> IndexDocument:
     """Return an index as it is stored."""
-    table, pieces = index.table, index.pieces
-    specs = table.specs.values()
-    dtypes = sorted({tensor.dtype for tensor in specs})
-    dtype_number = {name: number for number, name in enumerate(dtypes)}
+    pieces = index.pieces
+    fqns, dtypes, dtype_numbers, ndims, shapes = index.table.encoded()
     used, packs = np.unique(pieces.packs, return_inverse=True)
     by_name = sorted(range(len(used)), key=lambda number: index.packs[int(used[number])])
     number_of = np.empty(len(used), dtype=np.int64)
     number_of[by_name] = np.arange(len(used))
     return IndexDocument(
         chunk_bytes=index.chunk_bytes,
-        fqns=list(table.specs),
+        fqns=fqns,
         dtypes=dtypes,
-        dtype_numbers=packed([dtype_number[tensor.dtype] for tensor in specs]),
-        ndims=packed(table.ndims),
-        shapes=packed(table.lengths),
+        dtype_numbers=dtype_numbers,
+        ndims=ndims,
+        shapes=shapes,
         packs=[("own", index.packs[int(used[number])]) for number in by_name],
         piece_tensors=packed(pieces.tensors),
         piece_packs=packed(number_of[packs]),

@@ -113,6 +113,7 @@ class PieceColumns:
 
 def joined(parts: Sequence[PieceColumns]) -> PieceColumns:
     """Return pieces of several parts as one; their tensors and packs are numbered alike."""
+    parts = parts or [_NONE]
 
     def column(name: str) -> Ints:
         found: Ints = np.concatenate([getattr(part, name) for part in parts])
@@ -130,6 +131,12 @@ def joined(parts: Sequence[PieceColumns]) -> PieceColumns:
         column("chunks"),
         memoryview(b"".join(part.digests for part in parts)),
     )
+
+
+_NONE = PieceColumns(
+    *(np.empty(0, dtype=np.int64),) * 3, np.empty(0, dtype=bool), *(np.empty(0, dtype=np.int64),) * 5, memoryview(b"")
+)
+"""No piece at all."""
 
 
 def numels(widths: Ints, starts: Ints, stops: Ints) -> Ints:

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from holdfast.errors import CorruptError
-from holdfast.repository.columns import Ints, firsts, unpacked
+from holdfast.repository.columns import Ints, firsts, packed, unpacked
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.tensor import TensorSpec
 
@@ -64,6 +64,14 @@ class TensorTable:
             itemsizes=np.fromiter((spec.itemsize for spec in specs), np.int64, len(specs)),
             numels=np.fromiter(map(math.prod, shapes), np.int64, len(specs)),
         )
+
+    def encoded(self) -> tuple[list[str], list[str], Column, Column, Column]:
+        """Return FQNs, dtypes, and the columns of dtype numbers, dimensions and shapes; inverse of `decode_tensors`."""
+        names = [spec.dtype for spec in self.specs.values()]
+        dtypes = sorted(set(names))
+        number_of = {name: number for number, name in enumerate(dtypes)}
+        dtype_numbers = packed([number_of[name] for name in names])
+        return list(self.specs), dtypes, dtype_numbers, packed(self.ndims), packed(self.lengths)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

@@ -110,19 +110,6 @@ def test_an_index_comes_back() -> None:
     assert decode_index(encode_index(index_with()), "here") == index_with()
 
 
-def test_splitting_an_index_loses_nothing() -> None:
-    index = small_index()
-    for chunks_max in (1, 2, 3, 100):
-        parts = list(index.split(chunks_max))
-        assert [fqn for part in parts for fqn in part.tensors] == sorted(index.tensors)
-        merging = Merging(CHUNK)
-        for part in parts:
-            merging.add(decode_index(encode_index(part), "here"), "test")
-        assert merging.merged() == index
-    assert len(list(index.split(1))) > 1
-    assert len(list(index_with().split(1))) == 1
-
-
 def test_one_name_with_two_shapes_is_refused() -> None:
     other = piece("scalar", "float32", (), Box((), ()), "r00000.safetensors", 0)
     with pytest.raises(InvalidError, match="scalar"):
