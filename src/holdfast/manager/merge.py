@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CorruptError, InvalidError
@@ -16,10 +17,13 @@ from holdfast.repository import values
 from holdfast.repository.catalog import check_size, read_file
 from holdfast.repository.index import Index, Merging
 from holdfast.repository.names import part_name
-from holdfast.repository.part import decode_part, require_own
+from holdfast.repository.part import RankPart, decode_part, require_own
 from holdfast.repository.tensors import TensorTables
 from holdfast.spec.manifest import FileRecord
 from holdfast.spec.values import Group, Value
+
+_DECODED_AT_ONCE = 64
+"""Parts of a large job that are decoded one after the other without a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +56,16 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
         CorruptError: A part or pack is not what its rank voted for.
     """
-    merging, tables = Merging(chunk_bytes), TensorTables()
+    merging = Merging(chunk_bytes)
     packs: list[FileRecord] = []
     trees: list[Group] = []
     aliases: dict[str, str] = {}
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
     files = each_in_flight(lambda record: read_file(place.store, place.folder, attempt, record), records)
-    for rank, (record, data) in enumerate(zip(records, files, strict=True)):
-        with collector_paused():
-            part = decode_part(data, record.name, tables)
-            require_own(part, rank, attempt, place.url)
-            merging.add(part.index, f"{place.url}: rank {rank}")
+    for rank, part in enumerate(_decoded(records, files)):
+        require_own(part, rank, attempt, place.url)
+        merging.add(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
         for alias, fqn in part.aliases.items():
             aliases.setdefault(alias, fqn)
@@ -84,6 +86,18 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     )
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in index.tensors and alias not in index.tensors}
     return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance)
+
+
+def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:
+    """Yield the parts that files hold."""
+    tables = TensorTables()
+    for first in range(0, len(records), _DECODED_AT_ONCE):
+        some = records[first : first + _DECODED_AT_ONCE]
+        # Read first, for Python's collector is not to be held off while storage is waited for.
+        read = list(islice(files, len(some)))
+        with collector_paused():
+            parts = [decode_part(data, record.name, tables) for record, data in zip(some, read, strict=True)]
+        yield from parts
 
 
 def require_exact_cover(index: Index, seed: int, where: str) -> None:

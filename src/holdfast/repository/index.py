@@ -29,6 +29,10 @@ _FEW = 8
 _MADE_AT_ONCE_MAX = 1 << 18
 """Pieces of an index that become values all at once when the first is asked for; of a larger one, tensor by tensor."""
 
+_JOINED_AT_ONCE = 256
+"""Indexes of which the pieces are moved together while more are added: freed one by one, small columns leave holes that
+no large one fits into."""
+
 
 class Index:
     """Tensors and pieces, by tensor and by where they start in it, with lookup by FQN."""
@@ -43,7 +47,6 @@ class Index:
             pieces: Pieces, by tensor.
         """
         self.chunk_bytes, self.table, self.packs, self.pieces = chunk_bytes, table, packs, pieces
-        self._first = np.searchsorted(pieces.tensors, np.arange(len(table.specs) + 1))
         self._pieces_of: dict[str, list[Piece]] = {}
         self._nearby: dict[str, Nearby] = {}
 
@@ -93,6 +96,11 @@ class Index:
             return []
         order, first = self._by_pack
         return self._made(self.pieces.taken(order[first[number] : first[number + 1]]))
+
+    @cached_property
+    def _first(self) -> Ints:
+        """For each tensor, and one past the last: number of its first piece."""
+        return np.searchsorted(self.pieces.tensors, np.arange(len(self.table.specs) + 1))
 
     @cached_property
     def _pack_numbers(self) -> dict[str, int]:
@@ -165,10 +173,14 @@ class Merging:
             table: Tensors to be listed whether or not a piece of them is.
         """
         self._chunk_bytes = chunk_bytes
-        self._tensors: dict[str, TensorSpec] = dict(table.specs) if table is not None else {}
+        self._tensors: dict[str, TensorSpec] = {}
+        self._numbers: dict[str, int] = {}
         self._packs: dict[str, int] = {}
-        self._tables: dict[int, TensorTable] = {}
-        self._parts: list[tuple[TensorTable, PieceColumns]] = []
+        self._tables: dict[int, tuple[TensorTable, Ints]] = {}
+        self._blocks: list[PieceColumns] = []
+        self._parts: list[PieceColumns] = []
+        if table is not None:
+            self._number(table, "")
 
     def add(self, index: Index, where: str) -> None:
         """Add everything an index lists.
@@ -178,26 +190,36 @@ class Merging:
         """
         if index.chunk_bytes != self._chunk_bytes:
             raise InvalidError(f"{where}: chunk_bytes={index.chunk_bytes}; expected {self._chunk_bytes} as elsewhere")
-        if id(index.table) not in self._tables:
-            # Thousands of ranks share a few tables.
-            self._tables[id(index.table)] = index.table
-            for tensor in index.tensors.values():
-                know(self._tensors, tensor, where)
+        numbers = self._number(index.table, where)
         packs = [self._packs.setdefault(name, len(self._packs)) for name in index.packs]
-        pieces = replace(index.pieces, packs=np.array(packs, dtype=np.int64)[index.pieces.packs])
-        self._parts.append((index.table, pieces))
+        pieces = index.pieces
+        self._parts.append(
+            replace(pieces, tensors=numbers[pieces.tensors], packs=np.array(packs, dtype=np.int64)[pieces.packs])
+        )
+        if len(self._parts) == _JOINED_AT_ONCE:
+            self._blocks.append(joined(self._parts))
+            self._parts.clear()
+
+    def _number(self, table: TensorTable, where: str) -> Ints:
+        """Return the number here of each tensor of a table; thousands of ranks share a few tables."""
+        known = self._tables.get(id(table))
+        if known is None:
+            for tensor in table.specs.values():
+                know(self._tensors, tensor, where)
+            numbers = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.specs]
+            known = self._tables[id(table)] = table, np.array(numbers, dtype=np.int64)
+        return known[1]
 
     def merged(self) -> Index:
         """Return all as one; nothing can be added any more."""
         whole = TensorTable.of(self._tensors.values())
-        numbers = {
-            key: np.fromiter(map(whole.numbers.__getitem__, table.specs), np.int64, len(table.specs))
-            for key, table in self._tables.items()
-        }
-        parts = [replace(pieces, tensors=numbers[id(table)][pieces.tensors]) for table, pieces in self._parts]
+        number_of = np.fromiter(map(whole.numbers.__getitem__, self._numbers), np.int64, len(self._numbers))
+        parts = [*self._blocks, *self._parts]
+        self._blocks.clear()
         self._parts.clear()
         pieces = joined(parts)
         parts.clear()  # Millions of pieces twice are enough.
+        pieces = replace(pieces, tensors=number_of[pieces.tensors])
         return Index(self._chunk_bytes, whole, list(self._packs), in_order(pieces))
 
 

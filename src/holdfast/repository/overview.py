@@ -7,6 +7,7 @@ of a few, reads little of the index; what no layout asks for together is not kep
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -130,26 +131,16 @@ def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
     apart = (stop_band - first_band > 2) | ((first_band == 0) & (stop_band >= all_bands[pieces.tensors]))
     key = run_of[pieces.tensors] * (bands + 1) + np.where(apart, bands, first_band)
     order = np.argsort(key, kind="stable")
+    by_file = pieces.taken(order)
+    first_band, stop_band, key = first_band[order], stop_band[order], key[order]
+    cuts = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), pieces.count]
     parts, spans = [], []
-    for numbers in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
-        tensors = pieces.tensors[numbers]
-        parts.append(_part_of(index, numbers))
-        spans.append((tensors[0], tensors[-1] + 1, first_band[numbers].min(), stop_band[numbers].max()))
+    for first, stop in pairwise(cuts):
+        part = by_file.between(first, stop)
+        used, tensors = np.unique(part.tensors, return_inverse=True)
+        parts.append(Index(index.chunk_bytes, table.taken(used), index.packs, replace(part, tensors=tensors)))
+        spans.append((used[0], used[-1] + 1, first_band[first:stop].min(), stop_band[first:stop].max()))
     return parts, Overview(index.chunk_bytes, table, bands, np.array(spans, dtype=np.int64))
-
-
-def _part_of(index: Index, numbers: Ints) -> Index:
-    """Return the index of some pieces, and of their tensors alone.
-
-    Args:
-        index: The whole.
-        numbers: Which pieces, ascending.
-    """
-    pieces = index.pieces.taken(numbers)
-    used, tensors = np.unique(pieces.tensors, return_inverse=True)
-    specs = list(index.table.specs.values())
-    table = TensorTable.of(specs[number] for number in used.tolist())
-    return Index(index.chunk_bytes, table, index.packs, replace(pieces, tensors=tensors))
 
 
 class _OverviewDocument(msgspec.Struct):

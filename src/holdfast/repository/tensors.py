@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from holdfast.errors import CorruptError
-from holdfast.repository.columns import Ints, firsts, packed, unpacked
+from holdfast.repository.columns import Ints, firsts, packed, positions, unpacked
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.tensor import TensorSpec
 
@@ -65,6 +65,21 @@ class TensorTable:
             numels=np.fromiter(map(math.prod, shapes), np.int64, len(specs)),
         )
 
+    def taken(self, chosen: Ints) -> TensorTable:
+        """Return the table of some of the tensors, by their numbers, ascending."""
+        specs = list(self.specs.values())
+        by_fqn = {spec.fqn: spec for spec in map(specs.__getitem__, chosen.tolist())}
+        ndims = self.ndims[chosen]
+        return TensorTable(
+            specs=by_fqn,
+            numbers=dict(zip(by_fqn, range(len(by_fqn)), strict=True)),
+            ndims=ndims,
+            first_length=firsts(ndims),
+            lengths=self.lengths[positions(self.first_length, chosen)],
+            itemsizes=self.itemsizes[chosen],
+            numels=self.numels[chosen],
+        )
+
     def encoded(self) -> tuple[list[str], list[str], Column, Column, Column]:
         """Return FQNs, dtypes, and the columns of dtype numbers, dimensions and shapes; inverse of `decode_tensors`."""
         names = [spec.dtype for spec in self.specs.values()]
@@ -115,8 +130,10 @@ def decode_tensors(
     ndim_of = unpacked(ndims, where, count).tolist()
     if (dtype_of and max(dtype_of) >= len(dtypes)) or (ndim_of and max(ndim_of) > NDIM_MAX):
         raise CorruptError(f"{where}: a tensor names a dtype that is not listed or has over {NDIM_MAX} dimensions")
-    lengths = unpacked(shapes, where, sum(ndim_of)).tolist()
-    tensors = []
+    all_lengths = unpacked(shapes, where, sum(ndim_of))
+    lengths = all_lengths.tolist()
+    tensors: dict[str, TensorSpec] = {}
+    numels: list[int] = []
     at = 0
     for fqn, dtype, ndim in zip(fqns, dtype_of, ndim_of, strict=True):
         shape = tuple(lengths[at : at + ndim])
@@ -124,5 +141,16 @@ def decode_tensors(
         numel = math.prod(shape) or math.prod(length or 1 for length in shape)
         if numel * DTYPES[dtypes[dtype]].itemsize >= _TENSOR_BYTES_MAX:
             raise CorruptError(f"{where}: {fqn}: {dtypes[dtype]} of shape {shape}; expected under 2**62 bytes")
-        tensors.append(TensorSpec(fqn, dtypes[dtype], shape))
-    return TensorTable.of(tensors)
+        numels.append(numel if all(shape) else 0)
+        tensors[fqn] = TensorSpec(fqn, dtypes[dtype], shape)
+    itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.int64)
+    widths = np.array(ndim_of, dtype=np.int64)
+    return TensorTable(
+        specs=tensors,
+        numbers=dict(zip(fqns, range(count), strict=True)),
+        ndims=widths,
+        first_length=firsts(widths),
+        lengths=all_lengths,
+        itemsizes=itemsizes[np.array(dtype_of, dtype=np.int64)],
+        numels=np.array(numels, dtype=np.int64),
+    )
