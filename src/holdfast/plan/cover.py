@@ -18,6 +18,9 @@ _Words = NDArray[np.uint64]
 _PRIME = np.uint64((1 << 31) - 1)
 """Products of two residues stay below 2**62, sums of a billion residues below 2**61."""
 
+_BLOCK = 1 << 17
+"""Pieces reckoned at once: enough that numpy is not called often, few enough that what it needs meanwhile is little."""
+
 
 def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop: Ints, seed: int) -> list[int]:
     """Return the tensors that their pieces do not cover exactly once.
@@ -42,15 +45,15 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
     for ndim in np.unique(ndims):
         members = np.flatnonzero(ndims == ndim)
         pieces = np.flatnonzero(ndims[tensor] == ndim)
-        columns = first_coordinate[pieces][:, None] + np.arange(ndim)
         lengths = np.array([shapes[member] for member in members.tolist()], dtype=np.int64).reshape(len(members), ndim)
         number_of = np.full(len(shapes), -1, dtype=np.int64)
         number_of[members] = np.arange(len(members))
         for salt in (0, 1):
             key = 2 * seed + salt
-            volumes = _volumes(start[columns], stop[columns], key)
             sums = np.zeros(len(members), dtype=np.uint64)
-            np.add.at(sums, number_of[tensor[pieces]], volumes)
+            for block in np.split(pieces, range(_BLOCK, len(pieces), _BLOCK)):
+                columns = first_coordinate[block][:, None] + np.arange(ndim)
+                np.add.at(sums, number_of[tensor[block]], _volumes(start[columns], stop[columns], key))
             wanted = _volumes(np.zeros_like(lengths), lengths, key)
             wrong[members] |= sums % _PRIME != wanted
     return [int(number) for number in np.flatnonzero(wrong)]
@@ -98,9 +101,9 @@ def uncovered_tensors(
             (math.prod(shapes[number]),) if line and count[number] else shapes[number]
             for number, line in zip(chosen.tolist(), lines[chosen].tolist(), strict=True)
         ],
-        number_of[np.concatenate(tensors)],
-        np.concatenate(starts),
-        np.concatenate(stops),
+        number_of[_one(tensors)],
+        _one(starts),
+        _one(stops),
         seed,
     )
     return chosen[wrong].tolist() if wrong else []
@@ -129,6 +132,11 @@ def uncovered_boxes(wanted: Sequence[tuple[tuple[int, ...], Box, Sequence[Region
     return uncovered(shapes, tensor, starts, stops, seed)
 
 
+def _one(columns: Sequence[Ints]) -> Ints:
+    """Return columns one after the other, without a copy of a single one."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
 def _whole_in_one(
     shapes: Sequence[tuple[int, ...]],
     tensor: Ints,
@@ -140,7 +148,7 @@ def _whole_in_one(
     """Return those of the tensors with a single piece, a box, of which it is the whole: nearly all that are small."""
     of_one = alone[tensor]
     at = np.repeat(of_one, widths)
-    numbers = np.repeat(tensor, widths)[at]
+    numbers = np.repeat(tensor[of_one], widths[of_one])
     lengths = [length for number in np.flatnonzero(alone).tolist() for length in shapes[number]]
     short = (start[at] != 0) | (stop[at] != np.array(lengths, dtype=np.int64))
     whole = alone.copy()

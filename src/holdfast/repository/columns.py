@@ -61,4 +61,6 @@ def positions(first: Ints, numbers: Ints) -> Ints:
     counts = first[numbers + 1] - begin
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(begin - (ends - counts), counts) + np.arange(total)
+    found: Ints = np.repeat(begin - (ends - counts), counts)
+    found += np.arange(total)  # In place: there may be tens of millions.
+    return found
