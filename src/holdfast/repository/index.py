@@ -27,7 +27,7 @@ _FEW = 8
 """Pieces of a tensor that are sooner asked one by one than put in order."""
 
 _MADE_AT_ONCE_MAX = 1 << 18
-"""Pieces of an index that become values all at once when the first is asked for; of a larger one, tensor by tensor."""
+"""Pieces of an index of small tensors that become values all at once when the first is asked for, which is faster."""
 
 _JOINED_AT_ONCE = 256
 """Indexes of which the pieces are moved together while more are added: freed one by one, small columns leave holes that
@@ -60,7 +60,7 @@ class Index:
         found = self._pieces_of.get(fqn)
         if found is not None or fqn not in self.table.specs:
             return found or ()
-        if self.pieces.count > _MADE_AT_ONCE_MAX:
+        if self.pieces.count > min(_MADE_AT_ONCE_MAX, _FEW * len(self.table.specs)):
             made = self._pieces_of[fqn] = self._made(self.pieces.between(*self._run_of(fqn)))
             return made
         pieces, first = self._made(self.pieces), self._first.tolist()
