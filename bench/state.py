@@ -1,25 +1,34 @@
-"""States that the bench saves and loads."""
+"""States that the bench saves and loads; each rank makes its own share."""
 
 from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 MIB = 1 << 20
+ROWS, COLUMNS = 4096, 1024
 
 
 def sharded_state(mesh: DeviceMesh, total_bytes: int, fill: bool) -> dict[str, torch.Tensor]:
-    """Return fp32 DTensors of 16 MiB, each row-sharded over the mesh."""
-    count = max(total_bytes // (16 * MIB), 1)
-    generator = torch.Generator().manual_seed(7)
-    state = {}
-    for number in range(count):
-        whole = torch.rand(4096, 1024, generator=generator) if fill else torch.zeros(4096, 1024)
-        state[f"layers.{number}.weight"] = distribute_tensor(whole, mesh, [Shard(0)])
+    """Return fp32 DTensors of 16 MiB, each row-sharded over the mesh; every page of them has been touched."""
+    assert ROWS % mesh.size() == 0, "shares of one size, so that every rank moves as much"
+    share = (ROWS // mesh.size(), COLUMNS)
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())
+    state: dict[str, torch.Tensor] = {}
+    for number in range(max(total_bytes // (16 * MIB), 1)):
+        own = torch.rand(share, generator=generator) if fill else torch.zeros(share).fill_(0.0)
+        state[f"layers.{number}.weight"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
     return state
 
 
-def tiny_state(count: int, fill: bool) -> dict[str, torch.Tensor]:
-    """Return plain tensors of 16 bytes."""
-    return {f"group.{n // 100}.tensor.{n}": torch.full((4,), float(n) if fill else 0.0) for n in range(count)}
+def tiny_state(count: int, fill: bool, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
+    """Return tensors of 16 bytes: plain ones, or DTensors sharded over a mesh."""
+    state: dict[str, torch.Tensor] = {}
+    for n in range(count):
+        tensor = torch.full((4,), float(n) if fill else 0.0)
+        if mesh is not None:
+            own = tensor.tensor_split(mesh.size())[mesh.get_local_rank()].clone()
+            tensor = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        state[f"group.{n // 100}.tensor.{n}"] = tensor
+    return state

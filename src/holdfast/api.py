@@ -92,6 +92,10 @@ def async_save(
     Hashing, writing and the commit go on in the background. The copies lie in host memory, at most
     `settings.arena_bytes_max`; a state that does not fit is written before this returns.
 
+    With `settings.staging="lazy"` this returns at once, and parameters and optimizer state are copied while training
+    goes on; the next step of any `torch.optim.Optimizer`, `load_state_dict` of what was passed, and Holdfast's own load
+    wait until that is done. A tensor that changes before it is copied fails the save, and nothing is committed.
+
     Arguments as `save`.
 
     Raises:
@@ -212,7 +216,7 @@ class CheckpointManager:
         skip: Globs = None,
         grads: bool = False,
     ) -> SaveHandle:
-        """Begin to save a step; return once it is staged. Arguments and errors as `async_save`."""
+        """Begin to save a step; return once it is staged, or at once where it is taken lazily. As `async_save`."""
         if isinstance(step, Mapping):
             raise InvalidError("save(step, state): step is a dict; the arguments are swapped, the step comes first")
         _require_state(state, "save(step, state)")

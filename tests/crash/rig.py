@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -40,6 +40,9 @@ SETTINGS = Settings(
     pack_header_bytes_max=3 * PAGE_BYTES,
     commit_timeout_seconds=5.0,
 )
+LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, lazy_verify=True)
+"""Copies wait for writes, and writes for copies."""
+
 EVERYTHING = Selection()
 OLD, NEW, NEXT = 10, 20, 30
 """Steps: committed before the fault, saved under the fault, saved after it."""
@@ -113,11 +116,11 @@ def local_store(root: Path, faults: Faults | None = None) -> LocalStore:
     return LocalStore(root, settings=SETTINGS, syscalls=syscalls)
 
 
-def run_at(store: Store, board_faults: Faults | None = None) -> Run:
+def run_at(store: Store, board_faults: Faults | None = None, settings: Settings = SETTINGS) -> Run:
     """Return a run as the manager builds it."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
-    return Run(store, Job(comm, SystemClock(), SETTINGS), TorchFramework(ranks))
+    return Run(store, Job(comm, SystemClock(), settings), TorchFramework(ranks))
 
 
 def committed_at(root: Path, *steps: int) -> None:

@@ -16,13 +16,16 @@ import holdfast
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
+from holdfast.settings import Settings
 from holdfast.testing.faults import Faults, Operation, fail_with
 from tests.crash.mounts import command, mounted, new_image, workplace
 from tests.crash.rig import (
     EVERYTHING,
+    LAZY,
     NEW,
     NEXT,
     OLD,
+    SETTINGS,
     State,
     attempted,
     content_under,
@@ -110,6 +113,17 @@ def files_under(root: Path) -> set[str]:
 def test_every_operation_of_a_save_fails(
     template: Path, in_memory: Path, code: int, names: set[str] | None, lasting: bool
 ) -> None:
+    require_errors_survived(template, in_memory, code, names, lasting, SETTINGS)
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+def test_every_operation_of_a_lazy_save_fails(template: Path, in_memory: Path, lasting: bool) -> None:
+    require_errors_survived(template, in_memory, errno.EIO, None, lasting, LAZY)
+
+
+def require_errors_survived(
+    template: Path, in_memory: Path, code: int, names: set[str] | None, lasting: bool, settings: Settings
+) -> None:
     failures = unknown = 0
     # What opening the root meets is raised by the manager's making; struck are the operations of a save.
     counting = Faults(names=names)
@@ -120,7 +134,7 @@ def test_every_operation_of_a_save_fails(
         shutil.copytree(template, root)
         action = Recorded(code)
         faults = Faults(action, at=opening + at, names=names, lasting=lasting)
-        run = run_at(local_store(root, faults))
+        run = run_at(local_store(root, faults), settings=settings)
         try:
             failure = one_failed_save(root, run, faults, action, lasting=lasting, names=names)
         except BaseException as error:

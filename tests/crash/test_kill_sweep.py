@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.errors import ConflictError
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import (
     EVERYTHING,
+    LAZY,
     NEW,
     OLD,
     attempted,
@@ -40,6 +42,17 @@ def save_over_syscalls(root: Path, faults: Faults) -> None:
     """Every call to the operating system counts: open, fallocate, pwrite, ftruncate, fsync, link, mkdir, unlink …"""
     run = run_at(local_store(root, faults))
     run.save(NEW, training_state(NEW), EVERYTHING).wait()
+
+
+def save_lazily_over_store(root: Path, faults: Faults) -> None:
+    """Every call to the store counts, while what is being saved is trained on."""
+    run = run_at(FaultyStore(local_store(root), faults), settings=LAZY)
+    state = training_state(NEW)
+    handle = run.save(NEW, state, EVERYTHING)
+    optimizer = state["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    optimizer.step()
+    handle.wait()
 
 
 def save_over_board(root: Path, faults: Faults) -> None:
@@ -103,7 +116,7 @@ def template(in_memory: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("save", [save_over_syscalls, save_over_board, save_over_store])
+@pytest.mark.parametrize("save", [save_over_syscalls, save_over_board, save_over_store, save_lazily_over_store])
 def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: Path, save: Saver) -> None:
     fates = sweep(template, in_memory, save, {OLD})
     print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")

@@ -38,7 +38,7 @@ print("training goes on")
 
 MANAGER_FALLS_OFF_THE_END = """
 import sys, torch, holdfast
-manager = holdfast.CheckpointManager(sys.argv[1])
+manager = holdfast.CheckpointManager(sys.argv[1], settings=holdfast.Settings(staging="STAGING"))
 manager.save(1, {"weights": torch.ones(5_000_000)})
 """
 
@@ -59,8 +59,9 @@ def test_interpreter_exit_waits_for_a_pending_save(tmp_path: Path) -> None:
     assert torch.equal(state["a"], state_of(1)["a"])  # type: ignore[arg-type]
 
 
-def test_a_manager_that_nobody_closed_commits_what_it_was_given(tmp_path: Path) -> None:
-    done = python(MANAGER_FALLS_OFF_THE_END, tmp_path / "run")
+@pytest.mark.parametrize("staging", ["copy", "lazy"])
+def test_a_manager_that_nobody_closed_commits_what_it_was_given(tmp_path: Path, staging: str) -> None:
+    done = python(MANAGER_FALLS_OFF_THE_END.replace("STAGING", staging), tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert list(holdfast.open_checkpoint(tmp_path / "run" / "step-000000000001").verify()) == []
 

@@ -36,6 +36,9 @@ class SaveReport:
     tensors: int
     """Tensors this rank wrote something of."""
 
+    planned: bool
+    """Whether it had to be decided what this rank writes; False where the plan of an earlier save stood."""
+
     staging: Staged
     """How the state was taken. `lazy`: while training went on. `copy`: before the call returned. `none`: it was written
     before the call returned, since it was awaited anyhow or its copies did not fit `arena_bytes_max`."""

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from holdfast.engine.arena import Arena
 from holdfast.errors import BY_NAME, CheckpointError, UnavailableError
+from holdfast.manager.plans import Plans
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Board, Comm
 from holdfast.repository.digest import short_digest_of
@@ -32,6 +33,8 @@ class Job:
         """Number of the next opening; ranks that fell behind catch up there."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, lazy=settings.staging == "lazy")
         """Memory for copies of what is being saved."""
+        self.plans = Plans()
+        """Plans of earlier saves."""
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
         self._keys_lock = threading.Lock()

@@ -16,6 +16,7 @@ from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
+from holdfast.manager.plans import SavePlan, save_plan
 from holdfast.manager.provenance import layouts_of
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
@@ -27,7 +28,7 @@ from holdfast.repository.catalog import confirmed_manifest, exists
 from holdfast.repository.digest import hex_digest_of, short_digest_of
 from holdfast.repository.listing import Listing
 from holdfast.repository.names import is_attempt_file, is_attempt_folder, part_name
-from holdfast.repository.pack import header_of
+from holdfast.repository.pack import header_body
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
 from holdfast.spec.manifest import Parent
@@ -96,12 +97,13 @@ class Save:
         turn = threading.Lock()
         transfer: Transfer | None = None
         try:
-            packs = self._plan(collected, agreement)
+            plan, is_new = self._plan(collected, digests, agreement)
+            packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
             part_of = self._part_of(collected, digests, agreement)
             transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged)
             transfer.begin(collected, awaited=self._awaited)
-            report_of = self._report_of(packs, collected, agreement, transfer)
+            report_of = self._report_of(plan, is_new, collected, agreement, transfer)
 
             def vote_of() -> Vote:
                 return self._write_part(agreement, part_of(packs, transfer.written()))
@@ -125,29 +127,34 @@ class Save:
             "created": datetime.fromtimestamp(self._job.clock.unix_seconds(), UTC).isoformat(timespec="seconds"),
         }
 
-    def _plan(self, collected: Collected, agreement: Agreement) -> list[PlannedPack]:
-        """Decide what this rank writes."""
-        job, settings = self._job, self._job.settings
+    def _plan(self, collected: Collected, digests: Digests, agreement: Agreement) -> tuple[SavePlan, bool]:
+        """Decide what this rank writes, or find that it was decided before; return whether it was not."""
+        rank, settings = self._job.comm.rank, self._job.settings
         shards = [each.shard for each in collected.shards]
+        holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
+
+        def plan() -> SavePlan:
+            owned = owned_by(rank, shards, holders, settings.chunk_bytes)
+            packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
+            return save_plan(tuple((pack, header_body(pack)) for pack in packs))
+
         with collector_paused():
-            holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
-            owned = owned_by(job.comm.rank, shards, holders, settings.chunk_bytes)
-            provenance = self._provenance(agreement)
-            return [
-                PlannedPack(self._key(agreement, plan.name), header_of(plan, provenance), plan)
-                for plan in packs_of(job.comm.rank, shards, owned, settings.pack_header_bytes_max)
-            ]
+            return self._job.plans.of(digests.shards, holders, plan)
+
+    def _packs(self, plan: SavePlan, agreement: Agreement) -> list[PlannedPack]:
+        provenance = self._provenance(agreement)
+        return [
+            PlannedPack(self._key(agreement, pack.name), body.header(provenance), pack) for pack, body in plan.packs
+        ]
 
     def _reach_staged(self) -> None:
         self._staged_seconds = self._job.clock.monotonic_seconds() - self._start
         self.handle.reach_staged()
 
     def _report_of(
-        self, packs: Sequence[PlannedPack], collected: Collected, agreement: Agreement, transfer: Transfer
+        self, plan: SavePlan, is_new: bool, collected: Collected, agreement: Agreement, transfer: Transfer
     ) -> Callable[[], SaveReport]:
         """Return what makes the report, once the save is committed."""
-        items = [item for pack in packs for item in pack.plan.items]
-        item_bytes, tensors = sum(item.bytes for item in items), len({item.tensor.fqn for item in items})
         skipped = tuple(collected.skipped)
 
         def report() -> SaveReport:
@@ -155,8 +162,9 @@ class Save:
                 step=self._place.step,
                 url=self._place.url,
                 attempt=agreement.attempt,
-                bytes=item_bytes,
-                tensors=tensors,
+                bytes=plan.bytes,
+                tensors=plan.tensors,
+                planned=is_new,
                 staging=transfer.staging,
                 staged_seconds=self._staged_seconds,
                 fence_seconds=transfer.fence_seconds,

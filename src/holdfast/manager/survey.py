@@ -32,6 +32,10 @@ class Digests:
         """What this rank keeps as its own, encoded; None if nothing."""
         # Alone there is nobody to compare with.
         self._samples = dict(self._sampled()) if job.comm.world_size > 1 else {}
+        layout = list(self._layout())
+        self._layout_fingerprint = short_digest_of(*layout)
+        self.shards = short_digest_of(*layout, *self._held())
+        """Fingerprint of the layout and of what this rank holds of it."""
 
     def statement(self, step: int) -> Statement:
         """Return what this rank states at the opening."""
@@ -40,7 +44,7 @@ class Digests:
         return Statement(
             step=step,
             place=short_digest_of(self._place.url.encode()),
-            layout=short_digest_of(*self._layout()),
+            layout=self._layout_fingerprint,
             agreeing=short_digest_of(*agreeing),
             other=short_digest_of(self.tree_bytes, *other),
         )
@@ -68,6 +72,12 @@ class Digests:
             yield f"{tensor.fqn}\0{tensor.dtype}{tensor.global_shape}{lies}{shard.role}{shard.holders is None}".encode(
                 "utf-8", "surrogatepass"
             )
+
+    def _held(self) -> Iterator[bytes]:
+        """Yield what this rank holds of each tensor, where that is not all of it."""
+        for each in self._collected.shards:
+            if each.shard.holders is not None:
+                yield repr((each.shard.holders, each.shard.pieces)).encode()
 
     def _sampled(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
         for each in self._collected.shards:

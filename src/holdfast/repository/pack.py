@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,16 +21,51 @@ HEADER_BYTES_MAX = 100_000_000
 """The largest header stock safetensors opens."""
 
 
-def header_of(pack: PackPlan, provenance: dict[str, str]) -> bytes:
-    """Return the bytes before the data: length, JSON, and spaces up to a whole number of pages.
+@dataclass(frozen=True, slots=True)
+class HeaderBody:
+    """What the header of a pack says whenever its pieces are written."""
+
+    pack: str
+    """Name of the pack."""
+
+    pieces: int
+    """Pieces in it."""
+
+    metadata: bytes
+    """Members of `__metadata__` as JSON, without provenance."""
+
+    entries: bytes
+    """The members after `__metadata__` as JSON, each led by a comma."""
+
+    def header(self, provenance: Mapping[str, str]) -> bytes:
+        """Return the bytes before the data: length, JSON, and spaces up to a whole number of pages.
+
+        Args:
+            provenance: Step, attempt and rank, as text.
+        Raises:
+            InvalidError: The header would be larger than stock safetensors opens.
+        """
+        own = msgspec.json.encode({f"holdfast.{name}": text for name, text in provenance.items()})[1:-1]
+        members = b",".join(filter(None, (self.metadata, own)))
+        text = b'{"__metadata__":{%b}%b}' % (members, self.entries)
+        padded = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
+        if padded > HEADER_BYTES_MAX:
+            raise InvalidError(
+                f"pack {self.pack}: header of {padded} bytes for {self.pieces} pieces; expected at most "
+                f"{HEADER_BYTES_MAX}. Lower settings.pack_header_bytes_max"
+            )
+        return struct.pack("<Q", padded) + text.ljust(padded)
+
+
+def header_of(pack: PackPlan, provenance: Mapping[str, str]) -> bytes:
+    """Return the whole header of a pack, as `HeaderBody.header`."""
+    return header_body(pack).header(provenance)
+
+
+def header_body(pack: PackPlan) -> HeaderBody:
+    """Return what the header of a pack says besides its provenance.
 
     `DCP_SHARDING_INFO` is what PyTorch's `HuggingFaceStorageReader` needs to reshard the pack.
-
-    Args:
-        pack: What the pack holds.
-        provenance: Step, attempt and rank, as text.
-    Raises:
-        InvalidError: The header would be larger than stock safetensors opens.
     """
     shapes = {item.tensor.fqn: list(item.tensor.global_shape) for item in pack.items}
     metadata = {"format": "pt", "holdfast.global_shapes": _compact(shapes)}
@@ -39,23 +74,18 @@ def header_of(pack: PackPlan, provenance: dict[str, str]) -> bytes:
     else:
         offsets = {item.tensor.fqn: {"saved_offsets": _start(item.region)} for item in pack.items}
         metadata["DCP_SHARDING_INFO"] = _compact(offsets)
-    metadata |= {f"holdfast.{name}": text for name, text in provenance.items()}
-    document: dict[str, object] = {"__metadata__": metadata}
+    entries: dict[str, object] = {}
     for item in pack.items:
         dtype, shape = header_entry(item.tensor.dtype, item.region, apart=pack.apart)
-        document[item.tensor.fqn] = {
+        entries[item.tensor.fqn] = {
             "dtype": dtype,
             "shape": list(shape),
             "data_offsets": [item.data_offset, item.data_offset + item.bytes],
         }
-    text = msgspec.json.encode(document)
-    padded = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
-    if padded > HEADER_BYTES_MAX:
-        raise InvalidError(
-            f"pack {pack.name}: header of {padded} bytes for {len(pack.items)} pieces; expected at most "
-            f"{HEADER_BYTES_MAX}. Lower settings.pack_header_bytes_max"
-        )
-    return struct.pack("<Q", padded) + text.ljust(padded)
+    written = msgspec.json.encode(entries)[1:-1]
+    return HeaderBody(
+        pack.name, len(pack.items), msgspec.json.encode(metadata)[1:-1], b"," + written if written else b""
+    )
 
 
 def header_entry(dtype: str, region: Region, *, apart: bool) -> tuple[str, tuple[int, ...]]:

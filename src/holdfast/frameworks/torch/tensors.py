@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -81,6 +82,10 @@ class TorchSource:
             memory: The tensors that stand in the state, whose memory it is now.
         """
         self._parts, self._memory = parts, memory
+        on_gpu = bool(parts) and parts[0].local.is_cuda
+        # Copies are made by another thread, which has streams of its own: what the caller's stream was given before
+        # the call must come before them.
+        self._stream = torch.cuda.current_stream(parts[0].local.device) if on_gpu else None
 
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
@@ -88,7 +93,8 @@ class TorchSource:
         if len(self._parts) > 1:
             part = next(each for each in self._parts if contains(each.region, piece))
         offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
-        _copy_run(part.local, offset + start, offset + stop, slab)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            _copy_run(part.local, offset + start, offset + stop, slab)
         return DONE
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:

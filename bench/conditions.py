@@ -1,0 +1,118 @@
+"""What every contender meets alike: a quiet disk, pages cold or warm, one clock, and a check of what was loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_BLOCK = bytearray(1 << 22)
+
+
+def barrier() -> None:
+    """Wait for the other ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def rank() -> int:
+    """Return this process's rank, 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds until the slowest rank is done."""
+    barrier()
+    start = time.perf_counter()
+    work()
+    barrier()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: float) -> float:
+    """Return the longest of what the ranks bring."""
+    if not dist.is_initialized():
+        return seconds
+    longest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def on_first_rank(work: Callable[[], object]) -> None:
+    """Do something on rank 0 while the others wait."""
+    if rank() == 0:
+        work()
+    barrier()
+
+
+def quiet_disk() -> None:
+    """Have what others left dirty written out, so that nobody pays for the one before."""
+    on_first_rank(os.sync)
+
+
+def emptied(folder: Path) -> Path:
+    """Return a folder that is there and empty."""
+    on_first_rank(lambda: (shutil.rmtree(folder, ignore_errors=True), folder.mkdir(parents=True)))
+    return folder
+
+
+def removed(folder: Path) -> None:
+    """Remove a folder."""
+    on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def forget_pages(folder: Path) -> None:
+    """Drop a folder's clean pages from the page cache, so that the next read is cold."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def touch_pages(folder: Path) -> None:
+    """Read a folder's files once, so that the next read is warm.
+
+    What is cached already is dropped first: how fast Linux gives a page away depends on how often it was read, and a
+    cold load leaves pages behind with one contender and none with the other.
+    """
+    forget_pages(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(_BLOCK):
+                    pass
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_bytes(state: dict[str, torch.Tensor]) -> int:
+    """Return the bytes this rank holds of a state."""
+    return sum(local(tensor).nbytes for tensor in state.values())
+
+
+def require_equal(saved: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    """A bench that measures a wrong load measures nothing."""
+    for name, tensor in saved.items():
+        assert torch.equal(local(tensor), local(loaded[name])), name
+
+
+def zeroed(state: dict[str, torch.Tensor]) -> None:
+    """Forget what an earlier load brought."""
+    for tensor in state.values():
+        local(tensor).zero_()
+
+
+def say(line: str) -> None:
+    """Print a line of progress, once for all ranks."""
+    if rank() == 0:
+        print(f"    {line}", flush=True)

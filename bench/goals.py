@@ -1,0 +1,76 @@
+"""The keys, what each means, and what was promised of it: a goal, and a floor under which the work is not done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One key of `latest.json`."""
+
+    key: str
+    """Its name; `_min` and `_max` beside it are the lowest and highest round."""
+
+    meaning: str
+    """What it says."""
+
+    goal: float | None = None
+    """What was aimed at; None for a key that only stands beside another."""
+
+    floor: float | None = None
+    """What must be reached."""
+
+    less_is_better: bool = False
+    """Whether goal and floor are upper bounds."""
+
+    def reached(self, measured: float) -> str:
+        """Return `goal`, `floor` or `missed`; nothing where nothing was promised."""
+        if self.goal is None or self.floor is None:
+            return ""
+        sign = -1 if self.less_is_better else 1
+        if sign * measured >= sign * self.goal:
+            return "goal"
+        return "floor" if sign * measured >= sign * self.floor else "missed"
+
+
+def _more(key: str, meaning: str, goal: float | None = None, floor: float | None = None) -> Goal:
+    return Goal(key, meaning, goal, floor)
+
+
+def _less(key: str, meaning: str, goal: float | None = None, floor: float | None = None) -> Goal:
+    return Goal(key, meaning, goal, floor, less_is_better=True)
+
+
+GOALS = (
+    _more("save_vs_limit", "durable committed save: speed ÷ plain direct write", 0.97, 0.85),
+    _more("save_vs_dcp", "durable save: speed ÷ best DCP of the round", 1.5, 1.05),
+    _more("save_p90_vs_dcp_p90", "slowest tenth of DCP's saves ÷ slowest tenth of ours", 3, 2),
+    _more("save_vs_torch_checkpointing", "durable save: speed ÷ torch_checkpointing", 3.3, 2.5),
+    _more("save_vs_torch_save", "durable save: speed ÷ torch.save and fsync"),
+    _more("save_vs_safetensors", "durable save: speed ÷ safetensors and fsync"),
+    _more("load_cold_vs_limit", "cold load, every byte checked: speed ÷ plain direct read", 0.97, 0.85),
+    _more("load_cold_vs_dcp", "cold load, every byte checked: speed ÷ DCP", 1.9, 1.5),
+    _more("load_warm_vs_dcp", "load from page cache, every byte checked: speed ÷ DCP", 3, 1.5),
+    _less("stall_copy_vs_memcpy", "training blocked by a copying save ÷ one memcpy of the same bytes", 1.1, 1.3),
+    _more("stall_copy_vs_dcp_async", "DCP async's blocked seconds, best stager ÷ ours, copying", 8, 4),
+    _more("stall_copy_vs_dcp_async_default", "DCP async's blocked seconds, as called with no stager ÷ ours"),
+    _less("stall_lazy_seconds_per_gib", "training blocked by a lazy save, seconds per GiB and rank", 0.005, 0.02),
+    _less("train_slowdown", "200 steps with a lazy save every 10 ÷ without", 1.01, 1.05),
+    _less("reshard_read_amplification", "bytes read by the whole job ÷ bytes of the state", 1.00, 1.05),
+    _more("tiny_save_vs_dcp", "save of 20,000 tensors of 16 bytes: speed ÷ DCP", 30, 15),
+    _more("tiny_load_vs_dcp", "load of the same: speed ÷ DCP", 30, 15),
+    _more("tiny_save_dtensor_vs_dcp", "save of the same as DTensors over 2 ranks: speed ÷ DCP"),
+    _more("tiny_load_dtensor_vs_dcp", "load of the same as DTensors over 2 ranks: speed ÷ DCP"),
+    _more("tiny_save_vs_torch_checkpointing", "save of 20,000 tensors of 16 bytes: speed ÷ torch_checkpointing", 2, 1),
+    _less("tiny_save_growth", "saving 5 times as many tensors ÷ 5 times the time; 1 is linear"),
+    _less("tiny_load_growth", "loading 5 times as many tensors ÷ 5 times the time; 1 is linear"),
+    _less("save_peak_extra_mib", "peak memory of a save above state and arena, MiB per rank", 32, 128),
+    _less("plan_seconds_16384", "first plan of one rank of 16,384, agreement included, seconds", 0.2, 1.0),
+    _less("commit_seconds_16384", "commit of 16,384 parts, seconds", 10, 60),
+    _less("index_bytes_per_chunk", "bytes of index per chunk", 40, 64),
+    _less("load_plan_seconds_16384", "load plan of one rank of 16,384, seconds", 0.5, 2),
+    _less("index_bytes_read_per_rank_16384", "share of the whole index that one rank reads", 0.01, 0.1),
+    _less("commit_peak_mib_16384", "memory of the committing rank of 16,384, MiB", 1024, 4096),
+)
+"""In the order in which they are shown."""

@@ -1,0 +1,67 @@
+"""The limit: what the disk takes and gives when a plain file is moved by direct I/O, and nothing else is done."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+MIB = 1 << 20
+
+SHAPES = ((1, 4), (4, 4), (8, 1), (2, 16))
+"""Windows in flight per process, and MiB of each; the limit of a round is the best of them."""
+
+NAMES = tuple(f"{in_flight}x{mib}" for in_flight, mib in SHAPES)
+
+
+class Limit:
+    """Writes and reads one file per process; memory and threads are there before anything is timed."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, max(in_flight * mib for in_flight, mib in SHAPES) * MIB)
+        self._memory.write(os.urandom(MIB) * (len(self._memory) // MIB))
+        self._threads = ThreadPoolExecutor(max(in_flight for in_flight, _ in SHAPES))
+
+    def write(self, path: Path, count: int, in_flight: int, mib: int) -> None:
+        """Write and fsync a new, preallocated file of `count` bytes."""
+        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_DIRECT, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, count)
+            self._move(os.pwrite, fd, count, in_flight, mib * MIB)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, path: Path, in_flight: int, mib: int) -> None:
+        """Read a whole file past the page cache."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            count = os.fstat(fd).st_size
+            self._move(lambda fd, memory, at: os.preadv(fd, [memory], at), fd, count, in_flight, mib * MIB)
+        finally:
+            os.close(fd)
+
+    def _move(
+        self, move: Callable[[int, memoryview, int], int], fd: int, count: int, in_flight: int, window: int
+    ) -> None:
+        with memoryview(self._memory) as whole:
+
+            def lane(number: int) -> None:
+                with whole[number * window : (number + 1) * window] as memory:
+                    for at in range(number * window, count, in_flight * window):
+                        wanted = min(window, count - at)
+                        with memory[:wanted] as part:
+                            moved = move(fd, part, at)
+                        assert moved == wanted, f"{moved} of {wanted} bytes at {at}"
+
+            if in_flight == 1:
+                lane(0)
+            else:
+                list(self._threads.map(lane, range(in_flight)))
+
+    def close(self) -> None:
+        """Let go of threads and memory."""
+        self._threads.shutdown()
+        self._memory.close()

@@ -1,0 +1,90 @@
+"""How much memory a save takes above the state and the arena: each way of saving in a fresh process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import holdfast
+from bench import conditions
+from bench.lazy import lazy_settings
+from bench.part import Measured, Params, Part, Round, Spread, spread_of
+from bench.state import MIB
+
+WAYS = ("blocking", "copy", "lazy")
+SAVES = 3
+LAZY_ARENA_MIB = 64
+"""A small part of the state: copies come faster than windows are written, so that every slab of it is used, and none
+that was not used can stand in for what was taken beside the arena."""
+
+
+def measure(root: Path, params: Params) -> Measured:
+    """Save in each way; return the MiB each took above state and arena."""
+    rounds = []
+    for _ in range(params["rounds"]):
+        each = {}
+        for way in WAYS:
+            command = [sys.executable, "-m", "bench.memory", way, str(root), str(params["mib"])]
+            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            each[way] = float(json.loads(ended.stdout))
+            conditions.removed(root)
+        rounds.append(each)
+        conditions.say(", ".join(f"{name} {mib:.0f} MiB" for name, mib in each.items()))
+    return Measured(rounds, [])
+
+
+def extra_mib(way: str, root: Path, mib: int) -> float:
+    """Save a state some times in this process; return the MiB that appeared meanwhile, less the arena."""
+    state = {str(n): torch.rand(MIB // 4, 16) for n in range(mib // 16)}
+    model = torch.nn.ParameterDict(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    holdfast.save(root / "warm", {"x": torch.zeros(4)}, process_group=False)
+    settings = lazy_settings(LAZY_ARENA_MIB) if way == "lazy" else holdfast.Settings(arena_bytes_max=2 * mib * MIB)
+    arena_mib = {"blocking": 0, "copy": mib, "lazy": LAZY_ARENA_MIB}[way]
+    with holdfast.CheckpointManager(root / "run", process_group=False, settings=settings) as manager:
+        _forget_peak()
+        before = _memory_mib("VmRSS")
+        for step in range(SAVES):
+            if way == "blocking":
+                holdfast.save(root / str(step), {"model": model}, process_group=False)
+            else:
+                handle = manager.save(step, {"model": model})
+                # Nothing was computed meanwhile: the fence finds almost everything still to be copied.
+                optimizer.step()
+                report = handle.wait()
+                assert report is not None and report.staging == way, report
+        return max(_memory_mib("VmHWM") - before - arena_mib, 0.0)
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory_mib(name: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) / 1024
+
+
+def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
+    """Say the worst of all ways."""
+    return {"save_peak_extra_mib": spread_of([max(each.values()) for each in rounds])}
+
+
+PART = Part(
+    name="memory",
+    question="How much memory does a save take above the state and the arena?",
+    ranks=1,
+    full={"mib": 1024, "rounds": 3},
+    quick={"mib": 1024, "rounds": 1},
+    measure=measure,
+    keys=keys,
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(extra_mib(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))

@@ -1,0 +1,127 @@
+"""What a part of the bench is: one question, asked in processes of its own."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
+
+Round = dict[str, float]
+"""What one round measured, by contender: seconds, or what the part says."""
+
+Params = dict[str, int]
+"""How large and how often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What the rounds say of one key."""
+
+    median: float
+    """The middle of the rounds."""
+
+    low: float
+    """The lowest round."""
+
+    high: float
+    """The highest round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one part measured."""
+
+    rounds: list[Round]
+    """One entry a round; not every contender is in every round."""
+
+    notes: list[str]
+    """What could not run, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One question of the bench."""
+
+    name: str
+    """What `--only` calls it."""
+
+    question: str
+    """What it asks."""
+
+    ranks: int
+    """Processes it runs in; more than one are a gloo job."""
+
+    full: Params
+    """Sizes and counts of the full bench."""
+
+    quick: Params
+    """The same with QUICK=1."""
+
+    measure: Callable[[Path, Params], Measured]
+    """Runs on every rank; what rank 0 returns counts."""
+
+    keys: Callable[[Sequence[Round], Params], dict[str, Spread]]
+    """What the rounds say."""
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Return median, lowest and highest."""
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def times_as_fast(rounds: Sequence[Round], ours: str, theirs: Sequence[str]) -> Spread:
+    """Return how many times faster ours was than the best of theirs, round by round."""
+    return spread_of([min(each[name] for name in theirs) / each[ours] for each in _complete(rounds, ours, theirs)])
+
+
+def share_of(rounds: Sequence[Round], ours: str, theirs: Sequence[str]) -> Spread:
+    """Return how many times as long ours took as the best of theirs, round by round."""
+    return spread_of([each[ours] / min(each[name] for name in theirs) for each in _complete(rounds, ours, theirs)])
+
+
+def present(rounds: Sequence[Round], *names: str) -> bool:
+    """Return whether some round measured all of these."""
+    return any(all(name in each for name in names) for each in rounds)
+
+
+def contenders(rounds: Sequence[Round], prefix: str) -> list[str]:
+    """Return the names that begin with a prefix, in order of appearance."""
+    return list(dict.fromkeys(name for each in rounds for name in each if name.startswith(prefix)))
+
+
+def slowest_tenth(seconds: Sequence[float]) -> float:
+    """Return the seconds that a tenth of the saves exceeds."""
+    return statistics.quantiles(seconds, n=10, method="inclusive")[-1]
+
+
+def slowest_tenths_ratio(rounds: Sequence[Round], ours: str, theirs: Sequence[str]) -> Spread:
+    """Return the slowest tenth of theirs over the slowest tenth of ours, theirs being the one that does best by that.
+
+    Lowest and highest are what the same ratio becomes when any one round is left out.
+    """
+    complete = _complete(rounds, ours, theirs)
+
+    def ratio(chosen: Sequence[Round]) -> float:
+        best = min(slowest_tenth([each[name] for each in chosen]) for name in theirs)
+        return best / slowest_tenth([each[ours] for each in chosen])
+
+    whole = ratio(complete)
+    if len(complete) < 3:
+        return Spread(whole, whole, whole)
+    left_out = [ratio([*complete[:n], *complete[n + 1 :]]) for n in range(len(complete))]
+    return Spread(whole, min(left_out), max(left_out))
+
+
+def in_turn(entries: Sequence[Entry], number: int) -> list[Entry]:
+    """Return the contenders in the order of one round: each begins as often as it ends."""
+    shift = number // 2 % len(entries)
+    turned = [*entries[shift:], *entries[:shift]]
+    return turned if number % 2 == 0 else turned[::-1]
+
+
+def _complete(rounds: Sequence[Round], ours: str, theirs: Sequence[str]) -> list[Round]:
+    return [each for each in rounds if ours in each and all(name in each for name in theirs)]

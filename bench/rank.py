@@ -1,0 +1,36 @@
+"""One rank of one part: `python -m bench.rank PART FOLDER PARAMS`, as `bench.job` starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench import job
+from bench.parts import PARTS
+
+
+def main() -> None:
+    """Measure; rank 0 leaves what it found as JSON."""
+    name, folder, params = sys.argv[1:]
+    warnings.filterwarnings("ignore", module="torch")
+    torch.set_num_threads(1)
+    is_job = int(os.environ["WORLD_SIZE"]) > 1
+    if is_job:
+        dist.init_process_group("gloo")
+    measured = PARTS[name].measure(Path(folder) / "work", json.loads(params))
+    if not is_job or dist.get_rank() == 0:
+        (Path(folder) / job.RESULT).write_text(json.dumps(dataclasses.asdict(measured)))
+    if is_job:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

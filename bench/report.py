@@ -1,0 +1,123 @@
+"""What was measured: kept in `latest.json`, merged part by part, shown on the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bench.goals import GOALS, Goal
+from bench.part import Measured, Params, Part, Round
+
+RESULTS = Path(__file__).parent / "results"
+LATEST = RESULTS / "latest.json"
+
+Latest = dict[str, object]
+
+
+def read(path: Path = LATEST) -> Latest:
+    """Return what was measured before; nothing where there is nothing of this layout."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    return found if "parts" in found else {}
+
+
+def merged(latest: Latest, part: Part, params: Params, measured: Measured) -> Latest:
+    """Return the results with one part's keys put in place of those it had; all others stay."""
+    keys = part.keys(measured.rounds, params)
+    parts = dict(latest.get("parts", {}))  # type: ignore[call-overload]
+    gone = {name for key in parts.get(part.name, {}).get("keys", []) for name in names_of(key)}
+    parts[part.name] = {
+        "keys": list(keys),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "is_full": params == part.full,
+        "params": params,
+        "ranks": part.ranks,
+        "with": software(),
+        "notes": measured.notes,
+        "rounds": [{name: round(value, 5) for name, value in each.items()} for each in measured.rounds],
+    }
+    flat = {name: value for name, value in latest.items() if name != "parts" and name not in gone}
+    for key, spread in keys.items():
+        flat |= dict(zip(names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
+    return {**flat, "parts": parts}
+
+
+def with_results_beside(latest: Latest, folder: Path = RESULTS) -> Latest:
+    """Return the results with the keys that other measurements left in JSON files beside `latest.json`.
+
+    This is where the simulation of scale and the counting of reads come in: each writes a file of its own there with
+    flat keys; those that `goals` knows are taken.
+    """
+    found: Latest = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name == LATEST.name:
+            continue
+        beside = json.loads(path.read_text())
+        for goal in GOALS:
+            if goal.key in beside:
+                # What was counted or simulated once has no spread.
+                found |= {name: beside.get(name, beside[goal.key]) for name in names_of(goal.key)}
+    return {**latest, **found}
+
+
+def write(latest: Latest, path: Path = LATEST) -> None:
+    """Write the results, keys in the order of the goals."""
+    known = [name for goal in GOALS for name in names_of(goal.key)]
+    ordered = {name: latest[name] for name in known if name in latest} | latest
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def rounds_of(latest: Latest, part: str) -> list[Round]:
+    """Return what one part measured, round by round."""
+    return latest.get("parts", {}).get(part, {}).get("rounds", [])  # type: ignore[attr-defined,no-any-return]
+
+
+def software() -> dict[str, str | int | None]:
+    """Return what the bench ran with."""
+    found: dict[str, str | int | None] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    for name in ("holdfast", "torch", "torch_checkpointing", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def lines(latest: Latest) -> list[str]:
+    """Return the table for the screen."""
+    shown = [f"  {'':34} {'median':>9} {'lowest':>9} {'highest':>9} {'goal':>7} {'floor':>7}"]
+    for goal in GOALS:
+        if goal.key in latest:
+            median, low, high = (short(latest[name]) for name in names_of(goal.key))
+            promised = f"{bound(goal, goal.goal):>7} {bound(goal, goal.floor):>7}"
+            state = {"missed": "  below the floor", "floor": "  floor", "goal": "  goal"}
+            verdict = state.get(goal.reached(float(latest[goal.key])), "")  # type: ignore[arg-type]
+            shown.append(f"  {goal.key:34} {median:>9} {low:>9} {high:>9} {promised}{verdict}")
+    for name, part in latest.get("parts", {}).items():  # type: ignore[attr-defined]
+        shown += [f"  {name}: {note}" for note in part["notes"]]
+    return shown
+
+
+def names_of(key: str) -> tuple[str, str, str]:
+    """Return what median, lowest and highest of a key are called."""
+    return key, f"{key}_min", f"{key}_max"
+
+
+def bound(goal: Goal, promised: float | None) -> str:
+    """Return a goal or a floor as it is shown."""
+    if promised is None:
+        return ""
+    return f"{'≤' if goal.less_is_better else '≥'} {promised:g}"
+
+
+def short(value: object) -> str:
+    """Return a number as it is shown."""
+    assert isinstance(value, int | float), value
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"

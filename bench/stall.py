@@ -1,0 +1,114 @@
+"""How long a save in the background blocks training that has it copied, beside one copy and DCP's async save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import holdfast
+from bench import conditions
+from bench.conditions import timed
+from bench.part import Measured, Params, Part, Round, Spread, contenders, in_turn, share_of, times_as_fast
+from bench.rivals import DcpAsync
+from bench.state import MIB, sharded_state
+from holdfast.api import SaveReport
+
+State = dict[str, torch.Tensor]
+Begin = Callable[[int], Future[object] | None]
+"""Blocks as long as the contender does; returns what is to be waited for afterwards."""
+
+
+class Stall:
+    """One rank's contenders, their memory warm once each has saved."""
+
+    def __init__(self, root: Path, mib: int) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.saved: State = sharded_state(mesh, mib * dist.get_world_size() * MIB, fill=True)
+        self.notes: list[str] = []
+        self._copies = {name: torch.zeros_like(conditions.local(tensor)) for name, tensor in self.saved.items()}
+        self._root = root
+        self._manager = holdfast.CheckpointManager(root / "ours")
+        self.contenders: list[tuple[str, Begin]] = [("memcpy", self._copy), ("stall_copy", self._save)]
+        self._dcp: list[DcpAsync] = []
+        for name in DcpAsync.STAGERS:
+            try:
+                stager = DcpAsync(name)
+            except (AssertionError, RuntimeError) as error:
+                self.notes.append(f"DCP async, stager {name}: {error}")
+                continue
+            self._dcp.append(stager)
+            self.contenders.append((f"dcp_async_{name}", partial(self._save_dcp, name, stager)))
+
+    def _copy(self, number: int) -> None:
+        for name, tensor in self.saved.items():
+            self._copies[name].copy_(conditions.local(tensor))
+
+    def _save(self, number: int) -> Future[object]:
+        return self._manager.save(number, self.saved).committed  # type: ignore[return-value]
+
+    def _save_dcp(self, name: str, stager: DcpAsync, number: int) -> Future[object]:
+        return stager.begin(self.saved, self._root / name / str(number))
+
+    def round(self, number: int) -> Round:
+        """Time each contender's call, then wait for its save, so that each begins with nothing under way."""
+        found: Round = {}
+        for name, begin in in_turn(self.contenders, number):
+            begun: list[Future[object] | None] = []
+            conditions.quiet_disk()
+            found[name] = timed(lambda begin=begin, begun=begun: begun.append(begin(number)))
+            if begun[0] is not None:
+                done = begun[0].result()
+                assert not isinstance(done, SaveReport) or done.staging == "copy", done
+            conditions.barrier()
+            conditions.removed(self._root / name)
+            conditions.removed(self._root / "ours" / f"step-{number:012d}")
+        return found
+
+    def close(self) -> None:
+        """End what has threads and processes."""
+        self._manager.close()
+        for stager in self._dcp:
+            stager.close()
+
+
+def measure(root: Path, params: Params) -> Measured:
+    """Warm everybody up with one save, then measure."""
+    stall = Stall(root, params["mib_per_rank"])
+    stall.round(0)
+    rounds = []
+    for number in range(1, params["rounds"] + 1):
+        each = stall.round(number)
+        rounds.append(each)
+        conditions.say(
+            f"round {number} of {params['rounds']}: blocked {each['stall_copy']:.3f} s, one copy {each['memcpy']:.3f}; "
+            + "DCP "
+            + ", ".join(f"{name[10:]} {each[name]:.3f}" for name in each if name.startswith("dcp_async"))
+        )
+    stall.close()
+    return Measured(rounds, stall.notes)
+
+
+def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
+    """Say it as ratios."""
+    return {
+        "stall_copy_vs_memcpy": share_of(rounds, "stall_copy", ["memcpy"]),
+        "stall_copy_vs_dcp_async": times_as_fast(rounds, "stall_copy", contenders(rounds, "dcp_async")),
+        "stall_copy_vs_dcp_async_default": times_as_fast(rounds, "stall_copy", ["dcp_async_thread"]),
+    }
+
+
+PART = Part(
+    name="stall",
+    question="How long does a save block training that has its state copied?",
+    ranks=2,
+    full={"mib_per_rank": 1024, "rounds": 5},
+    quick={"mib_per_rank": 256, "rounds": 3},
+    measure=measure,
+    keys=keys,
+)

@@ -1,0 +1,119 @@
+"""How much longer training takes with a lazy save every ten steps: whole seconds, every save committed within them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+from bench import conditions
+from bench.lazy import lazy_settings
+from bench.part import Measured, Params, Part, Round, Spread, present
+
+WIDTH, INNER = 2048, 2730
+STEP_SECONDS, STEP_SECONDS_OFF = 0.5, 0.1
+STEPS_A_SAVE = 10
+LAYERS = 4
+"""4 × 2048 × 2730 parameters with two moments each: 255.9 MiB in fp32."""
+
+
+class Training:
+    """One stage of a pipeline per rank: parameters of its own, so that both save and both compute all the time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(dist.get_rank())
+        shapes = [(WIDTH, INNER) if layer % 2 == 0 else (INNER, WIDTH) for layer in range(LAYERS)]
+        layers = [nn.Sequential(nn.Linear(*shape, bias=False), nn.Tanh()) for shape in shapes]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.batch = torch.rand(64, WIDTH)
+        stage = f"stage{dist.get_rank()}"
+        self.state = {"model": {stage: self.model}, "optimizer": {stage: self.optimizer}}
+        self.step_seconds: list[float] = []
+
+    def step(self) -> None:
+        """Train one step; ranks keep pace, as training does."""
+        start = time.perf_counter()
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.barrier()
+        self.step_seconds.append(time.perf_counter() - start)
+
+    def settle(self) -> float:
+        """Choose the batch with which a step takes half a second; return what it takes."""
+        for _ in range(6):
+            self.step_seconds.clear()
+            for _ in range(4):
+                self.step()
+            seconds = conditions.slowest(statistics.median(self.step_seconds))
+            if abs(seconds - STEP_SECONDS) < STEP_SECONDS_OFF / 4:
+                break
+            rows = max(int(len(self.batch) * STEP_SECONDS / seconds), 1)
+            self.batch = torch.rand(rows, WIDTH)
+        return seconds
+
+    def steps(self, manager: holdfast.CheckpointManager | None, first: int) -> None:
+        """Train ten steps, with a save at the first of them, committed before the last one ends."""
+        handle = None
+        for number in range(STEPS_A_SAVE):
+            self.step()
+            if number == 0 and manager is not None:
+                handle = manager.save(first, self.state)
+        if handle is not None:
+            report = handle.wait()
+            assert report is not None and report.staging == "lazy", report
+
+
+def measure(root: Path, params: Params) -> Measured:
+    """Ten steps with a save, ten without, in turn, until both have all their steps."""
+    training = Training()
+    settled = training.settle()
+    conditions.say(f"{len(training.batch)} rows a step: {settled:.2f} s")
+    rounds: list[Round] = []
+    with holdfast.CheckpointManager(root, settings=lazy_settings()) as manager:
+        training.steps(manager, 0)
+        conditions.removed(root / f"step-{0:012d}")
+        for number in range(params["steps"] // STEPS_A_SAVE):
+            training.step_seconds.clear()
+            first, each = number + 1, Round()
+            for name in ("with", "without") if number % 2 == 0 else ("without", "with"):
+                own = manager if name == "with" else None
+                each[name] = conditions.timed(lambda own=own, first=first: training.steps(own, first))
+            each["step"] = conditions.slowest(statistics.median(training.step_seconds))
+            rounds.append(each)
+            conditions.removed(root / f"step-{first:012d}")
+            conditions.say(
+                f"steps {number * STEPS_A_SAVE + STEPS_A_SAVE} of {params['steps']}: {each['with']:.2f} s with a save, "
+                f"{each['without']:.2f} s without, a step {each['step']:.2f} s"
+            )
+    notes = []
+    typical = statistics.median(each["step"] for each in rounds)
+    if abs(typical - STEP_SECONDS) > STEP_SECONDS_OFF:
+        notes.append(f"training: a step took {typical:.2f} s, not {STEP_SECONDS} ± {STEP_SECONDS_OFF}")
+    return Measured(rounds, notes)
+
+
+def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
+    """Say it as whole time over whole time; lowest and highest are those of ten steps over ten steps."""
+    assert present(rounds, "with", "without")
+    each = [one["with"] / one["without"] for one in rounds]
+    whole = sum(one["with"] for one in rounds) / sum(one["without"] for one in rounds)
+    return {"train_slowdown": Spread(whole, min(each), max(each))}
+
+
+PART = Part(
+    name="training",
+    question="How much longer does training take that saves every ten steps?",
+    ranks=2,
+    full={"steps": 200},
+    quick={"steps": 40},
+    measure=measure,
+    keys=keys,
+)

@@ -1,0 +1,65 @@
+"""Plans of saves, kept for as long as what they depend on stays what it was."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from holdfast.repository.pack import HeaderBody
+from holdfast.spec.plan import PackPlan
+
+_KEPT = 4
+"""Layouts that a training saves in turn: a whole state, a part of it, gradients too."""
+
+Holders = Mapping[str, tuple[int, ...]]
+"""By FQN of each plain tensor, the ranks that hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What one rank writes whenever it saves one layout."""
+
+    packs: tuple[tuple[PackPlan, HeaderBody], ...]
+    """Its packs, with what their headers say every time."""
+
+    bytes: int
+    """Bytes of tensors."""
+
+    tensors: int
+    """Tensors of which something is written."""
+
+
+def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...]) -> SavePlan:
+    """Return a plan, with what there is to count of it."""
+    items = [item for pack, _ in packs for item in pack.items]
+    return SavePlan(packs, sum(item.bytes for item in items), len({item.tensor.fqn for item in items}))
+
+
+class Plans:
+    """The plans of the layouts saved last.
+
+    A plan depends on this rank's shards and on who else holds its plain tensors, and on nothing else. Both are
+    compared at every save, so that a layout that changed here or elsewhere is planned anew.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, tuple[Holders, SavePlan]] = OrderedDict()
+
+    def of(self, shards: bytes, holders: Holders, plan: Callable[[], SavePlan]) -> tuple[SavePlan, bool]:
+        """Return the plan of a layout, and whether it had to be made.
+
+        Args:
+            shards: Digest of this rank's shards: FQNs, dtypes, shapes, layouts, regions, roles, in order.
+            holders: Who holds the plain ones among them.
+            plan: Makes the plan.
+        """
+        known = self._known.get(shards)
+        if known is not None and known[0] == holders:
+            self._known.move_to_end(shards)
+            return known[1], False
+        made = plan()
+        self._known[shards] = holders, made
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return made, True
