@@ -21,6 +21,7 @@ from pathlib import Path
 from bench.opening_on_paper import STEP, Opened, opened, packs_on
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.manager.ballot import Vote
+from holdfast.manager.collector import collector_paused
 from holdfast.manager.commit import assembled
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import layouts_of
@@ -166,9 +167,11 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     # What rank 0 reads and gives to every rank, before this one plans.
     frames = given_frames(place)
     start, processor = time.perf_counter(), time.process_time()
-    _, stored = resolved_frames(frames, place)
-    index = index_for(stored, [(each.stored_fqn, box) for each in wanted for box in each.boxes], SystemClock(), place)
-    plan = load_plan(wanted, index.pieces_near, SETTINGS.read_window_bytes)
+    with collector_paused():
+        _, stored = resolved_frames(frames, place)
+        boxes = [(each.stored_fqn, box) for each in wanted for box in each.boxes]
+        index = index_for(stored, boxes, SystemClock(), place)
+        plan = load_plan(wanted, index.pieces_near, SETTINGS.read_window_bytes)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor
     held = sum(shard.tensor.itemsize * piece.numel for shard in job.shards_of(rank) for piece in shard.pieces)
     filled = sum(part.box.numel * 4 for run in plan.runs for chunk in run.chunks for part in chunk.parts)
