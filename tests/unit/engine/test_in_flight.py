@@ -52,4 +52,8 @@ def test_items_are_taken_as_there_is_room_for_them() -> None:
     results = each_in_flight(lambda number: number, items())
     assert next(results) == 0
     assert len(taken) <= 4 * CALLS_AT_ONCE
-    results.close()
+    # Whoever stops asking leaves no thread behind that would keep the interpreter from exiting.
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-store":
+            thread.join(30)
+            assert not thread.is_alive()
