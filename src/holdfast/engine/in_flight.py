@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,9 @@ _Result = TypeVar("_Result")
 
 CALLS_AT_ONCE = 16
 """Enough to hide what a disk or a network takes to answer, few enough for a pool of connections."""
+
+_LINGER_SECONDS = 0.5
+"""How long a thread waits for another call before it ends: to start one costs more than most calls."""
 
 
 def each_in_flight(act: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
@@ -42,7 +46,7 @@ def each_in_flight(act: Callable[[_Item], _Result], items: Iterable[_Item]) -> I
 
 
 class _Calls(Generic[_Item, _Result]):
-    """Threads that make calls, and end when there are none left to make.
+    """Threads that make calls, and end when for a while there were none to make.
 
     Threads of our own rather than an executor's: those take no work once the interpreter is about to exit, and a save
     under way is to be finished then.
@@ -51,14 +55,14 @@ class _Calls(Generic[_Item, _Result]):
     def __init__(self, act: Callable[[_Item], _Result]) -> None:
         self._act = act
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[_Item, Future[_Result]]] = deque()
+        self._waiting: queue.SimpleQueue[tuple[_Item, Future[_Result]]] = queue.SimpleQueue()
         self._threads = 0
 
     def begin(self, item: _Item) -> Future[_Result]:
         """Have a call made; return what will hold its result."""
         call: Future[_Result] = Future()
         with self._lock:
-            self._waiting.append((item, call))
+            self._waiting.put((item, call))
             if self._threads == CALLS_AT_ONCE:
                 return call
             self._threads += 1
@@ -66,16 +70,19 @@ class _Calls(Generic[_Item, _Result]):
             threading.Thread(target=self._work, name="holdfast-store").start()
         except RuntimeError:
             # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then).
-            self._work()
+            self._work(linger_seconds=0.0)
         return call
 
-    def _work(self) -> None:
+    def _work(self, linger_seconds: float = _LINGER_SECONDS) -> None:
         while True:
-            with self._lock:
-                if not self._waiting:
+            try:
+                item, call = self._waiting.get(timeout=linger_seconds)
+            except queue.Empty:
+                with self._lock:
+                    if not self._waiting.empty():
+                        continue
                     self._threads -= 1
                     return
-                item, call = self._waiting.popleft()
             if not call.set_running_or_notify_cancel():
                 continue
             try:
