@@ -6,7 +6,12 @@ import struct
 from pathlib import Path
 
 from holdfast.repository import values
+from holdfast.repository.index import Index
+from holdfast.repository.listing import Listing
+from holdfast.repository.overview import encode_overview, split
 from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
+from holdfast.spec.box import Box
+from holdfast.spec.tensor import TensorSpec
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "format"
 
@@ -38,6 +43,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("index-*.msgpack"))]
     if target == "part":
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("parts/*.msgpack"))]
+    if target == "overview":
+        return [encode_overview(split(_by_rows(), 1)[1])]
     if target in ("pack", "pack-length"):
         headers = [_header(path.read_bytes()) for path in sorted(GOLDEN.rglob("*.safetensors"))]
         return [header[8:].rstrip() for header in headers] if target == "pack" else headers
@@ -51,6 +58,15 @@ def seeds_of(target: str) -> list[bytes]:
     if target == "shown":
         return [b"plain", "\x1b[31m\u202e\x9b".encode(), b"s\xed\xa0\x80"]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]
+
+
+def _by_rows() -> Index:
+    """Return an index that is split into five files: four bands of one tensor, and a scalar."""
+    listing = Listing(4096)
+    for row in range(12):
+        listing.add(TensorSpec("w", "int8", (12, 3)), Box((row, 0), (row + 1, 3)), "r00000.safetensors", 0, bytes(16))
+    listing.add(TensorSpec("z", "float32", ()), Box.whole(()), "r00000.safetensors", 0, bytes(16))
+    return listing.index()
 
 
 def words_of(target: str) -> list[str]:

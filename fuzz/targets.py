@@ -16,14 +16,16 @@ from holdfast.cli.screen import printable
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.frameworks.torch.containers import put_together
-from holdfast.plan.cover import uncovered_names
+from holdfast.manager.soundness import uncovered_names
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.repository import values
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import Index, IndexDocument, decode_index, encode_index, index_of
+from holdfast.repository.index import Index
+from holdfast.repository.index_file import IndexDocument, decode_index, encode_index, index_of
 from holdfast.repository.manifest import decode_manifest, encode_manifest
 from holdfast.repository.names import is_index_name, is_pack_name, is_part_name, step_folder, step_of_folder
+from holdfast.repository.overview import decode_overview, encode_overview
 from holdfast.repository.pack import entries_of
 from holdfast.repository.part import decode_part, encode_part
 from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
@@ -31,6 +33,9 @@ from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.region import region_boxes
 from holdfast.stores.keys import split_key
+
+OVERVIEW_FILES = 5
+"""Index files of the overviews that are fuzzed."""
 
 ELEMENTS_COUNTED_MAX = 5000
 """Tensors up to this size are compared with a count of every element."""
@@ -76,6 +81,20 @@ def part(data: bytes) -> None:
         return
     again = encode_part(found)
     assert encode_part(decode_part(again, "here")) == again
+
+
+def overview(data: bytes) -> None:
+    """The overview of a split index, of as many files as its seeds are."""
+    try:
+        found = decode_overview(data, OVERVIEW_FILES, "here")
+    except CorruptError:
+        return
+    again = encode_overview(found)
+    assert encode_overview(decode_overview(again, OVERVIEW_FILES, "here")) == again
+    for tensor in list(found.table.specs.values())[:8]:
+        files = found.files_for(tensor.fqn, Box.whole(tensor.global_shape))
+        assert files == sorted(set(files))
+        assert set(files) <= set(range(OVERVIEW_FILES))
 
 
 def pack(data: bytes) -> None:
@@ -272,7 +291,7 @@ def _prove(found: Index) -> None:
     small = [each for each in found.tensors.values() if math.prod(each.global_shape) <= ELEMENTS_COUNTED_MAX]
     if sum(len(found.pieces_of(each.fqn)) for each in small) > 200:
         return
-    wrong = set(uncovered_names(small, found.pieces_of, 12345))
+    wrong = set(uncovered_names(found, 12345))
     for tensor in small:
         counts = np.zeros(tensor.global_shape, dtype=np.int64)
         for piece in found.pieces_of(tensor.fqn):
@@ -286,7 +305,7 @@ def _prove(found: Index) -> None:
         )
         apart = all(later[0] >= each[1] for each, later in pairwise(spans))
         if exact and apart and len({piece.pack for piece in found.pieces_of(tensor.fqn)}) <= 1:
-            plan = load_plan([WantedBoxes(tensor.fqn, (whole,))], found.pieces_of, 1 << 22)
+            plan = load_plan([WantedBoxes(tensor.fqn, (whole,))], found.pieces_near, 1 << 22)
             placed = sum(part.box.numel for run in plan.runs for chunk in run.chunks for part in chunk.parts)
             assert placed == math.prod(tensor.global_shape), tensor
 
@@ -296,6 +315,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "index": index,
     "index-document": index_document,
     "part": part,
+    "overview": overview,
     "pack": pack,
     "pack-length": pack_length,
     "value": value,

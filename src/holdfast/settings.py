@@ -69,8 +69,9 @@ class Settings:
     pack_header_bytes_max: int = 64 * MIB
     """Header of one pack; stock safetensors refuses more than 100 MB."""
 
-    index_chunks_max: int = 1_000_000
-    """Chunks in one index file; beyond it the index is split by FQN."""
+    index_chunks_max: int = 1 << 17
+    """Chunks of an index that is kept in one file, which every rank gets whole; beyond it the index is split into files
+    of about an eighth of it, of which a rank reads those it needs."""
 
     sample_blocks: int = 64
     """Blocks sampled of each plain tensor when replicas are compared."""

@@ -26,12 +26,16 @@ def _grid(mesh: list[int] | None) -> DeviceMesh | None:
 PLACEMENTS = {"R": Replicate(), "0": Shard(0), "1": Shard(1), "2": Shard(2)}
 
 
-def save_fsdp(world: World, path: str, mesh: list[int] | None = None) -> dict[str, str]:
+def save_fsdp(
+    world: World, path: str, mesh: list[int] | None = None, index_chunks_max: int = 1 << 17
+) -> dict[str, str]:
     net = sharded(1, _grid(mesh))
     optimizer = adamw(net)
     train(net, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    holdfast.save(path, {"model": net, "optimizer": optimizer, "scheduler": scheduler, "batches": 2})
+    settings = holdfast.Settings(index_chunks_max=index_chunks_max)
+    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "batches": 2}
+    holdfast.save(path, state, settings=settings)
     return digests(net, optimizer)
 
 

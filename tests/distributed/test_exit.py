@@ -43,6 +43,14 @@ manager.save(1, {"weights": torch.ones(5_000_000)})
 """
 
 
+SPLIT_FALLS_OFF_THE_END = """
+import sys, torch, holdfast
+settings = holdfast.Settings(chunk_bytes=4096, index_chunks_max=8)
+manager = holdfast.CheckpointManager(sys.argv[1], settings=settings)
+manager.save(1, {f"w{number}": torch.ones(5_000) for number in range(50)})
+"""
+
+
 def python(script: str, root: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, str(root)]
     return subprocess.run(
@@ -64,6 +72,14 @@ def test_a_manager_that_nobody_closed_commits_what_it_was_given(tmp_path: Path, 
     done = python(MANAGER_FALLS_OFF_THE_END.replace("STAGING", staging), tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert list(holdfast.open_checkpoint(tmp_path / "run" / "step-000000000001").verify()) == []
+
+
+def test_an_index_of_many_files_is_written_while_the_interpreter_exits(tmp_path: Path) -> None:
+    done = python(SPLIT_FALLS_OFF_THE_END, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    checkpoint = holdfast.open_checkpoint(tmp_path / "run" / "step-000000000001")
+    assert len(checkpoint.manifest.indexes) > 16
+    assert list(checkpoint.verify()) == []
 
 
 def test_a_failed_save_never_ends_training_and_is_said_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from tests.distributed import layout_cases
 from tests.distributed.launch import Case, Results, run_world
 
@@ -50,6 +51,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("load_fsdp", path=at("hsdp"), mesh=[2, 2], name="load_hsdp"),
             case("load_fsdp", path=at("from-4"), mesh=[2, 2], name="load_4_as_hsdp"),
             case("load_fsdp", path=at("hsdp"), name="load_hsdp_as_4"),
+            case("save_fsdp", path=at("split"), index_chunks_max=8, name="save_split"),
+            case("load_fsdp", path=at("split"), mesh=[2, 2], name="load_split_as_hsdp"),
             case("save_meshes", path=at("meshes")),
             *(case("load_meshes", path=at("meshes"), shift=shift, name=f"load_meshes_{shift}") for shift in (0, 1, 4)),
             case("strided", path=at("strided")),
@@ -82,6 +85,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("load_fsdp", path=at("from-2"), name="load_2"),
             case("load_fsdp", path=at("from-1"), name="load_1"),
             case("load_fsdp", path=at("from-4"), stepped=True, name="load_4"),
+            case("load_fsdp", path=at("split"), stepped=True, name="load_split"),
         ],
         root / "world-3",
     )
@@ -103,6 +107,17 @@ def test_fsdp_4_to_2(worlds: Worlds) -> None:
 
 def test_fsdp_4_to_3_over_an_optimizer_that_has_stepped(worlds: Worlds) -> None:
     assert worlds.same_on_all(worlds.three, "load_4") == worlds.same_on_all(worlds.four, "save_fsdp")
+
+
+def test_an_index_of_many_files_loads_on_any_layout(worlds: Worlds) -> None:
+    checkpoint = holdfast.open_checkpoint(worlds.root / "split")
+    assert checkpoint.manifest.overview is not None
+    assert len(checkpoint.manifest.indexes) > 8
+    assert list(checkpoint.verify()) == []
+    saved = worlds.same_on_all(worlds.four, "save_split")
+    assert worlds.same_on_all(worlds.four, "load_split_as_hsdp") == saved
+    assert worlds.same_on_all(worlds.three, "load_split") == saved
+    assert layout_cases.load_plain(str(worlds.root / "split")) == saved
 
 
 def test_fsdp_4_to_one_plain_process(worlds: Worlds) -> None:

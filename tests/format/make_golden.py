@@ -67,7 +67,9 @@ def save_share() -> None:
             for key, value in plain_optimizer.state[plain].items():
                 found = optimizer.state[parameter][key]
                 copy_share(found, value, f"{name} {key}")
-    holdfast.save(FOLDER / "sharded", {"model": model, "optimizer": optimizer, "seen": whole["seen"]})
+    shares = {"model": model, "optimizer": optimizer, "seen": whole["seen"]}
+    holdfast.save(FOLDER / "sharded", shares)
+    holdfast.save(FOLDER / "split", shares, settings=holdfast.Settings(index_chunks_max=8))
     dist.destroy_process_group()
 
 

@@ -21,6 +21,7 @@ STATES: dict[str, tuple[Callable[[int], state.State], int]] = {
     "run/step-000000000007": (state.training, 7),
     "sharded": (state.plain_sharded_state, 9),
     "single": (state.single, 3),
+    "split": (state.plain_sharded_state, 9),
 }
 
 
@@ -98,4 +99,7 @@ def test_golden_files_are_small_and_hold_what_they_should(expected: dict[str, di
     assert sum(path.stat().st_size for path in files) < SIZE_MAX
     assert expected["sharded"]["world_size"] == 2
     assert expected["sharded"]["packs"] == ["r00000.safetensors", "r00001.safetensors"]
+    manifest = holdfast.open_checkpoint(FOLDER / "split").manifest
+    assert manifest.overview is not None
+    assert len(manifest.indexes) > 2
     assert expected["run/step-000000000005"]["aliases"] == {"model.head.weight": "model.embedding.weight"}

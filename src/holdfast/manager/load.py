@@ -8,24 +8,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.exchange import Moved
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.manager.collector import collector_paused, collector_paused_for
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
-from holdfast.manager.job import error_from, error_text, raise_together
-from holdfast.manager.place import Place, manifest_bytes_at
-from holdfast.manager.soundness import RequireStored, require_covered, stored_by
+from holdfast.manager.job import error_text, raise_together
+from holdfast.manager.place import Place
+from holdfast.manager.resolve import index_for, resolve
+from holdfast.manager.soundness import RequireStored
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
 from holdfast.ports.store import Store
 from holdfast.repository import values
-from holdfast.repository.catalog import index_from, manifest_in, read_file, short_packs
+from holdfast.repository.catalog import read_file
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
-from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import part_name
 from holdfast.repository.part import decode_part, require_own
+from holdfast.repository.split_index import SplitIndex
 from holdfast.settings import Settings
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.manifest import Manifest
@@ -117,17 +118,19 @@ def load(
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
     start = clock.monotonic_seconds()
-    resolved = _resolve(comm, clock, store, choose)
+    resolved = resolve(comm, clock, store, choose)
     if resolved is None:
         return None
-    place, manifest, index, require_stored = resolved
+    place, manifest, stored, require_stored = resolved
     restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
     try:
         with collector_paused():
-            catalog = _catalog(place, manifest, index, require_stored)
+            catalog = _catalog(place, manifest, stored, require_stored)
             restoration = framework.restoration(request.state, catalog, request.selection)
             for wanted in restoration.wanted:
                 require_stored(wanted.stored_fqn)
+            boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
+            index = index_for(stored, boxes, clock, place)
             plan = _plan(restoration, index, request, settings)
             loaded_bytes = _filled_bytes(restoration, plan)
             offer = offer_of(plan, manifest, settings, comm.world_size)
@@ -135,7 +138,7 @@ def load(
         own = error
     missing, unexpected, agreed = _agree(comm, restoration, offer, own)
     if request.strict and (missing or unexpected):
-        _require_complete(missing, unexpected, place, {*index.tensors, *manifest.aliases})
+        _require_complete(missing, unexpected, place, {*stored.tensors, *manifest.aliases})
     assert restoration is not None, "a failure on any rank has been raised by now"
     targets = [wanted.target for wanted in restoration.wanted]
     own, moved = None, Moved(0, 0)
@@ -177,60 +180,6 @@ def load_checkpoint(
     return done[1]
 
 
-def _resolve(
-    comm: Comm, clock: Clock, store: Store, choose: Callable[[], Place | None]
-) -> tuple[Place, Manifest, Index, RequireStored] | None:
-    """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank."""
-    frames: list[bytes] = []
-    own = None
-    read: tuple[Manifest, Index] | None = None
-    short: dict[str, tuple[int, CheckpointError]] = {}
-    if comm.rank == 0:
-        place = None
-        try:
-            place = choose()
-            if place is not None:
-                frames = _manifest_and_index(place)
-                # Judged before it is given away, so that damage is one rank's error and not every rank's.
-                with collector_paused():
-                    read = _decoded(frames, place)
-                    require_covered(read[1], clock, place.url)
-                short = short_packs(place.store, place.folder, read[0])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
-            own = error
-        head = {
-            "error": error_text(own) if own else None,
-            "folder": place.folder if place else None,
-            "step": place.step if place else None,
-            "short": {name: [there, error_text(error)] for name, (there, error) in short.items()},
-        }
-        frames = [json.dumps(head).encode(), *frames]
-    frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
-    head = json.loads(frames[0])
-    if head["error"] is not None:
-        raise own if own is not None else error_from(head["error"], "rank 0: ")
-    if head["folder"] is None:
-        return None
-    place = Place(store, head["folder"], head["step"])
-    if read is None:
-        with collector_paused():
-            read = _decoded(frames[1:], place)
-    manifest, index = read
-    told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
-    return place, manifest, index, stored_by(index, told)
-
-
-def _manifest_and_index(place: Place) -> list[bytes]:
-    data = manifest_bytes_at(place)
-    manifest = manifest_in(place.folder, data, f"{place.url}/manifest.json")
-    return [data, *(read_file(place.store, place.folder, manifest.attempt, record) for record in manifest.indexes)]
-
-
-def _decoded(frames: Sequence[bytes], place: Place) -> tuple[Manifest, Index]:
-    manifest = decode_manifest(frames[0], f"{place.url}/manifest.json")
-    return manifest, index_from(manifest, list(frames[1:]), f"{place.store.url}/{place.folder}")
-
-
 def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) -> Mapping[str, Value]:
     """Return what one of the ranks that saved kept as its own, by path.
 
@@ -251,7 +200,7 @@ def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) ->
     return {str(path): value for path, value in kept.items()}
 
 
-def _catalog(place: Place, manifest: Manifest, index: Index, require_stored: RequireStored) -> Catalog:
+def _catalog(place: Place, manifest: Manifest, index: Index | SplitIndex, require_stored: RequireStored) -> Catalog:
     def same_content(first: str, second: str) -> bool:
         def content(fqn: str) -> list[tuple[object, bytes]]:
             return [(piece.region, piece.digests) for piece in index.pieces_of(fqn)]
@@ -289,7 +238,7 @@ def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings
                 "Expected the same; pass cast=True to convert"
             )
     wanted = [WantedBoxes(each.stored_fqn, each.boxes) for each in restoration.wanted]
-    return load_plan(wanted, index.pieces_of, settings.read_window_bytes)
+    return load_plan(wanted, index.pieces_near, settings.read_window_bytes)
 
 
 def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:

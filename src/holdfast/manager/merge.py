@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.place import Place
-from holdfast.plan.cover import uncovered_names
+from holdfast.manager.soundness import uncovered_names
 from holdfast.ports.store import Store
 from holdfast.repository import values
 from holdfast.repository.catalog import check_size, read_file
-from holdfast.repository.index import Index
+from holdfast.repository.index import Index, Merging
 from holdfast.repository.names import part_name
-from holdfast.repository.part import decode_part, require_own
+from holdfast.repository.part import RankPart, decode_part, require_own
+from holdfast.repository.tensors import TensorTables
 from holdfast.spec.manifest import FileRecord
 from holdfast.spec.values import Group, Value
+
+_DECODED_AT_ONCE = 64
+"""Parts of a large job that are decoded one after the other without a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +56,17 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
         CorruptError: A part or pack is not what its rank voted for.
     """
-    index = Index(chunk_bytes)
+    merging = Merging(chunk_bytes)
     packs: list[FileRecord] = []
-    records: list[FileRecord] = []
     trees: list[Group] = []
     aliases: dict[str, str] = {}
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
-    for rank, vote in enumerate(votes):
-        record = FileRecord(part_name(rank), vote.part_bytes, vote.part_digest)
-        data = read_file(place.store, place.folder, attempt, record)
-        with collector_paused():
-            part = decode_part(data, record.name)
-            require_own(part, rank, attempt, place.url)
-            index.merge(part.index, f"{place.url}: rank {rank}")
+    records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
+    files = each_in_flight(lambda record: read_file(place.store, place.folder, attempt, record), records)
+    for rank, part in enumerate(_decoded(records, files)):
+        require_own(part, rank, attempt, place.url)
+        merging.add(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
-        records.append(record)
         for alias, fqn in part.aliases.items():
             aliases.setdefault(alias, fqn)
         for mesh, placements, count in part.layouts:
@@ -75,6 +77,7 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
                 raise CorruptError(f"{place.url}: the part of rank {rank} holds no state; expected its root")
             trees.append(tree)
     with collector_paused():
+        index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, place.url)
     require_sizes(place.store, f"{place.folder}{attempt}/", packs)
     provenance = tuple(
@@ -85,13 +88,25 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance)
 
 
+def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:
+    """Yield the parts that files hold."""
+    tables = TensorTables()
+    for first in range(0, len(records), _DECODED_AT_ONCE):
+        some = records[first : first + _DECODED_AT_ONCE]
+        # Read first, for Python's collector is not to be held off while storage is waited for.
+        read = list(islice(files, len(some)))
+        with collector_paused():
+            parts = [decode_part(data, record.name, tables) for record, data in zip(some, read, strict=True)]
+        yield from parts
+
+
 def require_exact_cover(index: Index, seed: int, where: str) -> None:
     """Refuse an index whose pieces do not cover every tensor exactly once.
 
     Raises:
         InvalidError: Names the tensors and their pieces.
     """
-    wrong = uncovered_names([index.tensors[fqn] for fqn in sorted(index.tensors)], index.pieces_of, seed)
+    wrong = uncovered_names(index, seed)
     if wrong:
         said = []
         for fqn in wrong[:10]:
@@ -106,8 +121,8 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
 
 def require_sizes(store: Store, prefix: str, packs: Sequence[FileRecord]) -> None:
     """Refuse to publish packs that are not there in full."""
-    for pack in packs:
-        check_size(store, prefix + pack.name, pack)
+    for _ in each_in_flight(lambda pack: check_size(store, prefix + pack.name, pack), packs):
+        pass
 
 
 def merged_trees(trees: Sequence[Group]) -> Group:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.manager.job import Job, error_from, error_text
+from holdfast.manager.rank_runs import rank_runs, ranks_in
 from holdfast.spec.tensor import Role
 
 Plain = Mapping[str, tuple[str, tuple[int, ...], Role]]
@@ -208,14 +209,10 @@ class Opening:
 
     def _agreement(self, verdict: Mapping[str, object]) -> Agreement:
         rank, world_size = self._job.comm.rank, self._job.comm.world_size
-        classes = [tuple(_ranks(each)) for each in _list(verdict.get("classes") or [list(range(world_size))])]
+        stated = verdict.get("classes") or [rank_runs(range(world_size))]
+        classes = [ranks_in(_list(each)) for each in _list(stated)]  # type: ignore[arg-type]
         own = next(each for each in classes if rank in each)
-        holders: dict[str, tuple[int, ...]] = {}
-        if len(classes) > 1:
-            speakers = [each[0] for each in classes]
-            for members, spoken in zip(classes, self._read_details(speakers), strict=True):
-                for fqn in spoken.plain:
-                    holders[fqn] = tuple(sorted((*holders.get(fqn, ()), *members)))
+        holders = self._holders(classes) if len(classes) > 1 else {}
         note = verdict.get("note")
         assert isinstance(note, dict)
         return Agreement(
@@ -227,6 +224,18 @@ class Opening:
             divergent=tuple(map(str, _list(verdict.get("divergent") or []))),
             note=note,
         )
+
+    def _holders(self, classes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the ranks that hold each plain tensor, as the lowest rank of each class tells."""
+        numbers: dict[str, tuple[int, ...]] = {}
+        for number, spoken in enumerate(self._read_details([each[0] for each in classes])):
+            for fqn in spoken.plain:
+                numbers[fqn] = (*numbers.get(fqn, ()), number)
+        # Thousands of ranks are put in order once for all tensors that the same classes hold.
+        members = {
+            each: tuple(sorted(rank for number in each for rank in classes[number])) for each in {*numbers.values()}
+        }
+        return {fqn: members[each] for fqn, each in numbers.items()}
 
     def _judge(self, survey: Callable[[], Mapping[str, object]]) -> dict[str, object]:
         """Return rank 0's verdict."""
@@ -268,7 +277,7 @@ class Opening:
         if len(groups) == 1 and not differing:
             return self._surveyed(survey, {})
         asked = sorted({members[0] for members in groups} | set(differing))
-        return {"describe": asked, "classes": groups if len(groups) > 1 else None}
+        return {"describe": asked, "classes": [*map(rank_runs, groups)] if len(groups) > 1 else None}
 
     def _skew(self, statements: Sequence[Statement]) -> InvalidError | None:
         by_step: dict[int, list[int]] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.plan.cover import uncovered_names
+from holdfast.plan.cover import uncovered_boxes, uncovered_tensors
 from holdfast.ports.clock import Clock
 from holdfast.repository.index import Index
+from holdfast.repository.split_index import SplitIndex
+from holdfast.spec.box import Box
 
 RequireStored = Callable[[str], None]
 """Refuses a stored FQN of which a piece is not there in full."""
@@ -20,14 +22,45 @@ def require_covered(index: Index, clock: Clock, where: str) -> None:
         CorruptError: Names the tensors.
     """
     seed = int.from_bytes(clock.random_bytes(8), "little")
-    wrong = uncovered_names(index.tensors.values(), index.pieces_of, seed)
+    wrong = uncovered_names(index, seed)
     if wrong:
         raise CorruptError(
             f"{where}: the pieces of {len(wrong)} tensors leave holes or overlap: {wrong[:10]}. Read another copy"
         )
 
 
-def stored_by(index: Index, short: Mapping[str, tuple[int, CheckpointError]]) -> RequireStored:
+def require_wanted_covered(index: Index, wanted: Sequence[tuple[str, Box]], clock: Clock, where: str) -> None:
+    """Refuse an index, of which only a part was read, if its pieces do not hold exactly what is wanted of them.
+
+    Raises:
+        CorruptError: Names the tensors.
+    """
+    seed = int.from_bytes(clock.random_bytes(8), "little")
+    regions = [
+        (index.tensors[fqn].global_shape, box, [piece.region for piece in index.pieces_near(fqn, box)])
+        for fqn, box in wanted
+    ]
+    wrong = sorted({wanted[number][0] for number in uncovered_boxes(regions, seed)})
+    if wrong:
+        raise CorruptError(
+            f"{where}: the pieces of {len(wrong)} tensors leave holes or overlap: {wrong[:10]}. Read another copy"
+        )
+
+
+def uncovered_names(index: Index, seed: int) -> list[str]:
+    """Return the FQNs of the tensors that their pieces do not cover exactly once.
+
+    Args:
+        index: The index.
+        seed: Any number; one that nobody can foretell proves it of crafted pieces too.
+    """
+    pieces = index.pieces
+    wrong = uncovered_tensors(index.table.shapes, pieces.tensors, pieces.flat, pieces.starts, pieces.stops, seed)
+    names = list(index.tensors)
+    return [names[number] for number in wrong]
+
+
+def stored_by(index: Index | SplitIndex, short: Mapping[str, tuple[int, CheckpointError]]) -> RequireStored:
     """Return what refuses tensors that lie where a short pack has ended.
 
     Args:

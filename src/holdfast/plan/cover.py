@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.spec.box import Box
-from holdfast.spec.plan import Piece
-from holdfast.spec.region import region_boxes
-from holdfast.spec.tensor import TensorSpec
+from holdfast.spec.box import Box, flat_range_boxes
+from holdfast.spec.region import Region, region_boxes
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 _PRIME = np.uint64((1 << 31) - 1)
 """Products of two residues stay below 2**62, sums of a billion residues below 2**61."""
+
+_BLOCK = 1 << 17
+"""Pieces reckoned at once: enough that numpy is not called often, few enough that what it needs meanwhile is little."""
 
 
 def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop: Ints, seed: int) -> list[int]:
@@ -42,46 +45,115 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
     for ndim in np.unique(ndims):
         members = np.flatnonzero(ndims == ndim)
         pieces = np.flatnonzero(ndims[tensor] == ndim)
-        columns = first_coordinate[pieces][:, None] + np.arange(ndim)
         lengths = np.array([shapes[member] for member in members.tolist()], dtype=np.int64).reshape(len(members), ndim)
         number_of = np.full(len(shapes), -1, dtype=np.int64)
         number_of[members] = np.arange(len(members))
         for salt in (0, 1):
             key = 2 * seed + salt
-            volumes = _volumes(start[columns], stop[columns], key)
             sums = np.zeros(len(members), dtype=np.uint64)
-            np.add.at(sums, number_of[tensor[pieces]], volumes)
+            for block in np.split(pieces, range(_BLOCK, len(pieces), _BLOCK)):
+                columns = first_coordinate[block][:, None] + np.arange(ndim)
+                np.add.at(sums, number_of[tensor[block]], _volumes(start[columns], stop[columns], key))
             wanted = _volumes(np.zeros_like(lengths), lengths, key)
             wrong[members] |= sums % _PRIME != wanted
     return [int(number) for number in np.flatnonzero(wrong)]
 
 
-def uncovered_names(tensors: Iterable[TensorSpec], pieces_of: Callable[[str], Sequence[Piece]], seed: int) -> list[str]:
-    """Return the FQNs of the tensors that their pieces do not cover exactly once.
+def uncovered_tensors(
+    shapes: Sequence[tuple[int, ...]], tensor: Ints, flat: NDArray[np.bool_], start: Ints, stop: Ints, seed: int
+) -> list[int]:
+    """Return the tensors that their pieces, boxes and flat ranges alike, do not cover exactly once.
 
     Args:
-        tensors: The tensors to prove.
-        pieces_of: Pieces of an FQN, each inside its tensor (the caller has checked).
-        seed: As for `uncovered`; one that nobody can foretell proves it of crafted pieces too.
+        shapes: Global shape of each tensor.
+        tensor: For each piece the number of its tensor, ascending.
+        flat: Whether a piece is a flat range.
+        start, stop: Coordinates of all pieces one after the other: one for a flat range, for a box as many as its
+            tensor has dimensions. Each piece lies inside its tensor (the caller has checked).
+        seed: As for `uncovered`.
+    Returns:
+        Numbers of the tensors at fault, ascending.
     """
-    doubtful: list[TensorSpec] = []
-    boxes: list[tuple[int, Box]] = []
-    for tensor in tensors:
-        pieces = pieces_of(tensor.fqn)
-        if len(pieces) == 1 and pieces[0].region == Box.whole(tensor.global_shape):
-            continue
-        boxes += ((len(doubtful), box) for piece in pieces for box in region_boxes(piece.region, tensor.global_shape))
-        doubtful.append(tensor)
-    if not doubtful:
+    ndims = np.array([len(shape) for shape in shapes], dtype=np.int64)
+    widths = np.where(flat, 1, ndims[tensor])
+    count = np.bincount(tensor, minlength=len(shapes))
+    flats = np.bincount(tensor[flat], minlength=len(shapes))
+    doubtful = np.ones(len(shapes), dtype=bool)
+    doubtful[_whole_in_one(shapes, tensor, (count == 1) & (flats == 0), widths, start, stop)] = False
+    chosen = np.flatnonzero(doubtful)
+    if not len(chosen):
         return []
+    # Where all pieces are flat ranges, the tensor is a line; where some are, these become boxes.
+    lines, mixed = flats == count, (flats > 0) & (flats < count)
+    taken = doubtful[tensor] & ~(flat & mixed[tensor])
+    at = np.repeat(taken, widths)
+    tensors, starts, stops = [tensor[taken]], [start[at]], [stop[at]]
+    first = np.cumsum(widths) - widths
+    for piece in np.flatnonzero(flat & mixed[tensor]).tolist():
+        shape = shapes[int(tensor[piece])]
+        boxes = list(flat_range_boxes(shape, int(start[first[piece]]), int(stop[first[piece]])))
+        tensors.append(np.full(len(boxes), tensor[piece]))
+        starts.append(np.array([each for box in boxes for each in box.start], dtype=np.int64))
+        stops.append(np.array([each for box in boxes for each in box.stop], dtype=np.int64))
+    number_of = np.cumsum(doubtful) - 1
     wrong = uncovered(
-        [tensor.global_shape for tensor in doubtful],
-        np.array([number for number, _ in boxes], dtype=np.int64),
-        np.array([at for _, box in boxes for at in box.start], dtype=np.int64),
-        np.array([at for _, box in boxes for at in box.stop], dtype=np.int64),
+        [
+            (math.prod(shapes[number]),) if line and count[number] else shapes[number]
+            for number, line in zip(chosen.tolist(), lines[chosen].tolist(), strict=True)
+        ],
+        number_of[_one(tensors)],
+        _one(starts),
+        _one(stops),
         seed,
     )
-    return [doubtful[number].fqn for number in wrong]
+    return chosen[wrong].tolist() if wrong else []
+
+
+def uncovered_boxes(wanted: Sequence[tuple[tuple[int, ...], Box, Sequence[Region]]], seed: int) -> list[int]:
+    """Return which boxes regions do not cover exactly once; what lies beyond a box counts for nothing.
+
+    Args:
+        wanted: For each box the global shape of its tensor, the box, and the regions that may meet it.
+        seed: As for `uncovered`.
+    """
+    numbers: list[int] = []
+    start: list[int] = []
+    stop: list[int] = []
+    for number, (shape, box, regions) in enumerate(wanted):
+        for region in regions:
+            for each in region_boxes(region, shape):
+                part = each.intersect(box)
+                if part is not None:
+                    numbers.append(number)
+                    start += map(sub, part.start, box.start)
+                    stop += map(sub, part.stop, box.start)
+    shapes = [box.shape for _, box, _ in wanted]
+    tensor, starts, stops = (np.array(column, dtype=np.int64) for column in (numbers, start, stop))
+    return uncovered(shapes, tensor, starts, stops, seed)
+
+
+def _one(columns: Sequence[Ints]) -> Ints:
+    """Return columns one after the other, without a copy of a single one."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _whole_in_one(
+    shapes: Sequence[tuple[int, ...]],
+    tensor: Ints,
+    alone: NDArray[np.bool_],
+    widths: Ints,
+    start: Ints,
+    stop: Ints,
+) -> Ints:
+    """Return those of the tensors with a single piece, a box, of which it is the whole: nearly all that are small."""
+    of_one = alone[tensor]
+    at = np.repeat(of_one, widths)
+    numbers = np.repeat(tensor[of_one], widths[of_one])
+    lengths = [length for number in np.flatnonzero(alone).tolist() for length in shapes[number]]
+    short = (start[at] != 0) | (stop[at] != np.array(lengths, dtype=np.int64))
+    whole = alone.copy()
+    whole[numbers[short]] = False
+    return np.flatnonzero(whole)
 
 
 def _volumes(start: Ints, stop: Ints, key: int) -> _Words:

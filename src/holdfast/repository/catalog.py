@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import INDEX_BYTES_MAX, Index, decode_index
+from holdfast.repository.index import Index, Merging
+from holdfast.repository.index_file import INDEX_BYTES_MAX, decode_index
 from holdfast.repository.manifest import MANIFEST_BYTES_MAX, check_format, decode_manifest, sealed, unsealed
-from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder, step_of_folder
+from holdfast.repository.names import MANIFEST_FILE, OVERVIEW_FILE, RUN_FILE, step_folder, step_of_folder
+from holdfast.repository.overview import Overview, decode_overview
 from holdfast.repository.publish import publish
+from holdfast.repository.tensors import TensorTable
 from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest
+from holdfast.spec.tensor import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -174,53 +180,104 @@ def check_size(store: Store, key: str, record: FileRecord) -> None:
         raise CorruptError(f"{store.url}/{key}: {found} bytes; expected {record.bytes}. Read another copy")
 
 
-def index_from(manifest: Manifest, files: list[bytes], where: str) -> Index:
+def index_from(manifest: Manifest, files: list[bytes], where: str, overview: Overview | None = None) -> Index:
     """Return the index of a checkpoint from the content of its index files, checked against the manifest.
 
+    Args:
+        manifest: The commit record.
+        files: The index files it names.
+        where: Folder of the checkpoint, for messages.
+        overview: What it says of them, if it names one.
     Raises:
         CorruptError: A file is not an index, two files list one tensor, or a piece lies outside its pack.
     """
-    index: Index | None = None
-    for data, record in zip(files, manifest.indexes, strict=True):
-        part = decode_index(data, f"{where}{manifest.attempt}/{record.name}")
-        if index is None:
-            index = part
-            continue
-        if index.tensors.keys() & part.tensors.keys() or index.chunk_bytes != part.chunk_bytes:
-            raise CorruptError(f"{where}{manifest.attempt}/{record.name}: repeats a tensor of another index file")
-        index.tensors.update(part.tensors)
-        index.pieces.update(part.pieces)
-    if index is None:
+    indexes = [
+        decode_index(data, f"{where}{manifest.attempt}/{record.name}")
+        for data, record in zip(files, manifest.indexes, strict=True)
+    ]
+    if not indexes:
         raise CorruptError(f"{where}: the manifest names no index")
-    pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for piece in index.all_pieces():
-        start, stop = piece.offset, piece.offset + piece.bytes
-        if stop > pack_bytes.get(piece.pack, -1):
-            raise CorruptError(
-                f"{where}{manifest.attempt}/{piece.pack}: {piece.tensor.fqn} at bytes {start}–{stop}; "
-                f"the manifest gives the pack {pack_bytes.get(piece.pack)} bytes"
-            )
-        if start < stop:
-            spans.setdefault(piece.pack, []).append((start, stop))
-    for name, taken in spans.items():
-        taken.sort()
-        # Also bounds what an index can claim by what its packs hold.
-        overlap = next((later for each, later in pairwise(taken) if later[0] < each[1]), None)
-        if overlap is not None:
-            raise CorruptError(f"{where}{manifest.attempt}/{name}: two pieces hold byte {overlap[0]}; expected one")
-    for alias, fqn in manifest.aliases.items():
-        if fqn not in index.tensors or alias in index.tensors:
-            raise CorruptError(f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor")
-    _require_totals(index, manifest, where)
+    index = indexes[0]
+    if overview is not None:
+        for number, (each, record) in enumerate(zip(indexes, manifest.indexes, strict=True)):
+            overview.require_within(number, each, f"{where}{manifest.attempt}/{record.name}")
+        index = _merged(indexes, overview.table, f"{where}{manifest.attempt}")
+    elif len(indexes) > 1:
+        listed = [fqn for each in indexes for fqn in each.tensors]
+        if len(set(listed)) < len(listed):
+            raise CorruptError(f"{where}{manifest.attempt}: two index files list one tensor: one repeats the other")
+        index = _merged(indexes, None, f"{where}{manifest.attempt}")
+    require_places(index, manifest, where)
+    _require_totals(index.tensors, manifest, where)
     return index
 
 
-def _require_totals(index: Index, manifest: Manifest, where: str) -> None:
-    tensor_bytes = sum(tensor.global_bytes for tensor in index.tensors.values())
-    if (len(index.tensors), tensor_bytes) != (manifest.tensors, manifest.tensor_bytes):
+def overview_from(manifest: Manifest, data: bytes, where: str) -> Overview:
+    """Return the overview of a checkpoint from its file, checked against the manifest.
+
+    Raises:
+        CorruptError: It is not an overview, or claims more than the packs can hold.
+    """
+    overview = decode_overview(data, len(manifest.indexes), f"{where}{manifest.attempt}/{OVERVIEW_FILE}")
+    _require_totals(overview.table.specs, manifest, where)
+    pack_bytes = sum(pack.bytes for pack in manifest.packs)
+    # Who reads little of the index must not be made to allocate what the rest of it would have to hold.
+    if manifest.tensor_bytes > pack_bytes:
         raise CorruptError(
-            f"{where}{manifest.attempt}: {len(index.tensors)} tensors of {tensor_bytes} bytes in the index; "
+            f"{where}{MANIFEST_FILE}: {manifest.tensor_bytes} bytes of tensors in packs of {pack_bytes}; expected room"
+        )
+    return overview
+
+
+def _merged(indexes: Sequence[Index], table: TensorTable | None, where: str) -> Index:
+    merging = Merging(indexes[0].chunk_bytes, table)
+    try:
+        for each in indexes:
+            merging.add(each, where)
+    except InvalidError as error:
+        raise CorruptError(str(error)) from error
+    return merging.merged()
+
+
+def require_places(index: Index, manifest: Manifest, where: str) -> None:
+    """Refuse pieces beyond the end of their packs, and two that share a byte: what an index claims, packs must hold.
+
+    Raises:
+        CorruptError: Names the first.
+    """
+    pieces = index.pieces
+    known = {pack.name: pack.bytes for pack in manifest.packs}
+    # What no pack holds is beyond the end of every pack.
+    ends = np.array([min(known.get(name, -1), np.iinfo(np.int64).max) for name in index.packs], dtype=np.int64)
+    room = ends[pieces.packs] - pieces.bytes
+    beyond = pieces.offsets > room
+    if beyond.any():
+        at = int(beyond.argmax())
+        pack = index.packs[int(pieces.packs[at])]
+        fqn = list(index.tensors)[int(pieces.tensors[at])]
+        start = int(pieces.offsets[at])
+        raise CorruptError(
+            f"{where}{manifest.attempt}/{pack}: {fqn} at bytes {start}–{start + int(pieces.bytes[at])}; "
+            f"the manifest gives the pack {known.get(pack)} bytes"
+        )
+    filled = np.flatnonzero(pieces.bytes)
+    order = filled[np.lexsort((pieces.offsets[filled], pieces.packs[filled]))]
+    stops = pieces.offsets[order] + pieces.bytes[order]
+    shared = (pieces.packs[order][1:] == pieces.packs[order][:-1]) & (pieces.offsets[order][1:] < stops[:-1])
+    if shared.any():
+        at = int(order[1:][int(shared.argmax())])
+        name, byte = index.packs[int(pieces.packs[at])], int(pieces.offsets[at])
+        raise CorruptError(f"{where}{manifest.attempt}/{name}: two pieces hold byte {byte}; expected one")
+
+
+def _require_totals(tensors: Mapping[str, TensorSpec], manifest: Manifest, where: str) -> None:
+    for alias, fqn in manifest.aliases.items():
+        if fqn not in tensors or alias in tensors:
+            raise CorruptError(f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor")
+    tensor_bytes = sum(tensor.global_bytes for tensor in tensors.values())
+    if (len(tensors), tensor_bytes) != (manifest.tensors, manifest.tensor_bytes):
+        raise CorruptError(
+            f"{where}{manifest.attempt}: {len(tensors)} tensors of {tensor_bytes} bytes in the index; "
             f"the manifest says {manifest.tensors} of {manifest.tensor_bytes}. Read another copy"
         )
 
@@ -245,6 +302,10 @@ def short_packs(store: Store, folder: str, manifest: Manifest) -> dict[str, tupl
 
 
 def read_index(store: Store, folder: str, manifest: Manifest) -> Index:
-    """Return the index of a checkpoint."""
+    """Return the whole index of a checkpoint."""
+    where = f"{store.url}/{folder}"
+    overview = None
+    if manifest.overview is not None:
+        overview = overview_from(manifest, read_file(store, folder, manifest.attempt, manifest.overview), where)
     files = [read_file(store, folder, manifest.attempt, record) for record in manifest.indexes]
-    return index_from(manifest, files, f"{store.url}/{folder}")
+    return index_from(manifest, files, where, overview)

@@ -9,7 +9,14 @@ from typing import TypeVar
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.repository import values
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.names import STEP_MAX, WORLD_SIZE_MAX, is_index_name, is_pack_name, is_part_name
+from holdfast.repository.names import (
+    OVERVIEW_FILE,
+    STEP_MAX,
+    WORLD_SIZE_MAX,
+    is_index_name,
+    is_pack_name,
+    is_part_name,
+)
 from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest, Parent
 from holdfast.spec.values import Group
 
@@ -71,6 +78,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "packs": [_record(each) for each in manifest.packs],
             "parts": [_record(each) for each in manifest.parts],
             "indexes": [_record(each) for each in manifest.indexes],
+            **({} if manifest.overview is None else {"overview": _record(manifest.overview)}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -110,6 +118,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         packs=_records(field.of("packs", list), is_pack_name, where),
         parts=_records(field.of("parts", list), is_part_name, where),
         indexes=_records(field.of("indexes", list), is_index_name, where),
+        overview=_overview(document.get("overview"), where),
         digest=digest,
     )
 
@@ -176,6 +185,13 @@ def _records(entries: list[object], is_name: Callable[[str], bool], where: str) 
     if len({record.name for record in records}) != len(records):
         raise CorruptError(f"{where}: a file is listed twice")
     return tuple(records)
+
+
+def _overview(entry: object, where: str) -> FileRecord | None:
+    if entry is None:
+        return None
+    (record,) = _records([entry], lambda name: name == OVERVIEW_FILE, where)
+    return record
 
 
 def _parent(entry: object, where: str) -> Parent | None:

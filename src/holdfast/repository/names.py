@@ -6,6 +6,7 @@ import re
 
 RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
+OVERVIEW_FILE = "overview.msgpack"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
@@ -70,7 +71,7 @@ def rank_of_part(name: str) -> int:
 
 def is_attempt_file(name: str) -> bool:
     """Return whether a name inside an attempt's folder is one that an attempt gives."""
-    return is_pack_name(name) or is_part_name(name) or is_index_name(name)
+    return is_pack_name(name) or is_part_name(name) or is_index_name(name) or name == OVERVIEW_FILE
 
 
 def rank_of_pack(name: str) -> int:

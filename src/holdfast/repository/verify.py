@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import check_size, index_from, read_file
+from holdfast.repository.catalog import check_size, index_from, overview_from, read_file
 from holdfast.repository.digest import digest_of
 from holdfast.repository.index import Index
 from holdfast.repository.names import MANIFEST_FILE, rank_of_part
@@ -43,7 +43,10 @@ class Verification:
         self._judge = judge
         self._store, self._folder, self._manifest = store, folder, manifest
         self._slab, self._observer = slab, observer
-        self._total = sum(file.bytes for file in (*manifest.packs, *manifest.parts, *manifest.indexes))
+        self._files = (*manifest.packs, *manifest.parts, *manifest.indexes)
+        if manifest.overview is not None:
+            self._files += (manifest.overview,)
+        self._total = sum(file.bytes for file in self._files)
         self._done = 0
 
     @property
@@ -62,26 +65,26 @@ class Verification:
                 yield self._of_file(part.name, error)
             self._advance(part.bytes)
         files = []
-        for record in manifest.indexes:
+        overviews = () if manifest.overview is None else (manifest.overview,)
+        for record in (*manifest.indexes, *overviews):
             try:
                 files.append(read_file(self._store, self._folder, manifest.attempt, record))
             except CheckpointError as error:
                 yield self._of_file(record.name, error)
             self._advance(record.bytes)
-        if len(files) < len(manifest.indexes):
+        if len(files) < len(manifest.indexes) + len(overviews):
             return
+        where = f"{self._store.url}/{self._folder}"
         try:
-            index = index_from(manifest, files, f"{self._store.url}/{self._folder}")
+            overview = overview_from(manifest, files.pop(), where) if overviews else None
+            index = index_from(manifest, files, where, overview)
             self._judge(index)
         except CheckpointError as error:
             # Every index file is what the manifest says, so the manifest and the index contradict each other.
             yield Damage(MANIFEST_FILE, None, None, None, str(error))
             return
-        by_pack: dict[str, list[Piece]] = {pack.name: [] for pack in manifest.packs}
-        for piece in index.all_pieces():
-            by_pack[piece.pack].append(piece)
         for pack in manifest.packs:
-            yield from self._damages_of_pack(pack, sorted(by_pack[pack.name], key=lambda piece: piece.offset))
+            yield from self._damages_of_pack(pack, index.pieces_in(pack.name))
         yield from self._surplus()
 
     def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
@@ -164,7 +167,7 @@ class Verification:
     def _surplus(self) -> Iterator[Damage]:
         """Yield files of the attempt that the manifest does not name: stock readers would take packs for ours."""
         manifest = self._manifest
-        named = {file.name for file in (*manifest.packs, *manifest.parts, *manifest.indexes)}
+        named = {file.name for file in self._files}
         prefix = f"{self._folder}{manifest.attempt}/"
         try:
             found = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix)]

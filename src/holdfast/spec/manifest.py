@@ -87,5 +87,8 @@ class Manifest:
     indexes: tuple[FileRecord, ...]
     """The merged index, in FQN order."""
 
+    overview: FileRecord | None = None
+    """Every tensor, and which index file holds what; None where there is a single index file."""
+
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""

@@ -49,7 +49,7 @@ def pieces_of_packs(packs: Sequence[Sequence[int]]) -> dict[str, list[Piece]]:
 def plan_of(pieces: dict[str, list[Piece]], wanted: dict[str, tuple[int, int]]) -> LoadPlan:
     """Return the reads for a run of bytes of each tensor named."""
     boxes = [WantedBoxes(fqn, (Box((start,), (stop,)),)) for fqn, (start, stop) in wanted.items() if start < stop]
-    return load_plan(boxes, lambda fqn: pieces[fqn], 4 * CHUNK)
+    return load_plan(boxes, lambda fqn, _: pieces[fqn], 4 * CHUNK)
 
 
 def whole(pieces: dict[str, list[Piece]]) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,91 @@
+"""Several small calls at a store at once, their results in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from itertools import islice
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+CALLS_AT_ONCE = 16
+"""Enough to hide what a disk or a network takes to answer, few enough for a pool of connections."""
+
+_LINGER_SECONDS = 0.5
+"""How long a thread waits for another call before it ends: to start one costs more than most calls."""
+
+
+def each_in_flight(act: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """Yield what `act` returns for each item, in their order, with several calls at once and as many results waiting.
+
+    One item is acted on by the caller's own thread.
+
+    Raises:
+        Exception: What the first call that failed raised; calls that had not begun by then are not made.
+    """
+    waiting = iter(items)
+    first = list(islice(waiting, 2))
+    if len(first) < 2:
+        yield from map(act, first)
+        return
+    calls = _Calls(act)
+    under_way = deque(map(calls.begin, first))
+    try:
+        under_way.extend(map(calls.begin, islice(waiting, 2 * CALLS_AT_ONCE)))
+        while under_way:
+            yield under_way.popleft().result()
+            under_way.extend(map(calls.begin, islice(waiting, 1)))
+    finally:
+        for each in under_way:
+            each.cancel()
+
+
+class _Calls(Generic[_Item, _Result]):
+    """Threads that make calls, and end when for a while there were none to make.
+
+    Threads of our own rather than an executor's: those take no work once the interpreter is about to exit, and a save
+    under way is to be finished then.
+    """
+
+    def __init__(self, act: Callable[[_Item], _Result]) -> None:
+        self._act = act
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[_Item, Future[_Result]]] = queue.SimpleQueue()
+        self._threads = 0
+
+    def begin(self, item: _Item) -> Future[_Result]:
+        """Have a call made; return what will hold its result."""
+        call: Future[_Result] = Future()
+        with self._lock:
+            self._waiting.put((item, call))
+            if self._threads == CALLS_AT_ONCE:
+                return call
+            self._threads += 1
+        try:
+            threading.Thread(target=self._work, name="holdfast-store").start()
+        except RuntimeError:
+            # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then).
+            self._work(linger_seconds=0.0)
+        return call
+
+    def _work(self, linger_seconds: float = _LINGER_SECONDS) -> None:
+        while True:
+            try:
+                item, call = self._waiting.get(timeout=linger_seconds)
+            except queue.Empty:
+                with self._lock:
+                    if not self._waiting.empty():
+                        continue
+                    self._threads -= 1
+                    return
+            if not call.set_running_or_notify_cancel():
+                continue
+            try:
+                call.set_result(self._act(item))
+            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+                call.set_exception(error)

@@ -1,0 +1,118 @@
+"""What a job loads: resolved by rank 0, given to every rank, and of a large index as much as each rank needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+from holdfast.engine.in_flight import each_in_flight
+from holdfast.errors import CheckpointError
+from holdfast.manager.collector import collector_paused
+from holdfast.manager.job import error_from, error_text
+from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.manager.soundness import RequireStored, require_covered, require_wanted_covered, stored_by
+from holdfast.ports.clock import Clock
+from holdfast.ports.comm import Comm
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import index_from, manifest_in, overview_from, read_file, short_packs
+from holdfast.repository.frames import decode_frames, encode_frames
+from holdfast.repository.index import Index
+from holdfast.repository.manifest import decode_manifest
+from holdfast.repository.split_index import SplitIndex
+from holdfast.spec.box import Box
+from holdfast.spec.manifest import FileRecord, Manifest
+
+
+def resolve(
+    comm: Comm, clock: Clock, store: Store, choose: Callable[[], Place | None]
+) -> tuple[Place, Manifest, Index | SplitIndex, RequireStored] | None:
+    """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
+
+    Of an index in several files it gives the overview, and each rank reads and judges what it needs.
+    """
+    frames: list[bytes] = []
+    own = None
+    read: tuple[Manifest, Index | SplitIndex] | None = None
+    short: dict[str, tuple[int, CheckpointError]] = {}
+    if comm.rank == 0:
+        place = None
+        try:
+            place = choose()
+            if place is not None:
+                frames = given_frames(place)
+                # Judged before it is given away, so that damage is one rank's error and not every rank's.
+                with collector_paused():
+                    read = resolved_frames(frames, place)
+                    if isinstance(read[1], Index):
+                        require_covered(read[1], clock, place.url)
+                short = short_packs(place.store, place.folder, read[0])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
+            own = error
+        head = {
+            "error": error_text(own) if own else None,
+            "folder": place.folder if place else None,
+            "step": place.step if place else None,
+            "short": {name: [there, error_text(error)] for name, (there, error) in short.items()},
+        }
+        frames = [json.dumps(head).encode(), *frames]
+    frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
+    head = json.loads(frames[0])
+    if head["error"] is not None:
+        raise own if own is not None else error_from(head["error"], "rank 0: ")
+    if head["folder"] is None:
+        return None
+    place = Place(store, head["folder"], head["step"])
+    if read is None:
+        with collector_paused():
+            read = resolved_frames(frames[1:], place)
+    manifest, index = read
+    told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
+    return place, manifest, index, stored_by(index, told)
+
+
+def given_frames(place: Place) -> list[bytes]:
+    """Return what rank 0 reads for every rank: the manifest, and the index or the overview of a split one.
+
+    Raises:
+        MissingError: There is no checkpoint.
+        CorruptError: A file is not what the manifest says.
+    """
+    data = manifest_bytes_at(place)
+    manifest = manifest_in(place.folder, data, f"{place.url}/manifest.json")
+    records = manifest.indexes if manifest.overview is None else (manifest.overview,)
+    return [data, *(read_file(place.store, place.folder, manifest.attempt, record) for record in records)]
+
+
+def resolved_frames(frames: Sequence[bytes], place: Place) -> tuple[Manifest, Index | SplitIndex]:
+    """Return the manifest and the index that rank 0 gave, every number of them checked.
+
+    Raises:
+        CorruptError: They are not possible ones, or contradict each other.
+    """
+    manifest = decode_manifest(frames[0], f"{place.url}/manifest.json")
+    where = f"{place.store.url}/{place.folder}"
+    if manifest.overview is None:
+        return manifest, index_from(manifest, list(frames[1:]), where)
+
+    def read_files(records: Sequence[FileRecord]) -> Iterator[bytes]:
+        return each_in_flight(lambda each: read_file(place.store, place.folder, manifest.attempt, each), records)
+
+    return manifest, SplitIndex(overview_from(manifest, frames[1], where), manifest, read_files, where)
+
+
+def index_for(stored: Index | SplitIndex, wanted: Sequence[tuple[str, Box]], clock: Clock, place: Place) -> Index:
+    """Return an index that lists all pieces of what a rank wants, proven to hold it exactly once.
+
+    Args:
+        stored: The index; a whole one has been proven by rank 0.
+        wanted: Boxes of stored tensors.
+        clock: For chance.
+        place: The checkpoint, for messages.
+    Raises:
+        CorruptError: Index files are not what the manifest says, or leave holes in what is wanted.
+    """
+    if isinstance(stored, Index):
+        return stored
+    index = stored.read_for(wanted)
+    require_wanted_covered(index, wanted, clock, place.url)
+    return index
