@@ -12,7 +12,11 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from bench import conditions
+from bench.part import Measured, Params, Part, Round, Spread
 
 HERE = Path(__file__).parent
 CASES = {
@@ -26,13 +30,12 @@ ROWS, COLUMNS = 1361, 1024
 """Shape of every fp32 tensor: neither ranks nor chunks divide its rows."""
 
 
-def amplifications(folder: Path, total_mib: int, exchange: str = "always") -> dict[str, float]:
+def amplifications(folder: Path, total_mib: int) -> dict[str, float]:
     """Return for each case the bytes read by the whole job over the bytes of the state.
 
     Args:
         folder: Where to save; removed afterwards.
         total_mib: Bytes of the state, about.
-        exchange: Setting of that name.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -40,7 +43,7 @@ def amplifications(folder: Path, total_mib: int, exchange: str = "always") -> di
         for ranks in sorted({saving for saving, _, _ in CASES.values()}):
             _run_ranks(ranks, "save", str(folder / f"from-{ranks}"), str(total_mib))
         return {
-            name: _run_ranks(loading, "load", str(folder / f"from-{saving}"), str(total_mib), layout, exchange)
+            name: _run_ranks(loading, "load", str(folder / f"from-{saving}"), str(total_mib), layout)
             for name, (saving, loading, layout) in CASES.items()
         }
     finally:
@@ -73,7 +76,7 @@ def _run_ranks(count: int, *arguments: str) -> float:
             rank.kill()
 
 
-def _rank_main(verb: str, path: str, total_mib: str, layout: str = "rows", exchange: str = "always") -> None:
+def _rank_main(verb: str, path: str, total_mib: str, layout: str = "rows") -> None:
     """Save or load on this rank; rank 0 prints the bytes read by all ranks over those of the state."""
     import torch
     import torch.distributed as dist
@@ -100,7 +103,7 @@ def _rank_main(verb: str, path: str, total_mib: str, layout: str = "rows", excha
     else:
         placement = Shard(0) if layout == "rows" else Shard(1)
         target = state(placement, fill=False)
-        report = holdfast.load(path, target, settings=holdfast.Settings(exchange=exchange))
+        report = holdfast.load(path, target, settings=holdfast.Settings(exchange="always"))
         for name, expected in state(placement, fill=True).items():
             assert torch.equal(target[name].to_local(), expected.to_local()), name
         read = torch.tensor([report.bytes])
@@ -112,16 +115,29 @@ def _rank_main(verb: str, path: str, total_mib: str, layout: str = "rows", excha
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Print the amplification of each case, exchanged and not."""
-    folder, total_mib = HERE.parent / "runs" / "amplification", 192
-    exchanged, alone = (amplifications(folder, total_mib, exchange) for exchange in ("always", "never"))
-    for name, ratio in exchanged.items():
-        print(f"  {name:12} {ratio:6.3f}   (everybody reading for himself: {alone[name]:.3f})")
+def measure(root: Path, params: Params) -> Measured:
+    """Count the reads of each case."""
+    found = amplifications(root, params["mib"])
+    conditions.say(", ".join(f"{name} {ratio:.3f}" for name, ratio in found.items()))
+    return Measured([found], [])
+
+
+def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
+    """Say the worst of the cases."""
+    found = [each[name] for each in rounds for name in CASES]
+    return {"reshard_read_amplification": Spread(max(found), min(found), max(found))}
+
+
+PART = Part(
+    name="amplification",
+    question="How many bytes does a job read that loads onto another layout, over those of the state?",
+    ranks=1,
+    full={"mib": 192},
+    quick={"mib": 48},
+    measure=measure,
+    keys=keys,
+)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        _rank_main(*sys.argv[1:])
-    else:
-        main()
+    _rank_main(*sys.argv[1:])

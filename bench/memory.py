@@ -53,7 +53,7 @@ def extra_mib(way: str, root: Path, mib: int) -> float:
             if way == "blocking":
                 holdfast.save(root / str(step), {"model": model}, process_group=False)
             else:
-                handle = manager.save(step, {"model": model})
+                handle = manager.save(step, {"model": model, "optimizer": optimizer})
                 # Nothing was computed meanwhile: the fence finds almost everything still to be copied.
                 optimizer.step()
                 report = handle.wait()
