@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -243,20 +244,23 @@ def test_a_forked_child_does_not_save_with_its_parents_manager(tmp_path: Path) -
     assert not list(holdfast.open_checkpoint(tmp_path / "two").verify())
 
 
-def test_workers_forked_while_a_save_is_in_flight(tmp_path: Path) -> None:
-    tensors = {"weights": torch.randn(8 << 20)}
-    with holdfast.CheckpointManager(tmp_path, process_group=False) as manager:
+@pytest.mark.parametrize("staging", ["copy", "lazy"])
+def test_workers_forked_while_a_save_is_in_flight(tmp_path: Path, staging: Literal["copy", "lazy"]) -> None:
+    model = torch.nn.Linear(2048, 4096)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    settings = Settings(staging=staging)
+    with holdfast.CheckpointManager(tmp_path, process_group=False, settings=settings) as manager:
         handles: list[SaveHandle] = []
 
         def batches() -> Iterator[torch.Tensor]:
             loader = DataLoader(list(range(64)), batch_size=8, num_workers=2, multiprocessing_context="fork")
             for step in range(3):
-                handles.append(manager.save(step, tensors))
+                handles.append(manager.save(step, state))
                 yield from loader
 
         assert sum(int(batch.sum()) for batch in batches()) == 3 * sum(range(64))
-        for handle in handles:
-            handle.wait(timeout=60.0)
+        reports = [handle.wait(timeout=60.0) for handle in handles]
+        assert [report.staging for report in reports if report is not None] == [staging] * 3
         assert manager.steps() == [0, 1, 2]
     for step in range(3):
         assert not list(holdfast.open_checkpoint(tmp_path / f"step-{step:012}").verify())
