@@ -4,6 +4,7 @@
 #   make test    the whole test suite
 #   make check   ruff, mypy, import-linter
 #   make bench   the small benchmark
+#   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make clean   remove the environment, caches and runs
 #
@@ -11,7 +12,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench fuzz clean
+.PHONY: help demo test check bench bench-scale fuzz clean
 
 TORCH := torch==2.13.0
 VENV := .venv
@@ -58,6 +59,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(PY) -m bench
+
+bench-scale: $(READY)
+	@$(PY) -m bench.scale
 
 # atheris is installed for this target alone: it is large, and no test needs it.
 fuzz: $(READY)

@@ -16,12 +16,13 @@ from holdfast.cli.screen import printable
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.frameworks.torch.containers import put_together
-from holdfast.plan.cover import uncovered_names
+from holdfast.manager.soundness import uncovered_names
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.repository import values
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import Index, IndexDocument, decode_index, encode_index, index_of
+from holdfast.repository.index import Index
+from holdfast.repository.index_file import IndexDocument, decode_index, encode_index, index_of
 from holdfast.repository.manifest import decode_manifest, encode_manifest
 from holdfast.repository.names import is_index_name, is_pack_name, is_part_name, step_folder, step_of_folder
 from holdfast.repository.pack import entries_of
@@ -272,7 +273,7 @@ def _prove(found: Index) -> None:
     small = [each for each in found.tensors.values() if math.prod(each.global_shape) <= ELEMENTS_COUNTED_MAX]
     if sum(len(found.pieces_of(each.fqn)) for each in small) > 200:
         return
-    wrong = set(uncovered_names(small, found.pieces_of, 12345))
+    wrong = set(uncovered_names(found, 12345))
     for tensor in small:
         counts = np.zeros(tensor.global_shape, dtype=np.int64)
         for piece in found.pieces_of(tensor.fqn):
@@ -286,7 +287,7 @@ def _prove(found: Index) -> None:
         )
         apart = all(later[0] >= each[1] for each, later in pairwise(spans))
         if exact and apart and len({piece.pack for piece in found.pieces_of(tensor.fqn)}) <= 1:
-            plan = load_plan([WantedBoxes(tensor.fqn, (whole,))], found.pieces_of, 1 << 22)
+            plan = load_plan([WantedBoxes(tensor.fqn, (whole,))], found.pieces_near, 1 << 22)
             placed = sum(part.box.numel for run in plan.runs for chunk in run.chunks for part in chunk.parts)
             assert placed == math.prod(tensor.global_shape), tensor
 

@@ -163,7 +163,7 @@ def require_filled_within(tensor: Tensor, target: GlobalTensor, rank: int) -> No
 def require_needed_chunks(job: Job2Job, index: Index, rank: int, report: LoadReport) -> None:
     wanted = {tensor.fqn: tensor.for_load().regions_on(rank) for tensor in job.tensors}
     boxes = {t.fqn: tuple(box for each in wanted[t.fqn] for box in region_boxes(each, t.shape)) for t in job.tensors}
-    plan = load_plan([WantedBoxes(*each) for each in boxes.items()], index.pieces_of, SETTINGS.window_bytes)
+    plan = load_plan([WantedBoxes(*each) for each in boxes.items()], index.pieces_near, SETTINGS.window_bytes)
     planned = [(run.pack, chunk.offset, chunk.bytes) for run in plan.runs for chunk in run.chunks]
     needed = {
         (piece.pack, piece.offset + start, min(SETTINGS.chunk_bytes, piece.bytes - start))

@@ -127,7 +127,7 @@ class Checkpoint:
             near = [name for name in self.index.tensors if name.endswith(fqn.rpartition(".")[2])][:5]
             raise MissingError(f"{self.url}: no tensor {fqn!r}; names that end alike: {near}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
-        plan = load_plan([WantedBoxes(stored, (box,))], self.index.pieces_of, self._settings.read_window_bytes)
+        plan = load_plan([WantedBoxes(stored, (box,))], self.index.pieces_near, self._settings.read_window_bytes)
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
         prefix = f"{self._place.folder}{self.manifest.attempt}/"
@@ -179,7 +179,7 @@ class Checkpoint:
         if absent:
             raise MissingError(f"{self.url}: no tensor {absent[0]!r}. See .tensors")
         return forecast(
-            described, [stored[fqn] for fqn in names], self.index.pieces_of, self._settings.read_window_bytes
+            described, [stored[fqn] for fqn in names], self.index.pieces_near, self._settings.read_window_bytes
         )
 
     def verification(self, observer: Observer | None = None) -> Verification:

@@ -281,7 +281,7 @@ def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings
                 "Expected the same; pass cast=True to convert"
             )
     wanted = [WantedBoxes(each.stored_fqn, each.boxes) for each in restoration.wanted]
-    return load_plan(wanted, index.pieces_of, settings.read_window_bytes)
+    return load_plan(wanted, index.pieces_near, settings.read_window_bytes)
 
 
 def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:

@@ -9,13 +9,14 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.place import Place
-from holdfast.plan.cover import uncovered_names
+from holdfast.manager.soundness import uncovered_names
 from holdfast.ports.store import Store
 from holdfast.repository import values
 from holdfast.repository.catalog import check_size, read_file
-from holdfast.repository.index import Index
+from holdfast.repository.index import Index, Merging
 from holdfast.repository.names import part_name
 from holdfast.repository.part import decode_part, require_own
+from holdfast.repository.tensors import TensorTables
 from holdfast.spec.manifest import FileRecord
 from holdfast.spec.values import Group, Value
 
@@ -50,7 +51,7 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
         CorruptError: A part or pack is not what its rank voted for.
     """
-    index = Index(chunk_bytes)
+    merging, tables = Merging(chunk_bytes), TensorTables()
     packs: list[FileRecord] = []
     records: list[FileRecord] = []
     trees: list[Group] = []
@@ -60,9 +61,9 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
         record = FileRecord(part_name(rank), vote.part_bytes, vote.part_digest)
         data = read_file(place.store, place.folder, attempt, record)
         with collector_paused():
-            part = decode_part(data, record.name)
+            part = decode_part(data, record.name, tables)
             require_own(part, rank, attempt, place.url)
-            index.merge(part.index, f"{place.url}: rank {rank}")
+            merging.add(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
         records.append(record)
         for alias, fqn in part.aliases.items():
@@ -75,6 +76,7 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
                 raise CorruptError(f"{place.url}: the part of rank {rank} holds no state; expected its root")
             trees.append(tree)
     with collector_paused():
+        index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, place.url)
     require_sizes(place.store, f"{place.folder}{attempt}/", packs)
     provenance = tuple(
@@ -91,7 +93,7 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
     Raises:
         InvalidError: Names the tensors and their pieces.
     """
-    wrong = uncovered_names([index.tensors[fqn] for fqn in sorted(index.tensors)], index.pieces_of, seed)
+    wrong = uncovered_names(index, seed)
     if wrong:
         said = []
         for fqn in wrong[:10]:

@@ -11,13 +11,13 @@ from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import collector_paused
+from holdfast.manager.commit import assembled
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
-from holdfast.manager.merge import merged
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
 from holdfast.manager.plans import SavePlan, save_plan
-from holdfast.manager.provenance import layouts_of, software_at_hand
+from holdfast.manager.provenance import layouts_of
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
 from holdfast.plan.ownership import owned_by
@@ -26,14 +26,13 @@ from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest, exists
 from holdfast.repository.digest import hex_digest_of, short_digest_of
-from holdfast.repository.index import Index, encode_index
-from holdfast.repository.manifest import encode_manifest
-from holdfast.repository.names import index_name, is_attempt_file, is_attempt_folder, part_name
+from holdfast.repository.listing import Listing
+from holdfast.repository.names import is_attempt_file, is_attempt_folder, part_name
 from holdfast.repository.pack import header_body
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
-from holdfast.spec.manifest import FileRecord, Manifest, Parent
-from holdfast.spec.plan import PackPlan, Piece, PlannedPack
+from holdfast.spec.manifest import Parent
+from holdfast.spec.plan import PlannedPack
 
 logger = logging.getLogger(__name__)
 
@@ -183,16 +182,17 @@ class Save:
         """Return what makes this rank's part, once its packs are written."""
         job, speaks = self._job, agreement.speaks
         # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
-        tensors = {each.shard.tensor.fqn: each.shard.tensor for each in collected.shards} if speaks else {}
+        tensors = [each.shard.tensor for each in collected.shards] if speaks else []
         aliases, layouts = (dict(collected.aliases), layouts_of(collected)) if speaks else ({}, ())
         tree = digests.tree_bytes if speaks else None
         per_rank = digests.per_rank_bytes
 
         def part_of(packs: Sequence[PlannedPack], written: Sequence[WrittenPack]) -> RankPart:
-            index = Index(job.settings.chunk_bytes, dict(tensors))
             with collector_paused():
+                listing = Listing(job.settings.chunk_bytes, tensors)
                 for pack, each in zip(packs, written, strict=True):
-                    _list_pieces(index, pack.plan, len(pack.header), each.digests)
+                    listing.add_pack(pack.plan, len(pack.header), each.digests)
+                index = listing.index()
             return RankPart(
                 rank=job.comm.rank,
                 attempt=agreement.attempt,
@@ -264,38 +264,10 @@ class Save:
         return digest
 
     def _publish(self, votes: list[Vote], agreement: Agreement) -> str:
-        place, attempt, settings = self._place, agreement.attempt, self._job.settings
-        whole = merged(place, attempt, votes, settings.chunk_bytes)
-        indexes = []
-        with collector_paused():
-            splits = list(whole.index.split(settings.index_chunks_max))
-        for number, index in enumerate(splits):
-            with collector_paused():
-                data = encode_index(index)
-            name = index_name(number)
-            self._own_keys.append(self._key(agreement, name))
-            place.store.put_if_absent(self._own_keys[-1], data)
-            indexes.append(FileRecord(name, len(data), hex_digest_of(data)))
-        note = agreement.note
-        manifest = Manifest(
-            run_id=str(note["run_id"]),
-            step=place.step,
-            attempt=attempt,
-            created=str(note["created"]),
-            # Known only now: the save before was perhaps still being written when this one began.
-            parent=self._parent_of(),
-            world_size=self._job.comm.world_size,
-            layouts=whole.layouts,
-            software=software_at_hand(),
-            tensors=len(whole.index.tensors),
-            tensor_bytes=sum(tensor.global_bytes for tensor in whole.index.tensors.values()),
-            aliases=whole.aliases,
-            tree=whole.tree,
-            packs=whole.packs,
-            parts=whole.parts,
-            indexes=tuple(indexes),
+        place = self._place
+        data = assembled(
+            place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
         )
-        data = encode_manifest(manifest)
         try:
             publish(place.store, place.manifest_key, data)
         except ConflictError:
@@ -437,9 +409,3 @@ def _typed(error: BaseException, name: str) -> CheckpointError:
     typed = UnavailableError(f"{name}: {type(error).__name__}: {error}")
     typed.__cause__ = error
     return typed
-
-
-def _list_pieces(index: Index, pack: PackPlan, header_bytes: int, digests: tuple[bytes, ...]) -> None:
-    for item, each in zip(pack.items, digests, strict=True):
-        piece = Piece(item.tensor, item.region, pack.name, header_bytes + item.data_offset, each, index.chunk_bytes)
-        index.add(piece, pack.name)

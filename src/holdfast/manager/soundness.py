@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.plan.cover import uncovered_names
+from holdfast.plan.cover import uncovered_tensors
 from holdfast.ports.clock import Clock
 from holdfast.repository.index import Index
 
@@ -20,11 +20,24 @@ def require_covered(index: Index, clock: Clock, where: str) -> None:
         CorruptError: Names the tensors.
     """
     seed = int.from_bytes(clock.random_bytes(8), "little")
-    wrong = uncovered_names(index.tensors.values(), index.pieces_of, seed)
+    wrong = uncovered_names(index, seed)
     if wrong:
         raise CorruptError(
             f"{where}: the pieces of {len(wrong)} tensors leave holes or overlap: {wrong[:10]}. Read another copy"
         )
+
+
+def uncovered_names(index: Index, seed: int) -> list[str]:
+    """Return the FQNs of the tensors that their pieces do not cover exactly once.
+
+    Args:
+        index: The index.
+        seed: Any number; one that nobody can foretell proves it of crafted pieces too.
+    """
+    pieces = index.pieces
+    wrong = uncovered_tensors(index.table.shapes, pieces.tensors, pieces.flat, pieces.starts, pieces.stops, seed)
+    names = list(index.tensors)
+    return [names[number] for number in wrong]
 
 
 def stored_by(index: Index, short: Mapping[str, tuple[int, CheckpointError]]) -> RequireStored:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.spec.box import Box
-from holdfast.spec.plan import Piece
-from holdfast.spec.region import region_boxes
-from holdfast.spec.tensor import TensorSpec
+from holdfast.spec.box import flat_range_boxes
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -56,32 +54,73 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
     return [int(number) for number in np.flatnonzero(wrong)]
 
 
-def uncovered_names(tensors: Iterable[TensorSpec], pieces_of: Callable[[str], Sequence[Piece]], seed: int) -> list[str]:
-    """Return the FQNs of the tensors that their pieces do not cover exactly once.
+def uncovered_tensors(
+    shapes: Sequence[tuple[int, ...]], tensor: Ints, flat: NDArray[np.bool_], start: Ints, stop: Ints, seed: int
+) -> list[int]:
+    """Return the tensors that their pieces, boxes and flat ranges alike, do not cover exactly once.
 
     Args:
-        tensors: The tensors to prove.
-        pieces_of: Pieces of an FQN, each inside its tensor (the caller has checked).
-        seed: As for `uncovered`; one that nobody can foretell proves it of crafted pieces too.
+        shapes: Global shape of each tensor.
+        tensor: For each piece the number of its tensor, ascending.
+        flat: Whether a piece is a flat range.
+        start, stop: Coordinates of all pieces one after the other: one for a flat range, for a box as many as its
+            tensor has dimensions. Each piece lies inside its tensor (the caller has checked).
+        seed: As for `uncovered`.
+    Returns:
+        Numbers of the tensors at fault, ascending.
     """
-    doubtful: list[TensorSpec] = []
-    boxes: list[tuple[int, Box]] = []
-    for tensor in tensors:
-        pieces = pieces_of(tensor.fqn)
-        if len(pieces) == 1 and pieces[0].region == Box.whole(tensor.global_shape):
-            continue
-        boxes += ((len(doubtful), box) for piece in pieces for box in region_boxes(piece.region, tensor.global_shape))
-        doubtful.append(tensor)
-    if not doubtful:
+    ndims = np.array([len(shape) for shape in shapes], dtype=np.int64)
+    widths = np.where(flat, 1, ndims[tensor])
+    count = np.bincount(tensor, minlength=len(shapes))
+    flats = np.bincount(tensor[flat], minlength=len(shapes))
+    doubtful = np.ones(len(shapes), dtype=bool)
+    doubtful[_whole_in_one(shapes, tensor, (count == 1) & (flats == 0), widths, start, stop)] = False
+    chosen = np.flatnonzero(doubtful)
+    if not len(chosen):
         return []
+    # Where all pieces are flat ranges, the tensor is a line; where some are, these become boxes.
+    lines, mixed = flats == count, (flats > 0) & (flats < count)
+    taken = doubtful[tensor] & ~(flat & mixed[tensor])
+    at = np.repeat(taken, widths)
+    tensors, starts, stops = [tensor[taken]], [start[at]], [stop[at]]
+    first = np.cumsum(widths) - widths
+    for piece in np.flatnonzero(flat & mixed[tensor]).tolist():
+        shape = shapes[int(tensor[piece])]
+        boxes = list(flat_range_boxes(shape, int(start[first[piece]]), int(stop[first[piece]])))
+        tensors.append(np.full(len(boxes), tensor[piece]))
+        starts.append(np.array([each for box in boxes for each in box.start], dtype=np.int64))
+        stops.append(np.array([each for box in boxes for each in box.stop], dtype=np.int64))
+    number_of = np.cumsum(doubtful) - 1
     wrong = uncovered(
-        [tensor.global_shape for tensor in doubtful],
-        np.array([number for number, _ in boxes], dtype=np.int64),
-        np.array([at for _, box in boxes for at in box.start], dtype=np.int64),
-        np.array([at for _, box in boxes for at in box.stop], dtype=np.int64),
+        [
+            (math.prod(shapes[number]),) if line and count[number] else shapes[number]
+            for number, line in zip(chosen.tolist(), lines[chosen].tolist(), strict=True)
+        ],
+        number_of[np.concatenate(tensors)],
+        np.concatenate(starts),
+        np.concatenate(stops),
         seed,
     )
-    return [doubtful[number].fqn for number in wrong]
+    return chosen[wrong].tolist() if wrong else []
+
+
+def _whole_in_one(
+    shapes: Sequence[tuple[int, ...]],
+    tensor: Ints,
+    alone: NDArray[np.bool_],
+    widths: Ints,
+    start: Ints,
+    stop: Ints,
+) -> Ints:
+    """Return those of the tensors with a single piece, a box, of which it is the whole: nearly all that are small."""
+    of_one = alone[tensor]
+    at = np.repeat(of_one, widths)
+    numbers = np.repeat(tensor, widths)[at]
+    lengths = [length for number in np.flatnonzero(alone).tolist() for length in shapes[number]]
+    short = (start[at] != 0) | (stop[at] != np.array(lengths, dtype=np.int64))
+    whole = alone.copy()
+    whole[numbers[short]] = False
+    return np.flatnonzero(whole)
 
 
 def _volumes(start: Ints, stop: Ints, key: int) -> _Words:

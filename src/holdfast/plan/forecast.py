@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holdfast.plan.intersect import WantedBoxes, load_plan
-from holdfast.plan.nearby import NearbyPieces
+from holdfast.spec.box import Box
 from holdfast.spec.forecast import Forecast, RankForecast
 from holdfast.spec.mesh import DescribedMesh
 from holdfast.spec.plan import Piece
@@ -16,7 +16,7 @@ from holdfast.spec.tensor import TensorSpec
 def forecast(
     mesh: DescribedMesh,
     tensors: Sequence[TensorSpec],
-    pieces_of: Callable[[str], Sequence[Piece]],
+    pieces_near: Callable[[str, Box], Sequence[Piece]],
     run_bytes_max: int,
 ) -> Forecast:
     """Return what each rank would read, were every tensor laid out on a mesh.
@@ -24,16 +24,17 @@ def forecast(
     Args:
         mesh: The job.
         tensors: What it loads.
-        pieces_of: Stored pieces of an FQN.
+        pieces_near: Stored pieces of an FQN, all that share an element with a box among them.
         run_bytes_max: Neighbouring chunks are read together up to this many bytes.
     """
-    nearby = {tensor.fqn: NearbyPieces(pieces_of(tensor.fqn)) for tensor in tensors}
     ranks: list[RankForecast] = []
     for rank in range(mesh.ranks):
         twin = mesh.twin_of(rank)
         # Replicas read the same; a rank's twin has been reckoned up before it.
         ranks.append(
-            replace(ranks[twin], rank=rank) if twin < rank else _on_rank(mesh, rank, tensors, nearby, run_bytes_max)
+            replace(ranks[twin], rank=rank)
+            if twin < rank
+            else _on_rank(mesh, rank, tensors, pieces_near, run_bytes_max)
         )
     return Forecast(mesh, tuple(ranks), len(tensors), sum(tensor.global_bytes for tensor in tensors))
 
@@ -42,7 +43,7 @@ def _on_rank(
     mesh: DescribedMesh,
     rank: int,
     tensors: Sequence[TensorSpec],
-    nearby: Mapping[str, NearbyPieces],
+    pieces_near: Callable[[str, Box], Sequence[Piece]],
     run_bytes_max: int,
 ) -> RankForecast:
     # A model has few shapes and many tensors of each.
@@ -50,7 +51,7 @@ def _on_rank(
     boxes_of = {tensor.fqn: boxes_by_shape[tensor.global_shape] for tensor in tensors}
     plan = load_plan(
         [WantedBoxes(fqn, boxes) for fqn, boxes in boxes_of.items()],
-        lambda fqn: nearby[fqn].near(boxes_of[fqn]),
+        pieces_near,
         run_bytes_max,
     )
     return RankForecast(

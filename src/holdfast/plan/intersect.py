@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.plan.nearby import NearbyPieces
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count, chunk_range
 from holdfast.spec.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
 from holdfast.spec.region import elements_spanned, run_boxes
-
-_FEW = 8
-"""Pieces of a tensor that are sooner asked one by one than put in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +23,20 @@ class WantedBoxes:
 
 
 def load_plan(
-    wanted: Sequence[WantedBoxes], pieces_of: Callable[[str], Sequence[Piece]], run_bytes_max: int
+    wanted: Sequence[WantedBoxes], pieces_near: Callable[[str, Box], Sequence[Piece]], run_bytes_max: int
 ) -> LoadPlan:
     """Return the reads that fill every wanted box: each chunk that meets one, once, whole, and no other.
 
     Args:
         wanted: What is wanted, by number.
-        pieces_of: Stored pieces of an FQN.
+        pieces_near: Stored pieces of an FQN, all that share an element with a box among them.
         run_bytes_max: Neighbouring chunks are read together up to this many bytes.
     """
     parts: dict[tuple[str, int], list[Part]] = {}
     chunks: dict[tuple[str, int], tuple[Piece, int]] = {}
     for number, each in enumerate(wanted):
-        pieces = pieces_of(each.stored_fqn)
-        nearby = NearbyPieces(pieces) if len(pieces) > _FEW else None
         for box in each.boxes:
-            for piece in pieces if nearby is None else nearby.near((box,)):
+            for piece in pieces_near(each.stored_fqn, box):
                 for chunk_number, part in _parts(number, piece, box):
                     key = piece.pack, piece.offset + chunk_number * piece.chunk_bytes
                     chunks[key] = piece, chunk_number

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from itertools import pairwise
+
+import numpy as np
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import INDEX_BYTES_MAX, Index, decode_index
+from holdfast.repository.index import Index, Merging
+from holdfast.repository.index_file import INDEX_BYTES_MAX, decode_index
 from holdfast.repository.manifest import MANIFEST_BYTES_MAX, check_format, decode_manifest, sealed, unsealed
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder, step_of_folder
 from holdfast.repository.publish import publish
@@ -180,40 +182,61 @@ def index_from(manifest: Manifest, files: list[bytes], where: str) -> Index:
     Raises:
         CorruptError: A file is not an index, two files list one tensor, or a piece lies outside its pack.
     """
-    index: Index | None = None
-    for data, record in zip(files, manifest.indexes, strict=True):
-        part = decode_index(data, f"{where}{manifest.attempt}/{record.name}")
-        if index is None:
-            index = part
-            continue
-        if index.tensors.keys() & part.tensors.keys() or index.chunk_bytes != part.chunk_bytes:
-            raise CorruptError(f"{where}{manifest.attempt}/{record.name}: repeats a tensor of another index file")
-        index.tensors.update(part.tensors)
-        index.pieces.update(part.pieces)
-    if index is None:
+    indexes = [
+        decode_index(data, f"{where}{manifest.attempt}/{record.name}")
+        for data, record in zip(files, manifest.indexes, strict=True)
+    ]
+    if not indexes:
         raise CorruptError(f"{where}: the manifest names no index")
-    pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for piece in index.all_pieces():
-        start, stop = piece.offset, piece.offset + piece.bytes
-        if stop > pack_bytes.get(piece.pack, -1):
-            raise CorruptError(
-                f"{where}{manifest.attempt}/{piece.pack}: {piece.tensor.fqn} at bytes {start}–{stop}; "
-                f"the manifest gives the pack {pack_bytes.get(piece.pack)} bytes"
-            )
-        if start < stop:
-            spans.setdefault(piece.pack, []).append((start, stop))
-    for name, taken in spans.items():
-        taken.sort()
-        # Also bounds what an index can claim by what its packs hold.
-        overlap = next((later for each, later in pairwise(taken) if later[0] < each[1]), None)
-        if overlap is not None:
-            raise CorruptError(f"{where}{manifest.attempt}/{name}: two pieces hold byte {overlap[0]}; expected one")
+    index = indexes[0]
+    if len(indexes) > 1:
+        listed = [fqn for each in indexes for fqn in each.tensors]
+        if len(set(listed)) < len(listed):
+            raise CorruptError(f"{where}{manifest.attempt}: two index files list one tensor: one repeats the other")
+        merging = Merging(index.chunk_bytes)
+        try:
+            for each in indexes:
+                merging.add(each, f"{where}{manifest.attempt}")
+        except InvalidError as error:
+            raise CorruptError(str(error)) from error
+        index = merging.merged()
+    _require_places(index, manifest, where)
     for alias, fqn in manifest.aliases.items():
         if fqn not in index.tensors or alias in index.tensors:
             raise CorruptError(f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor")
     _require_totals(index, manifest, where)
     return index
+
+
+def _require_places(index: Index, manifest: Manifest, where: str) -> None:
+    """Refuse pieces beyond the end of their packs, and two that share a byte: what an index claims, packs must hold.
+
+    Raises:
+        CorruptError: Names the first.
+    """
+    pieces = index.pieces
+    known = {pack.name: pack.bytes for pack in manifest.packs}
+    # What no pack holds is beyond the end of every pack.
+    ends = np.array([min(known.get(name, -1), np.iinfo(np.int64).max) for name in index.packs], dtype=np.int64)
+    room = ends[pieces.packs] - pieces.bytes
+    beyond = pieces.offsets > room
+    if beyond.any():
+        at = int(beyond.argmax())
+        pack = index.packs[int(pieces.packs[at])]
+        fqn = list(index.tensors)[int(pieces.tensors[at])]
+        start = int(pieces.offsets[at])
+        raise CorruptError(
+            f"{where}{manifest.attempt}/{pack}: {fqn} at bytes {start}–{start + int(pieces.bytes[at])}; "
+            f"the manifest gives the pack {known.get(pack)} bytes"
+        )
+    filled = np.flatnonzero(pieces.bytes)
+    order = filled[np.lexsort((pieces.offsets[filled], pieces.packs[filled]))]
+    stops = pieces.offsets[order] + pieces.bytes[order]
+    shared = (pieces.packs[order][1:] == pieces.packs[order][:-1]) & (pieces.offsets[order][1:] < stops[:-1])
+    if shared.any():
+        at = int(order[1:][int(shared.argmax())])
+        name, byte = index.packs[int(pieces.packs[at])], int(pieces.offsets[at])
+        raise CorruptError(f"{where}{manifest.attempt}/{name}: two pieces hold byte {byte}; expected one")
 
 
 def _require_totals(index: Index, manifest: Manifest, where: str) -> None:

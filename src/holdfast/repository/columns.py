@@ -41,3 +41,24 @@ def unpacked(column: tuple[int, bytes], where: str, count: int | None = None) ->
     if width == 8 and numbers.size and int(numbers.max()) > np.iinfo(np.int64).max:
         raise CorruptError(f"{where}: a number of {int(numbers.max())}; expected at most 2**63 - 1")
     return numbers.astype(np.int64)
+
+
+def firsts(counts: Ints) -> Ints:
+    """Return where each of several runs begins that lie one after the other, and where the last one ends."""
+    found = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=found[1:])
+    return found
+
+
+def positions(first: Ints, numbers: Ints) -> Ints:
+    """Return every position of the runs chosen, run after run.
+
+    Args:
+        first: Where each run begins, and where the last one ends.
+        numbers: Which runs, in any order.
+    """
+    begin = first[numbers]
+    counts = first[numbers + 1] - begin
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(begin - (ends - counts), counts) + np.arange(total)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.errors import CorruptError
-from holdfast.repository.index import Index, IndexDocument, document_of, index_of
+from holdfast.repository.index import Index
+from holdfast.repository.index_file import IndexDocument, document_of, index_of
 from holdfast.repository.names import is_pack_name
+from holdfast.repository.tensors import TensorTables
 from holdfast.spec.manifest import FileRecord
 
 
@@ -81,14 +83,21 @@ def encode_part(part: RankPart) -> bytes:
     )
 
 
-def decode_part(data: bytes, where: str) -> RankPart:
+_DECODER = msgspec.msgpack.Decoder(_PartDocument)
+
+
+def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> RankPart:
     """Return the part that a file holds.
 
+    Args:
+        data: The file.
+        where: Its name, for messages.
+        tables: Tables of tensors of parts decoded before; thousands of ranks list the same few.
     Raises:
         CorruptError: It is not a part, or not a possible one.
     """
     try:
-        document = msgspec.msgpack.decode(data, type=_PartDocument)
+        document = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptError(f"{where}: not a part of format 1 ({error})") from error
     for name, pack_bytes, _ in document.packs:
@@ -97,7 +106,7 @@ def decode_part(data: bytes, where: str) -> RankPart:
     return RankPart(
         document.rank,
         document.attempt,
-        index_of(document.index, where),
+        index_of(document.index, where, tables),
         tuple(FileRecord(*pack) for pack in document.packs),
         document.tree,
         document.aliases,

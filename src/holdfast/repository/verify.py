@@ -77,11 +77,8 @@ class Verification:
             # Every index file is what the manifest says, so the manifest and the index contradict each other.
             yield Damage(MANIFEST_FILE, None, None, None, str(error))
             return
-        by_pack: dict[str, list[Piece]] = {pack.name: [] for pack in manifest.packs}
-        for piece in index.all_pieces():
-            by_pack[piece.pack].append(piece)
         for pack in manifest.packs:
-            yield from self._damages_of_pack(pack, sorted(by_pack[pack.name], key=lambda piece: piece.offset))
+            yield from self._damages_of_pack(pack, index.pieces_in(pack.name))
         yield from self._surplus()
 
     def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:

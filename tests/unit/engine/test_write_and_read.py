@@ -135,7 +135,7 @@ def test_what_is_written_is_read_back(
         assert piece.digests == b"".join(digest_of(chunk) for chunk in chunks)
         targets.append((HostTarget("uint8", each.shard.pieces[0]), bytes(expected)))
         wanted.append(WantedBoxes(each.shard.tensor.fqn, each.shard.pieces))
-    plan = load_plan(wanted, pieces.__getitem__, chosen.window_bytes)
+    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     carry_out(plan, store, "0123456789abcdef/", [target for target, _ in targets], chosen)
     assert [target.array.tobytes() for target, _ in targets] == [expected for _, expected in targets]
 
@@ -163,7 +163,7 @@ def test_any_part_of_a_run_may_lie_at_hand(in_place_bytes_min: int) -> None:
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
     chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, in_place_bytes_min=in_place_bytes_min)
-    plan = load_plan(wanted, pieces.__getitem__, chosen.window_bytes)
+    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     assert len(plan.runs) == 1
     for count in range(0, plan.bytes + 500, 499):
         store.count = count
@@ -190,7 +190,7 @@ def test_targets_that_overlap_are_no_damage() -> None:
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
     chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, in_place_bytes_min=1)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
-    plan = load_plan(wanted, pieces.__getitem__, chosen.window_bytes)
+    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
     carry_out(
         plan, store, "0123456789abcdef/", [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])], chosen
@@ -207,7 +207,7 @@ def test_damage_in_what_lies_at_hand_is_found() -> None:
     raw = bytearray(store.get(KEY, 1 << 30))
     raw[-1] ^= 1
     store.put(KEY, bytes(raw))
-    plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], pieces.__getitem__, SMALL.window_bytes)
+    plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=r"t0.*r00000\.safetensors: bytes .* hash to"):
         carry_out(
             plan, store, "0123456789abcdef/", [HostTarget("uint8", shards[0].shard.pieces[0])],
@@ -378,12 +378,12 @@ def test_a_damaged_chunk_is_named_and_not_placed() -> None:
     store.put(KEY, bytes(raw))
     target = HostTarget("uint8", Box((0,), (30000,)))
     target.array[:] = 0
-    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], pieces.__getitem__, SMALL.window_bytes)
+    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=rf"t0: .*{KEY}: bytes {at - 77}–{at - 77 + PAGE_BYTES}"):
         carry_out(plan, store, "0123456789abcdef/", [target], SMALL)
     assert not target.array[2 * PAGE_BYTES : 3 * PAGE_BYTES].any()
     untouched = HostTarget("uint8", Box((0,), (PAGE_BYTES,)))
-    beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], pieces.__getitem__, SMALL.window_bytes)
+    beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     carry_out(beside, store, "0123456789abcdef/", [untouched], SMALL)
 
 
@@ -391,7 +391,7 @@ def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
     store = memory()
     shards = shards_of([30000])
     pieces = pieces_of(shards, write(store, shards, SMALL), SMALL.chunk_bytes)
-    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], pieces.__getitem__, SMALL.window_bytes)
+    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     raw = store.get(KEY, 1 << 30)
     for change in (lambda: store.put(KEY, raw[:-1]), lambda: store.delete([KEY])):
         change()
@@ -401,7 +401,7 @@ def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
 
 def test_an_empty_plan_reads_nothing() -> None:
     faults = Faults()
-    plan = load_plan([WantedBoxes("t0", (Box((0,), (0,)),))], lambda _: [], 4096)
+    plan = load_plan([WantedBoxes("t0", (Box((0,), (0,)),))], lambda *_: [], 4096)
     carry_out(plan, FaultyStore(memory(), faults), "x/", [HostTarget("uint8", Box((0,), (0,)))], SMALL)
     assert faults.seen == []
 

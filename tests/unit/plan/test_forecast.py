@@ -19,7 +19,6 @@ from holdfast.manager.place import Place
 from holdfast.manager.run import Run
 from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
-from holdfast.plan.nearby import NearbyPieces
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Selection
 from holdfast.settings import Settings
@@ -27,7 +26,7 @@ from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count
 from holdfast.spec.mesh import DescribedMesh, described_mesh
 from holdfast.spec.plan import Piece
-from holdfast.spec.region import FlatRange, Region, region_boxes
+from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import Placement, TensorSpec
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
@@ -79,11 +78,11 @@ def test_every_rank_is_told_what_its_load_plan_lists(
     pieces: dict[str, list[Piece]], mesh: DescribedMesh, run_bytes_max: int
 ) -> None:
     tensors = [each[0].tensor for each in pieces.values() if each]
-    told = forecast(mesh, tensors, lambda fqn: pieces[fqn], run_bytes_max)
+    told = forecast(mesh, tensors, lambda fqn, _: pieces[fqn], run_bytes_max)
     assert [each.rank for each in told.ranks] == list(range(math.prod(mesh.shape)))
     for each in told.ranks:
         held = {tensor.fqn: mesh.boxes_on(each.rank, tensor.global_shape) for tensor in tensors}
-        plan = load_plan([WantedBoxes(*item) for item in held.items()], lambda fqn: pieces[fqn], run_bytes_max)
+        plan = load_plan([WantedBoxes(*item) for item in held.items()], lambda fqn, _: pieces[fqn], run_bytes_max)
         chunks = [chunk for run in plan.runs for chunk in run.chunks]
         assert (each.bytes, each.chunks, each.reads) == (plan.bytes, len(chunks), len(plan.runs))
         assert each.held_bytes == sum(box.numel * tensor.itemsize for tensor in tensors for box in held[tensor.fqn])
@@ -93,27 +92,6 @@ def test_every_rank_is_told_what_its_load_plan_lists(
     assert told.bytes == total
     assert told.imbalance == pytest.approx(max(each.bytes for each in told.ranks) / mean if mean else 1.0)
     assert told.stored_bytes == sum(tensor.global_bytes for tensor in tensors)
-
-
-@settings(max_examples=300, deadline=None)
-@given(stored(), st.data())
-def test_no_piece_that_a_box_meets_is_passed_over(pieces: dict[str, list[Piece]], data: st.DataObject) -> None:
-    for each in pieces.values():
-        if not each:
-            continue
-        shape = each[0].tensor.global_shape
-        edges = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
-        box = Box(tuple(a for a, _ in edges), tuple(b for _, b in edges))
-        near = NearbyPieces(each).near([box, box])
-        assert len(near) == len({id(piece) for piece in near})
-        met = [p for p in each if any(b.intersect(box) is not None for b in region_boxes(p.region, shape))]
-        assert all(any(piece is other for other in near) for piece in met)
-
-
-def test_pieces_far_from_a_box_are_not_asked() -> None:
-    spec = TensorSpec("w", "uint8", (1000, 2))
-    pieces = [Piece(spec, Box((n, 0), (n + 1, 2)), "r00000.safetensors", 2 * n, bytes(16), CHUNK) for n in range(1000)]
-    assert len(NearbyPieces(pieces).near([Box((500, 0), (502, 2))])) <= 3
 
 
 # ------------------------------------------------------------------------------------------- against real loads

@@ -73,7 +73,7 @@ def test_the_plan_places_every_wanted_element_from_its_own_byte(
     case: tuple[TensorSpec, list[Piece], list[WantedBoxes]], run_bytes_max: int
 ) -> None:
     spec, pieces, wanted = case
-    plan = load_plan(wanted, lambda _: pieces, run_bytes_max)
+    plan = load_plan(wanted, lambda *_: pieces, run_bytes_max)
     item, shape = spec.itemsize, spec.global_shape
     numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     origin = (0,) * len(shape)
@@ -126,11 +126,11 @@ def test_the_plan_places_every_wanted_element_from_its_own_byte(
 def test_neighbouring_chunks_are_read_together_and_no_further() -> None:
     spec = TensorSpec("w", "uint8", (10 * CHUNK,))
     piece = Piece(spec, Box.whole(spec.global_shape), "r00000.safetensors", 4096, bytes(160), CHUNK)
-    plan = load_plan([WantedBoxes("w", (Box.whole(spec.global_shape),))], lambda _: [piece], 4 * CHUNK)
+    plan = load_plan([WantedBoxes("w", (Box.whole(spec.global_shape),))], lambda *_: [piece], 4 * CHUNK)
     assert [(run.start - 4096) // CHUNK for run in plan.runs] == [0, 4, 8]
     far = (Box((0,), (1,)), Box((5 * CHUNK,), (5 * CHUNK + 1,)))
-    assert len(load_plan([WantedBoxes("w", far)], lambda _: [piece], 1 << 20).runs) == 2
+    assert len(load_plan([WantedBoxes("w", far)], lambda *_: [piece], 1 << 20).runs) == 2
 
 
 def test_what_is_not_stored_is_not_read() -> None:
-    assert load_plan([WantedBoxes("w", (Box((0,), (5,)),))], lambda _: [], 4096).runs == ()
+    assert load_plan([WantedBoxes("w", (Box((0,), (5,)),))], lambda *_: [], 4096).runs == ()

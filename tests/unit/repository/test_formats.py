@@ -16,7 +16,9 @@ from holdfast.repository import values
 from holdfast.repository.catalog import index_from
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.frames import decode_frames, encode_frames
-from holdfast.repository.index import Index, IndexDocument, decode_index, document_of, encode_index, index_of
+from holdfast.repository.index import Index, Merging
+from holdfast.repository.index_file import IndexDocument, decode_index, document_of, encode_index, index_of
+from holdfast.repository.listing import Listing
 from holdfast.repository.names import (
     STEP_MAX,
     index_name,
@@ -48,9 +50,15 @@ def piece(fqn: str, dtype: str, shape: tuple[int, ...], region: Region, pack: st
     return Piece(spec, region, pack, offset, bytes(range(16)) * count, CHUNK)
 
 
-def small_index() -> Index:
-    index = Index(CHUNK)
-    for each in (
+def index_with(*pieces: Piece, chunk_bytes: int = CHUNK) -> Index:
+    listing = Listing(chunk_bytes)
+    for each in pieces:
+        listing.add(each.tensor, each.region, each.pack, each.offset, each.digests)
+    return listing.index()
+
+
+def small_pieces() -> tuple[Piece, ...]:
+    return (
         piece("w", "float32", (70, 30), Box((0, 0), (35, 30)), "r00000.safetensors", 4096),
         piece("w", "float32", (70, 30), Box((35, 0), (70, 30)), "r00001.safetensors", 8192),
         piece("scalar", "bfloat16", (), Box((), ()), "r00000.safetensors", 12000),
@@ -58,9 +66,11 @@ def small_index() -> Index:
         piece("flat", "complex32", (9, 70), FlatRange(0, 101), "enc/r00001.safetensors", 4096),
         piece("flat", "complex32", (9, 70), FlatRange(101, 630), "enc/r00000.safetensors", 4096),
         piece("ß.ü", "bool", (5,), Box((0,), (5,)), "r00001.safetensors", 40000),
-    ):
-        index.add(each, "test")
-    return index
+    )
+
+
+def small_index() -> Index:
+    return index_with(*small_pieces())
 
 
 # ------------------------------------------------------------------------------------------------- columns
@@ -95,9 +105,9 @@ def test_an_index_comes_back() -> None:
     index = small_index()
     again = decode_index(encode_index(index), "here")
     assert again.tensors == index.tensors
-    assert again.pieces == index.pieces
+    assert list(again.all_pieces()) == list(index.all_pieces()) == sorted(small_pieces(), key=lambda p: p.tensor.fqn)
     assert again.chunk_bytes == CHUNK
-    assert decode_index(encode_index(Index(CHUNK)), "here") == Index(CHUNK)
+    assert decode_index(encode_index(index_with()), "here") == index_with()
 
 
 def test_splitting_an_index_loses_nothing() -> None:
@@ -105,20 +115,24 @@ def test_splitting_an_index_loses_nothing() -> None:
     for chunks_max in (1, 2, 3, 100):
         parts = list(index.split(chunks_max))
         assert [fqn for part in parts for fqn in part.tensors] == sorted(index.tensors)
-        whole = Index(CHUNK)
+        merging = Merging(CHUNK)
         for part in parts:
-            whole.merge(part, "test")
-        assert whole == index
+            merging.add(decode_index(encode_index(part), "here"), "test")
+        assert merging.merged() == index
     assert len(list(index.split(1))) > 1
-    assert len(list(Index(CHUNK).split(1))) == 1
+    assert len(list(index_with().split(1))) == 1
 
 
 def test_one_name_with_two_shapes_is_refused() -> None:
-    index = small_index()
+    other = piece("scalar", "float32", (), Box((), ()), "r00000.safetensors", 0)
     with pytest.raises(InvalidError, match="scalar"):
-        index.add(piece("scalar", "float32", (), Box((), ()), "r00000.safetensors", 0), "rank 3")
+        index_with(*small_pieces(), other)
+    merging = Merging(CHUNK)
+    merging.add(small_index(), "rank 2")
+    with pytest.raises(InvalidError, match="rank 3: scalar"):
+        merging.add(index_with(other), "rank 3")
     with pytest.raises(InvalidError, match="chunk_bytes"):
-        index.merge(Index(2 * CHUNK), "rank 3")
+        merging.add(index_with(chunk_bytes=2 * CHUNK), "rank 3")
 
 
 COLUMNS = (
@@ -212,11 +226,10 @@ def test_an_index_with_any_numbers_is_never_another_error(data: st.DataObject) -
 
 @pytest.mark.parametrize("chunk_bytes", (1, 3, 4094, 4097))
 def test_a_chunk_that_ends_within_an_element_is_corrupt(chunk_bytes: int) -> None:
-    index = Index(chunk_bytes)
     spec = TensorSpec("w", "float64", (2,))
-    index.add(
-        Piece(spec, Box((0,), (2,)), "r00000.safetensors", 0, bytes(16 * -(-16 // chunk_bytes)), chunk_bytes), "here"
-    )
+    digests = bytes(16 * -(-16 // chunk_bytes))
+    whole = Piece(spec, Box((0,), (2,)), "r00000.safetensors", 0, digests, chunk_bytes)
+    index = index_with(whole, chunk_bytes=chunk_bytes)
     with pytest.raises(CorruptError, match="chunk_bytes"):
         decode_index(encode_index(index), "here")
 
@@ -228,9 +241,8 @@ def test_a_truncated_index_is_corrupt(cut: int) -> None:
 
 
 def test_a_piece_beyond_its_pack_is_corrupt() -> None:
-    index = small_index()
-    index.add(piece("late", "uint8", (9,), Box((0,), (9,)), "r00000.safetensors", (1 << 16) - 8), "test")
-    data = encode_index(index)
+    late = piece("late", "uint8", (9,), Box((0,), (9,)), "r00000.safetensors", (1 << 16) - 8)
+    data = encode_index(index_with(*small_pieces(), late))
     record = FileRecord("index-00000.msgpack", len(data), "d" * 32)
     with pytest.raises(CorruptError, match="late"):
         index_from(replace(manifest(), indexes=(record,), tensors=6, tensor_bytes=10936), [data], "here/")
@@ -269,7 +281,7 @@ def part() -> RankPart:
 
 
 def test_a_part_comes_back() -> None:
-    for each in (part(), replace(part(), tree=None, aliases={}, layouts=(), packs=(), index=Index(CHUNK))):
+    for each in (part(), replace(part(), tree=None, aliases={}, layouts=(), packs=(), index=index_with())):
         assert decode_part(encode_part(each), "here") == each
 
 

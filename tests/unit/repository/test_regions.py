@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptError
 from holdfast.manager.merge import require_exact_cover
 from holdfast.repository.columns import packed, unpacked
-from holdfast.repository.index import (
-    Index,
-    IndexDocument,
-    decode_index,
-    document_of,
-    encode_index,
-    index_of,
-)
+from holdfast.repository.index import Index
+from holdfast.repository.index_file import IndexDocument, decode_index, document_of, encode_index, index_of
+from holdfast.repository.listing import Listing
 from holdfast.repository.pack import entries_of, header_entry, header_of
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
@@ -41,11 +36,11 @@ def piece(spec: TensorSpec, region: Region, number: int = 0) -> Piece:
     return Piece(spec, region, f"enc/r{number:05d}.safetensors", 4096, digests, CHUNK)
 
 
-def index_with(*pieces: Piece) -> Index:
-    index = Index(CHUNK)
+def index_with(*pieces: Piece, tensors: tuple[TensorSpec, ...] = ()) -> Index:
+    listing = Listing(CHUNK, tensors)
     for each in pieces:
-        index.add(each, "test")
-    return index
+        listing.add(each.tensor, each.region, each.pack, each.offset, each.digests)
+    return listing.index()
 
 
 FLAT = TensorSpec("flat", "float32", (30, 70))
@@ -66,14 +61,14 @@ def mixed() -> Index:
 
 @st.composite
 def indexes(draw: st.DrawFn) -> Index:
-    index = Index(CHUNK)
+    pieces = []
     for number in range(draw(st.integers(0, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 40), max_size=4)))
         spec = TensorSpec(f"t{number}", draw(st.sampled_from(sorted(DTYPES))), shape)
         parts = draw(st.integers(1, 5))
         for at, region in enumerate(draw(st.one_of(flat_runs(math.prod(shape), parts), guillotine(shape, parts)))):
-            index.add(piece(spec, region, at), "test")
-    return index
+            pieces.append(piece(spec, region, at))
+    return index_with(*pieces)
 
 
 @settings(max_examples=300, deadline=None)
@@ -92,8 +87,7 @@ def test_a_region_too_many_or_too_few_is_no_cover(index: Index, data: st.DataObj
         return
     chosen = data.draw(st.sampled_from(filled))
     for pieces in ([*index.all_pieces(), chosen], [each for each in index.all_pieces() if each is not chosen]):
-        wrong = index_with(*pieces)
-        wrong.tensors.setdefault(chosen.tensor.fqn, chosen.tensor)
+        wrong = index_with(*pieces, tensors=(chosen.tensor,))
         with pytest.raises(Exception, match=f"{chosen.tensor.fqn} "):
             require_exact_cover(wrong, 1, "here")
 

@@ -1,0 +1,134 @@
+"""The opening of a save by thousands of ranks, in one process: every record is the real one, only rank 0 waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.synthetic import SyntheticJob
+from holdfast.manager.job import Job
+from holdfast.manager.opening import Agreement, Details, Opening, Statement
+from holdfast.manager.place import Place
+from holdfast.manager.survey import Digests
+from holdfast.plan.ownership import owned_by
+from holdfast.plan.packing import packs_of
+from holdfast.ports.clock import SystemClock
+from holdfast.ports.framework import Collected
+from holdfast.repository.digest import short_digest_of
+from holdfast.repository.pack import header_of
+from holdfast.settings import Settings
+from holdfast.spec.plan import PackPlan
+from holdfast.testing.comm import ThreadBoard, ThreadComm, ThreadGroup
+
+STEP = 1000
+
+
+class Left(Exception):
+    """A rank that is not measured left the opening where it would have waited."""
+
+
+class LeavingBoard(ThreadBoard):
+    """The board as a rank sees it that leaves at one of its waits."""
+
+    def __init__(self, board: ThreadBoard, waits: int) -> None:
+        """Share the keys of `board`, and leave once `waits` waits are over."""
+        self._values, self._changed = board._values, board._changed
+        self._waits = waits
+
+    def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+        """As the port says, as long as the rank stays."""
+        if not self._waits:
+            raise Left
+        self._waits -= 1
+        return super().get_many(keys, timeout_seconds)
+
+
+class LoneComm(ThreadComm):
+    """A rank whose collectives nobody else comes to."""
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Return the nonce that every rank of the job has."""
+        return b"on paper"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opening that came to an agreement, and what rank 0 planned on it."""
+
+    agreement: Agreement
+    classes: list[tuple[int, ...]]
+    """Ranks with one layout, ascending; one class per stage."""
+
+    digests: list[Digests]
+    """What the lowest rank of each class says; its equals but for their own random states."""
+
+    plan_seconds: float
+    """On rank 0: from the state to the headers of its packs, reading every rank's record included."""
+
+
+def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Settings) -> list[tuple[PackPlan, bytes]]:
+    """Return a rank's packs and their headers."""
+    shards = [each.shard for each in collected.shards]
+    holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
+    owned = owned_by(rank, shards, holders, settings.chunk_bytes)
+    provenance = {"step": str(STEP), "attempt": agreement.attempt, "rank": str(rank)}
+    packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
+    return [(plan, header_of(plan, provenance)) for plan in packs]
+
+
+def opened(job: SyntheticJob, place: Place, settings: Settings) -> Opened:
+    """Let every rank of a job state what it saves, and rank 0 judge and plan."""
+    group = ThreadGroup(job.world_size)
+    digest = short_digest_of(place.url.encode())
+    leaders = [stage * job.ranks_per_stage for stage in range(job.stages)]
+    spoken: list[Digests] = []
+    statements: list[Statement] = []
+    threads: list[threading.Thread] = []
+    for leader in leaders:
+        board = LeavingBoard(group.board, 1)
+        leader_job = Job(LoneComm(group, leader, board), SystemClock(), settings)
+        digests = Digests(job.collected_on(leader), leader_job, place)
+        spoken.append(digests)
+        statements.append(digests.statement(STEP))
+        details = digests.details()
+        if leader:
+            threads.append(_speaking(Opening(leader_job, STEP, digest), statements[-1], details))
+    for rank in range(job.world_size):
+        if rank not in leaders:
+            silent = Job(LoneComm(group, rank, LeavingBoard(group.board, 0)), SystemClock(), settings)
+            _state(Opening(silent, STEP, digest), statements[job.stage_of(rank)], None)
+    while len(group.board.keys()) < job.world_size - 1:
+        time.sleep(0.01)
+    first_job = Job(LoneComm(group, 0), SystemClock(), settings)
+    start = time.perf_counter()
+    collected = job.collected_on(0)
+    own = Digests(collected, first_job, place)
+    agreement = Opening(first_job, STEP, digest).agree(own.statement(STEP), own.details, dict)
+    packs_on(0, collected, agreement, settings)
+    seconds = time.perf_counter() - start
+    for thread in threads:
+        thread.join()
+    classes = [tuple(range(leader, leader + job.ranks_per_stage)) for leader in leaders]
+    assert agreement.own_class == classes[0], "every stage is a class of its own"
+    return Opened(agreement, classes, spoken, seconds)
+
+
+def _speaking(opening: Opening, statement: Statement, details: Details) -> threading.Thread:
+    """Let the lowest rank of a class take part until it has described its tensors."""
+    thread = threading.Thread(target=_state, args=(opening, statement, details))
+    thread.start()
+    return thread
+
+
+def _state(opening: Opening, statement: Statement, details: Details | None) -> None:
+    def told() -> Details:
+        assert details is not None, "only the lowest rank of a class is asked"
+        return details
+
+    try:
+        opening.agree(statement, told, dict)
+    except Left:
+        return
+    raise AssertionError("a rank that is not measured came to the end of the opening")

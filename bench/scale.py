@@ -1,0 +1,278 @@
+"""Holdfast at 16,384 ranks, without the ranks: the real planning, index and commit code over jobs on paper.
+
+`python -m bench.scale` runs the dense 405B job at 1,024, 4,096 and 16,384 ranks and a mixture of experts at 2,048,
+prints what one rank and the committing rank do, and merges its keys into `bench/results/scale.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from bench.opening_on_paper import STEP, Opened, opened, packs_on
+from bench.synthetic import SyntheticJob, dense, mixture, targets
+from holdfast.manager.ballot import Vote
+from holdfast.manager.commit import assembled
+from holdfast.manager.place import Place
+from holdfast.manager.provenance import layouts_of
+from holdfast.manager.soundness import require_covered
+from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.ports.clock import SystemClock
+from holdfast.repository.catalog import read_index, read_manifest
+from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.listing import Listing
+from holdfast.repository.names import part_name, step_folder
+from holdfast.repository.pack import pack_digest
+from holdfast.repository.part import RankPart, encode_part
+from holdfast.repository.publish import publish
+from holdfast.settings import Settings
+from holdfast.spec.box import Box
+from holdfast.spec.chunking import DIGEST_BYTES, chunk_count
+from holdfast.spec.manifest import FileRecord
+from holdfast.spec.tensor import Shard
+from holdfast.stores.local import LocalStore
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent / "runs" / "scale"
+RESULTS = HERE / "results" / "scale.json"
+RANKS, MIXTURE_RANKS = (1024, 4096, 16384), 2048
+SETTINGS = Settings()
+GROWING = ("plan_seconds", "commit_seconds", "load_plan_seconds", "load_plan_fsdp_seconds", "index_bytes")
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the ranks of a job left behind before one of them commits."""
+
+    attempt: str
+    votes: list[Vote]
+    pieces: int
+    chunks: int
+    imbalance: float
+    """The worst of all classes: most bytes of a rank over the mean of its class."""
+
+    part_bytes: int
+
+
+def place_at(root: Path) -> Place:
+    """Return where the checkpoint of a job on paper lies."""
+    return Place(LocalStore(root, settings=SETTINGS), step_folder(STEP), STEP)
+
+
+def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
+    """Plan every rank of a job, write its part file, and stand a hollow file of the right size for its packs.
+
+    The digests are made up; everything else is what the rank would write.
+    """
+    chance = random.Random(7)
+    attempt = root / step_folder(STEP) / done.agreement.attempt
+    (attempt / "parts").mkdir(parents=True)
+    votes, loads = [], []
+    pieces = chunks = 0
+    for rank in range(job.world_size):
+        members = done.classes[job.stage_of(rank)]
+        agreement = replace(done.agreement, own_class=members, speaks=rank == members[0])
+        collected = job.collected_on(rank)
+        tensors = [each.shard.tensor for each in collected.shards] if agreement.speaks else []
+        listing = Listing(SETTINGS.chunk_bytes, tensors)
+        records = []
+        for pack, header in packs_on(rank, collected, agreement, SETTINGS):
+            digests = [
+                chance.randbytes(DIGEST_BYTES * chunk_count(item.bytes, SETTINGS.chunk_bytes)) for item in pack.items
+            ]
+            listing.add_pack(pack, len(header), digests)
+            pieces += len(digests)
+            chunks += sum(map(len, digests)) // DIGEST_BYTES
+            pack_bytes = len(header) + pack.data_bytes
+            records.append(FileRecord(pack.name, pack_bytes, pack_digest(header, b"".join(digests))))
+            (attempt / pack.name).touch()
+            os.truncate(attempt / pack.name, pack_bytes)
+        digests_of = done.digests[job.stage_of(rank)]
+        part = RankPart(
+            rank=rank,
+            attempt=done.agreement.attempt,
+            index=listing.index(),
+            packs=tuple(records),
+            tree=digests_of.tree_bytes if agreement.speaks else None,
+            aliases={},
+            layouts=layouts_of(collected) if agreement.speaks else (),
+            per_rank=digests_of.per_rank_bytes,
+        )
+        data = encode_part(part)
+        (attempt / part_name(rank)).write_bytes(data)
+        votes.append(Vote(len(data), hex_digest_of(data)))
+        loads.append(sum(record.bytes for record in records))
+    worst = max(
+        max(loads[each] for each in members) / (sum(loads[each] for each in members) / len(members))
+        for members in done.classes
+    )
+    return Written(attempt.name, votes, pieces, chunks, worst, sum(vote.part_bytes for vote in votes))
+
+
+def forget_pages(root: Path) -> None:
+    """Make every file durable and drop it from the page cache, so that whoever reads next reads storage."""
+    os.sync()
+    for path in root.rglob("*.msgpack"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def committed(root: Path) -> Numbers:
+    """Do what the committing rank does, from the votes to the published manifest."""
+    told = json.loads((root / "votes.json").read_text())
+    place = place_at(root)
+    votes = [Vote(*each) for each in told["votes"]]
+    note = {"run_id": "paper", "created": "2026-01-01T00:00:00+00:00"}
+    start = time.perf_counter()
+    data = assembled(place, told["attempt"], votes, note, lambda: None, SETTINGS, [])
+    publish(place.store, place.manifest_key, data)
+    seconds = time.perf_counter() - start
+    indexes = read_manifest(place.store, place.folder).indexes
+    return {
+        "commit_seconds": seconds,
+        "commit_peak_mib": peak_mib(),
+        "manifest_bytes": len(data),
+        "index_files": len(indexes),
+        "index_bytes": sum(each.bytes for each in indexes),
+    }
+
+
+def boxes_of(shard: Shard) -> tuple[Box, ...]:
+    """Return what a rank wants of a tensor."""
+    return tuple(each for each in shard.pieces if isinstance(each, Box))
+
+
+def load_planned(root: Path, job: SyntheticJob) -> Numbers:
+    """Do what one rank of a loading job does until it knows every read: index files cold, proof and plan."""
+    rank = job.world_size * 5 // 8 + 3
+    place = place_at(root)
+    wanted = [WantedBoxes(each.tensor.fqn, boxes_of(each)) for each in job.shards_of(rank)]
+    manifest = read_manifest(place.store, place.folder)
+    start = time.perf_counter()
+    index = read_index(place.store, place.folder, manifest)
+    require_covered(index, SystemClock(), place.url)
+    plan = load_plan(wanted, index.pieces_near, SETTINGS.read_window_bytes)
+    seconds = time.perf_counter() - start
+    held = sum(shard.tensor.itemsize * piece.numel for shard in job.shards_of(rank) for piece in shard.pieces)
+    filled = sum(part.box.numel * 4 for run in plan.runs for chunk in run.chunks for part in chunk.parts)
+    assert held == filled, (held, filled)
+    total = sum(each.bytes for each in manifest.indexes)
+    return {
+        "load_plan_seconds": seconds,
+        "index_bytes_read_per_rank": sum(each.bytes for each in manifest.indexes) / total,
+        "load_plan_peak_mib": peak_mib(),
+        "load_read_amplification": plan.bytes / held,
+    }
+
+
+def peak_mib() -> float:
+    """Return the most memory this process has held at once."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def apart(root: str, *arguments: str) -> Numbers:
+    """Return what a step measured of itself in a process of its own, its memory its own too."""
+    command = [sys.executable, "-m", "bench.scale", "--root", root, *arguments]
+    done = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
+    """Take one job from the opening to the load plans of others, in a folder that is removed."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    done = opened(job, place_at(root), SETTINGS)
+    start = time.perf_counter()
+    written = write_parts(root, job, done)
+    print(f"  {job.name}: parts of all ranks written in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    votes = [[vote.part_bytes, vote.part_digest] for vote in written.votes]
+    (root / "votes.json").write_text(json.dumps({"attempt": written.attempt, "votes": votes}))
+    forget_pages(root)
+    found: Numbers = {
+        "plan_seconds": done.plan_seconds,
+        "pieces": written.pieces,
+        "chunks": written.chunks,
+        "part_bytes": written.part_bytes,
+        "imbalance": written.imbalance,
+        **apart(str(root), "--commit"),
+    }
+    found["index_bytes_per_chunk"] = found["index_bytes"] / written.chunks
+    for number, name in enumerate(("", "fsdp_") if loads else ()):
+        forget_pages(root)
+        more = apart(str(root), "--plan", str(number), "--ranks", str(job.world_size))
+        found |= {key.replace("load_plan_", f"load_plan_{name}"): value for key, value in more.items() if not name} | {
+            f"load_plan_{name}seconds": more["load_plan_seconds"],
+            f"index_bytes_read_per_rank{'_fsdp' if name else ''}": more["index_bytes_read_per_rank"],
+        }
+    shutil.rmtree(root)
+    return found
+
+
+def show(jobs: list[SyntheticJob], found: list[Numbers]) -> None:
+    """Print one column per job, and how each cost grew beside how the job grew."""
+    print(f"{'':30}" + "".join(f"{job.name:>26}" for job in jobs))
+    for key in dict.fromkeys(key for each in found for key in each):
+        cells = (
+            f"{each[key]:,.4g}" if key in each and each[key] < 1e4 else f"{each.get(key, 0):,.0f}" for each in found
+        )
+        print(f"{key:30}" + "".join(f"{cell if cell != '0' else '-':>26}" for cell in cells))
+    print("growth over the column before it, ranks growing 4 times (16 would be quadratic in ranks):")
+    found = found[: len(RANKS)]  # The mixture is another job.
+    for key in GROWING:
+        pairs = [(few, many) for few, many in pairwise(found) if key in few and key in many]
+        print(f"  {key:28}" + "".join(f"{many[key] / few[key]:10.2f}" for few, many in pairs))
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__)
+    parser.add_argument("--ranks", type=int, help="only the dense job, at so many ranks (a multiple of 128)")
+    parser.add_argument("--json", action="store_true", help="print the keys as JSON instead of a table")
+    parser.add_argument("--root", type=Path, default=ROOT, help="where the files of the job lie meanwhile")
+    parser.add_argument("--commit", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plan", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.commit:
+        print(json.dumps(committed(arguments.root)))
+        return
+    if arguments.plan is not None:
+        print(json.dumps(load_planned(arguments.root, targets(arguments.ranks)[arguments.plan])))
+        return
+    jobs = [dense(ranks) for ranks in ((arguments.ranks,) if arguments.ranks else RANKS)]
+    found = [measured(job, arguments.root, loads=True) for job in jobs]
+    keys = {
+        f"{key}_{job.world_size}": value for job, each in zip(jobs, found, strict=True) for key, value in each.items()
+    }
+    keys["index_bytes_per_chunk"] = found[-1]["index_bytes_per_chunk"]
+    if not arguments.ranks:
+        moe = mixture(MIXTURE_RANKS)
+        jobs.append(moe)
+        found.append(measured(moe, arguments.root, loads=False))
+        keys |= {f"moe_{key}_{moe.world_size}": value for key, value in found[-1].items()}
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({**known, **{key: round(value, 4) for key, value in keys.items()}}, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(keys, indent=1))
+    else:
+        show(jobs, found)
+
+
+if __name__ == "__main__":
+    main()

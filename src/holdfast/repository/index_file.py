@@ -1,0 +1,175 @@
+"""An index as it lies in a file: encoded, and decoded with every number of it checked."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import CorruptError
+from holdfast.repository.columns import Ints, packed, unpacked
+from holdfast.repository.index import Index
+from holdfast.repository.names import is_pack_name
+from holdfast.repository.pieces import Bools, PieceColumns, bounds_of, numels
+from holdfast.repository.tensors import Column, TensorTable, TensorTables, decode_tensors
+from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.spec.chunking import DIGEST_BYTES
+
+_BOX, _FLAT = 0, 1
+"""Kinds of pieces in the column `piece_kinds`."""
+
+_CHUNK_BYTES_MAX = 4 * MIB
+"""What one digest may vouch for; also what bounds the tensors that a small index can claim."""
+
+INDEX_BYTES_MAX = 1 << 30
+"""An index file or part larger than this is taken for damage, not read."""
+
+
+class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
+    """The index as it lies in a file: some columns go by tensor, `piece_*` by piece, ordered by tensor."""
+
+    chunk_bytes: int
+    fqns: list[str]
+    dtypes: list[str]
+    dtype_numbers: Column
+    ndims: Column
+    shapes: Column
+    packs: list[tuple[str, str]]
+    piece_tensors: Column
+    piece_packs: Column
+    piece_offsets: Column
+    piece_starts: Column
+    piece_stops: Column
+    digests: bytes
+    piece_kinds: Column | None = None
+
+
+def document_of(index: Index) -> IndexDocument:
+    """Return an index as it is stored."""
+    table, pieces = index.table, index.pieces
+    specs = table.specs.values()
+    dtypes = sorted({tensor.dtype for tensor in specs})
+    dtype_number = {name: number for number, name in enumerate(dtypes)}
+    used, packs = np.unique(pieces.packs, return_inverse=True)
+    by_name = sorted(range(len(used)), key=lambda number: index.packs[int(used[number])])
+    number_of = np.empty(len(used), dtype=np.int64)
+    number_of[by_name] = np.arange(len(used))
+    return IndexDocument(
+        chunk_bytes=index.chunk_bytes,
+        fqns=list(table.specs),
+        dtypes=dtypes,
+        dtype_numbers=packed([dtype_number[tensor.dtype] for tensor in specs]),
+        ndims=packed(table.ndims),
+        shapes=packed(table.lengths),
+        packs=[("own", index.packs[int(used[number])]) for number in by_name],
+        piece_tensors=packed(pieces.tensors),
+        piece_packs=packed(number_of[packs]),
+        piece_offsets=packed(pieces.offsets),
+        piece_starts=packed(pieces.starts),
+        piece_stops=packed(pieces.stops),
+        digests=bytes(pieces.digests),
+        piece_kinds=packed(pieces.flat) if pieces.flat.any() else None,
+    )
+
+
+def index_of(document: IndexDocument, where: str, tables: TensorTables | None = None) -> Index:
+    """Return a stored index, every number of it checked.
+
+    Args:
+        document: The index as it is stored.
+        where: What it is, for messages.
+        tables: Tables of tensors that were decoded before.
+    Raises:
+        CorruptError: A count, name, shape or range is impossible; the message says which.
+    """
+    if not PAGE_BYTES <= document.chunk_bytes <= _CHUNK_BYTES_MAX or document.chunk_bytes % PAGE_BYTES:
+        expected = f"a multiple of {PAGE_BYTES}, at most {_CHUNK_BYTES_MAX}"
+        raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}")
+    decode = decode_tensors if tables is None else tables.of
+    table = decode(
+        document.fqns, document.dtypes, document.dtype_numbers, document.ndims, document.shapes, where
+    )  # fmt: skip
+    for origin, name in document.packs:
+        if origin != "own" or not is_pack_name(name):
+            raise CorruptError(f"{where}: pack {name!r} of kind {origin!r}; expected a pack of this checkpoint")
+    tensors = unpacked(document.piece_tensors, where)
+    count = len(tensors)
+    packs = unpacked(document.piece_packs, where, count)
+    offsets = unpacked(document.piece_offsets, where, count)
+    if count and (int(tensors.max()) >= len(table.specs) or int(packs.max()) >= len(document.packs)):
+        raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
+    if (tensors[1:] < tensors[:-1]).any():
+        raise CorruptError(f"{where}: pieces are not in the order of their tensors")
+    flat = np.zeros(count, dtype=bool)
+    if document.piece_kinds is not None:
+        kinds = unpacked(document.piece_kinds, where, count)
+        if count and int(kinds.max()) > _FLAT:
+            raise CorruptError(
+                f"{where}: a piece of kind {int(kinds.max())}; expected {_BOX} (box) or {_FLAT} (flat range)"
+            )
+        flat = kinds == _FLAT
+    widths = np.where(flat, 1, table.ndims[tensors])
+    coordinates = int(widths.sum())
+    starts = unpacked(document.piece_starts, where, coordinates)
+    stops = unpacked(document.piece_stops, where, coordinates)
+    _require_inside(table, tensors, flat, widths, starts, stops, where)
+    piece_bytes = numels(widths, starts, stops) * table.itemsizes[tensors]
+    chunks = -(-piece_bytes // document.chunk_bytes)
+    _require_digests(table, tensors, chunks, len(document.digests), where)
+    digests = memoryview(document.digests)
+    pieces = PieceColumns(tensors, packs, offsets, flat, widths, starts, stops, piece_bytes, chunks, digests)
+    return Index(document.chunk_bytes, table, [name for _, name in document.packs], pieces)
+
+
+def _require_inside(
+    table: TensorTable, tensors: Ints, flat: Bools, widths: Ints, starts: Ints, stops: Ints, where: str
+) -> None:
+    """Refuse pieces that do not lie inside their tensors.
+
+    Raises:
+        CorruptError: Names the first.
+    """
+    outside = (starts > stops) | (stops > bounds_of(table, tensors, flat, widths))
+    if outside.any():
+        at = int(outside.argmax())
+        spec = list(table.specs.values())[int(np.repeat(tensors, widths)[at])]
+        raise CorruptError(
+            f"{where}: {spec.fqn}: a piece from {int(starts[at])} to {int(stops[at])}; expected it inside "
+            f"{spec.global_shape}"
+        )
+
+
+def _require_digests(table: TensorTable, tensors: Ints, chunks: Ints, digest_bytes: int, where: str) -> None:
+    """Refuse pieces of other chunks than there are digests.
+
+    Raises:
+        CorruptError: There are too few, or too many.
+    """
+    # No single piece first, so that the sum over all cannot wrap around.
+    if len(chunks) and int(chunks.max()) * DIGEST_BYTES > digest_bytes:
+        fqn = list(table.specs)[int(tensors[int(chunks.argmax())])]
+        raise CorruptError(f"{where}: {fqn}: digests end before the pieces do")
+    expected = int(chunks.sum()) * DIGEST_BYTES
+    if expected != digest_bytes:
+        raise CorruptError(f"{where}: {digest_bytes} bytes of digests; expected {expected}")
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(IndexDocument)
+
+
+def encode_index(index: Index) -> bytes:
+    """Return the bytes of one index file."""
+    return _ENCODER.encode(document_of(index))
+
+
+def decode_index(data: bytes, where: str) -> Index:
+    """Return the index that a file holds.
+
+    Raises:
+        CorruptError: It is not an index, or not a possible one.
+    """
+    try:
+        document = _DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: not an index of format 1 ({error})") from error
+    return index_of(document, where)
