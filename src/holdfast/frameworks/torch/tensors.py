@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Held, HeldPart, local_shards_of
+from holdfast.frameworks.torch.held import Held, HeldPart, is_ordinary, local_shards_of
 from holdfast.ports.framework import Ticket
 from holdfast.spec.box import Box, flat_range_boxes
 from holdfast.spec.dtype import DTYPES, dtype_named
@@ -34,6 +35,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 _DTYPE_NAMES = {each: name for name in DTYPES if isinstance(each := getattr(torch, name, None), torch.dtype)}
 
 
+def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
+    """Return the element type a tensor is stored as.
+
+    Raises:
+        InvalidError: Holdfast does not store it.
+    """
+    return _DTYPE_NAMES.get(tensor.dtype) or dtype_named(dtype_name(tensor.dtype), fqn).name
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a stored element type."""
     dtype = getattr(torch, name)
@@ -47,12 +57,15 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
     Raises:
         InvalidError: Names the tensor, what it is and what to do.
     """
+    if is_ordinary(tensor):
+        storable_dtype(tensor, fqn)
+        return
     kind = type(tensor).__name__
     shards = local_shards_of(tensor)
     if shards is not None:
         for each in shards:
             require_storable(each.tensor, fqn)
-        dtype_named(dtype_name(tensor.dtype), fqn)
+        storable_dtype(tensor, fqn)
         return
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")
@@ -68,7 +81,7 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
         raise InvalidError(
             f"{fqn}: {tensor.layout} {kind} cannot be saved; expected a dense tensor. Convert it, or skip= it"
         )
-    dtype_named(dtype_name(tensor.dtype), fqn)
+    storable_dtype(tensor, fqn)
 
 
 class TorchSource:
@@ -180,69 +193,71 @@ class TorchTarget:
     """What a rank holds of a tensor, to be filled in place."""
 
     def __init__(self, held: Held, stored_dtype: str) -> None:
-        self._views = [_View(box, local, stored_dtype) for box, local in _boxes(held)]
+        self._stored = torch_dtype(stored_dtype)
+        self._boxes = _boxes(held)
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """What is wanted, global coordinates."""
-        return tuple(view.box for view in self._views)
+        return tuple([box for box, _ in self._boxes])
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
-        for view in self._views:
+        for box, local in self._boxes:
             # Stated targets may overlap (a halo), and then each of them is to be filled.
-            if len(self._views) == 1 or view.box.contains(part):
-                view.place(part, source, source_box)
+            if len(self._boxes) == 1 or box.contains(part):
+                self._place(box, local, part, source, source_box)
 
     def memory(self, part: Box) -> memoryview | None:
         """Return the one run of host memory that `part` would fill as it is stored, if there is just one."""
-        if len(self._views) == 1:
-            return self._views[0].memory(part)
-        views = [view for view in self._views if view.box.contains(part)]
-        return views[0].memory(part) if len(views) == 1 else None
+        boxes = self._boxes
+        if len(boxes) > 1:
+            boxes = [each for each in boxes if each[0].contains(part)]
+            if len(boxes) != 1:
+                return None
+        ((box, local),) = boxes
+        bits = self._bits(local)
+        if bits is None:
+            return None
+        run = bits if part is box else bits[part.relative_to(box.start)]
+        return run.data.cast("B") if run.flags.c_contiguous and run.flags.writeable else None
+
+    def _place(self, box: Box, local: torch.Tensor, part: Box, source: memoryview, source_box: Box) -> None:
+        bits = self._bits(local)
+        if bits is None:
+            stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
+            with torch.no_grad():
+                local[part.relative_to(box.start)].copy_(stored[part.relative_to(source_box.start)])
+        elif part is source_box and part is box and bits.flags.c_contiguous:
+            bits.data.cast("B")[:] = source
+        else:
+            given = np.frombuffer(source, dtype=bits.dtype).reshape(source_box.shape)
+            bits[part.relative_to(box.start)] = given[part.relative_to(source_box.start)]
+
+    def _bits(self, local: torch.Tensor) -> NDArray[np.generic] | None:
+        """Return memory that takes bytes as they are stored; None where they must be converted or go to a device.
+
+        In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch would
+        spread each copy over its own threads, which fight with the reading ones for the same cores. What shows its
+        memory conjugated or negated is left to torch, which knows what to write there.
+        """
+        if local.dtype is not self._stored or not local.is_cpu or local.is_conj() or local.is_neg():
+            return None
+        return bits_of(local) if local.itemsize in _BITS else None
 
 
-def _boxes(held: Held) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield every box of what is held with its memory; a flat range falls into a few, each a run of it."""
+def _boxes(held: Held) -> list[tuple[Box, torch.Tensor]]:
+    """Return every box of what is held with its memory; a flat range falls into a few, each a run of it."""
+    boxes = []
     for each in held.parts:
         if isinstance(each.region, Box):
-            yield each.region, each.local
+            boxes.append((each.region, each.local))
             continue
         at = 0
         for box in region_boxes(each.region, held.global_shape):
-            yield box, each.local[at : at + box.numel].view(box.shape)
+            boxes.append((box, each.local[at : at + box.numel].view(box.shape)))
             at += box.numel
-
-
-class _View:
-    """One box of a target."""
-
-    def __init__(self, box: Box, local: torch.Tensor, stored_dtype: str) -> None:
-        self.box = box
-        self._local = local
-        self._stored = torch_dtype(stored_dtype)
-        # In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch
-        # would spread each copy over its own threads, which fight with the reading ones for the same cores.
-        # What shows its memory conjugated or negated is left to torch, which knows what to write there.
-        lazy = local.is_conj() or local.is_neg()
-        plain = local.device.type == "cpu" and local.dtype == self._stored and not lazy
-        self._bits = bits_of(local) if plain and self._stored.itemsize in _BITS else None
-
-    def place(self, part: Box, source: memoryview, source_box: Box) -> None:
-        taken = part.relative_to(source_box.start)
-        given = part.relative_to(self.box.start)
-        if self._bits is not None:
-            self._bits[given] = np.frombuffer(source, dtype=self._bits.dtype).reshape(source_box.shape)[taken]
-            return
-        stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
-        with torch.no_grad():
-            self._local[given].copy_(stored[taken])
-
-    def memory(self, part: Box) -> memoryview | None:
-        if self._bits is None:
-            return None
-        run = self._bits[part.relative_to(self.box.start)]
-        return run.data.cast("B") if run.flags.c_contiguous and run.flags.writeable else None
+    return boxes
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -265,6 +280,29 @@ def tensor_of(array: object, dtype: str) -> torch.Tensor:
     return torch.from_numpy(bits).view(torch_dtype(dtype))
 
 
+Note = TypeVar("Note")
+
+
+class Ties(Generic[Note]):
+    """Which tensors are the same elements of the same memory, and what was noted of the first of each."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[torch.Tensor, Note]] = {}
+        self._first: dict[tuple[object, ...], Note] = {}
+
+    def first(self, tensor: torch.Tensor, note: Note) -> Note:
+        """Return what was noted of the first tensor that is these elements of this memory; `note` if it is this one."""
+        if local_shards_of(tensor) is not None:
+            return self._first.setdefault(storage_key(tensor), note)
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # Where no other begins, nothing more need be asked. Who is kept here keeps its address from being given anew.
+        other, others_note = self._at.setdefault(local.data_ptr(), (tensor, note))
+        if other is tensor:
+            return others_note
+        self._first.setdefault(storage_key(other), others_note)
+        return self._first.setdefault(storage_key(tensor), note)
+
+
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that two tensors share exactly if they are the same elements of the same memory."""
     if local_shards_of(tensor) is not None:
@@ -272,7 +310,7 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     local = tensor
     lies: tuple[object, ...] = ()
     if isinstance(tensor, DTensor):
-        local, lies = tensor.to_local(), (tensor.shape, *map(str, tensor.placements))
+        local, lies = tensor._local_tensor, (tensor.shape, *map(str, tensor.placements))
     return (
         local.untyped_storage()._cdata,
         local.storage_offset(),
