@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from holdfast.engine.read import carry_out
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.manager.collector import collector_paused, collector_paused_for
+from holdfast.manager.collector import collector_paused
 from holdfast.manager.job import error_from, error_text, raise_together
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import RequireStored, require_covered, stored_by
@@ -112,6 +113,22 @@ def load(
         MissingError: There is no checkpoint.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
+    with ExitStack() as pause:
+        # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
+        pause.enter_context(collector_paused())
+        return _load(comm, clock, settings, framework, store, choose, request, pause)
+
+
+def _load(
+    comm: Comm,
+    clock: Clock,
+    settings: Settings,
+    framework: Framework,
+    store: Store,
+    choose: Callable[[], Place | None],
+    request: LoadRequest,
+    pause: ExitStack,
+) -> tuple[Place, LoadReport, Manifest] | None:
     start = clock.monotonic_seconds()
     resolved = _resolve(comm, clock, store, choose)
     if resolved is None:
@@ -119,13 +136,12 @@ def load(
     place, manifest, index, require_stored = resolved
     restoration, plan, loaded_bytes, own = None, LoadPlan(()), 0, None
     try:
-        with collector_paused():
-            catalog = _catalog(place, manifest, index, require_stored)
-            restoration = framework.restoration(request.state, catalog, request.selection)
-            for wanted in restoration.wanted:
-                require_stored(wanted.stored_fqn)
-            plan = _plan(restoration, index, request, settings)
-            loaded_bytes = _filled_bytes(restoration, plan)
+        catalog = _catalog(place, manifest, index, require_stored)
+        restoration = framework.restoration(request.state, catalog, request.selection)
+        for wanted in restoration.wanted:
+            require_stored(wanted.stored_fqn)
+        plan = _plan(restoration, index, request, settings)
+        loaded_bytes = _filled_bytes(restoration, plan)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     missing, unexpected = _agree_on_names(comm, restoration, own)
@@ -135,8 +151,9 @@ def load(
     targets = [wanted.target for wanted in restoration.wanted]
     own = None
     try:
-        with collector_paused_for(plan.bytes, settings):
-            carry_out(plan, place.store, f"{place.folder}{manifest.attempt}/", targets, settings)
+        if plan.bytes > settings.window_bytes:
+            pause.close()
+        carry_out(plan, place.store, f"{place.folder}{manifest.attempt}/", targets, settings)
         restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error

@@ -66,12 +66,13 @@ class Digests:
         settings = self._settings
         yield repr((settings.chunk_bytes, settings.pack_header_bytes_max)).encode()
         yield repr(sorted(self._collected.aliases.items())).encode()
+        lines = []
         for each in self._collected.shards:
             shard = each.shard
-            tensor, lies = shard.tensor, _written(shard.layout)
-            yield f"{tensor.fqn}\0{tensor.dtype}{tensor.global_shape}{lies}{shard.role}{shard.holders is None}".encode(
-                "utf-8", "surrogatepass"
-            )
+            tensor = shard.tensor
+            lies = _written(tensor.dtype, tensor.global_shape, shard.layout, shard.role, shard.holders is None)
+            lines.append(f"{tensor.fqn}\0{lies}\0")
+        yield "".join(lines).encode("utf-8", "surrogatepass")
 
     def _held(self) -> Iterator[bytes]:
         """Yield what this rank holds of each tensor, where that is not all of it."""
@@ -89,8 +90,8 @@ class Digests:
 
 
 @lru_cache(maxsize=1024)
-def _written(layout: Layout | None) -> str:
-    return repr(layout)
+def _written(*lies: str | tuple[int, ...] | Layout | Role | bool | None) -> str:
+    return repr(lies)
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:

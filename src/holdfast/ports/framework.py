@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.spec.box import Box
+from holdfast.spec.noun import noun
 from holdfast.spec.region import Region
 from holdfast.spec.tensor import Shard, TensorSpec
 from holdfast.spec.values import Group, Value
@@ -30,6 +31,14 @@ class Source(Protocol):
             piece: A region inside one of the shard's pieces and of its kind.
             start, stop: Half-open byte range within the piece's own row-major bytes.
             slab: Writable memory of at least `stop - start` bytes.
+        """
+        ...
+
+    def memory(self, piece: Region) -> memoryview | None:
+        """Return the memory in which a piece's row-major bytes lie as one run; None where there is none on the host.
+
+        Args:
+            piece: As for `copy_into`; not empty.
         """
         ...
 
@@ -71,7 +80,7 @@ class Target(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class LocalShard:
     """A shard together with the means to read its bytes."""
 
@@ -113,7 +122,7 @@ class Collected:
     """What tells before the fenced shards change; None where nothing does, so that all must be copied at the call."""
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Wanted:
     """One tensor to be filled."""
 

@@ -80,6 +80,14 @@ class _ArraySource:
         slab[: stop - start] = _bytes_of(self.array, piece)[start:stop]
         return _Copied()
 
+    def memory(self, piece: Region) -> memoryview | None:
+        assert any(contains(region, piece) for region in self.held), f"{piece} is read; held are {self.held}"
+        if isinstance(piece, FlatRange):
+            run = self.array.reshape(-1)[piece.start : piece.stop]
+        else:
+            run = self.array[piece.relative_to((0,) * len(piece.start))]
+        return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None
+
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         data = b"".join(_bytes_of(self.array, region) for region in self.held)
         if len(data) <= blocks * block_bytes:

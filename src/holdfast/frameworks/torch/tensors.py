@@ -102,13 +102,27 @@ class TorchSource:
 
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
-        part = self._parts[0]
-        if len(self._parts) > 1:
-            part = next(each for each in self._parts if contains(each.region, piece))
-        offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
+        part, offset = self._place_of(piece)
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             _copy_run(part.local, offset + start, offset + stop, slab)
         return DONE
+
+    def memory(self, piece: Region) -> memoryview | None:
+        """Return the memory in which a piece's row-major bytes lie as one run; None where there is none on the host."""
+        part, offset = self._place_of(piece)
+        if self._stream is not None or not _is_one_run(part.local):
+            return None
+        held = bits_of(part.local).data.cast("B")
+        return held if piece is part.region else held[offset : offset + piece.numel * part.local.itemsize]
+
+    def _place_of(self, piece: Region) -> tuple[HeldPart, int]:
+        """Return what is held that a piece lies in, and how many bytes from its start."""
+        part = self._parts[0]
+        if len(self._parts) > 1:
+            part = next(each for each in self._parts if contains(each.region, piece))
+        if piece is part.region:
+            return part, 0
+        return part, _first_element(part.region, piece) * part.local.itemsize
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         """Return at most `blocks` blocks spread evenly over the held bytes of each part."""
@@ -144,7 +158,7 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
     A tensor that is not one run of memory, or shows its memory conjugated or negated, is copied box by box: a
     contiguous copy of all of it could be as large as the state.
     """
-    if not local.is_contiguous() or local.is_conj() or local.is_neg():
+    if not _is_one_run(local):
         at = 0
         for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
             into = torch.frombuffer(slab, dtype=local.dtype, count=box.numel, offset=at).view(box.shape)
@@ -156,6 +170,11 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
     else:
         run = local.reshape(-1).view(torch.uint8)[start:stop]
         torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
+
+
+def _is_one_run(local: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds its row-major bytes as they are."""
+    return local.is_contiguous() and not (local.is_conj() or local.is_neg())
 
 
 def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
