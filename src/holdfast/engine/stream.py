@@ -91,13 +91,8 @@ def _together(
     start, stop = items[0].data_offset, items[-1].data_offset + items[-1].bytes
     room = windows.room()[: stop - start]
     if sources is not None:
-        memory = [sources[item.shard_number].memory(item.region) for item in items]
-        if None in memory:
-            for item in items:
-                at = item.data_offset - start
-                sources[item.shard_number].copy_into(item.region, 0, item.bytes, room[at : at + item.bytes]).wait()
-        else:
-            room[:] = b"".join(filter(None, memory))
+        own = [sources[item.shard_number] for item in items]
+        own[0].copy_together(own, [item.region for item in items], room).wait()
     digests = [b""] * len(items)
     if digesting:
         digests = [digest_of(room[item.data_offset - start :][: item.bytes]) for item in items]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from holdfast.spec.box import Box
 from holdfast.spec.noun import noun
@@ -34,11 +34,14 @@ class Source(Protocol):
         """
         ...
 
-    def memory(self, piece: Region) -> memoryview | None:
-        """Return the memory in which a piece's row-major bytes lie as one run; None where there is none on the host.
+    @classmethod
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+        """Copy pieces of several sources of one state, each whole, one after the other: far less work for tiny ones.
 
         Args:
-            piece: As for `copy_into`; not empty.
+            sources: Where each piece comes from.
+            pieces: As for `copy_into`; none empty.
+            slab: Writable memory of as many bytes as all pieces have.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,13 +81,15 @@ class _ArraySource:
         slab[: stop - start] = _bytes_of(self.array, piece)[start:stop]
         return _Copied()
 
-    def memory(self, piece: Region) -> memoryview | None:
-        assert any(contains(region, piece) for region in self.held), f"{piece} is read; held are {self.held}"
-        if isinstance(piece, FlatRange):
-            run = self.array.reshape(-1)[piece.start : piece.stop]
-        else:
-            run = self.array[piece.relative_to((0,) * len(piece.start))]
-        return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None
+    @classmethod
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> _Copied:
+        at = 0
+        for source, piece in zip(sources, pieces, strict=True):
+            stop = piece.numel * source.array.itemsize
+            source.copy_into(piece, 0, stop, slab[at:])
+            at += stop
+        assert at == len(slab), f"{at} bytes of pieces for a slab of {len(slab)}"
+        return _Copied()
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         data = b"".join(_bytes_of(self.array, region) for region in self.held)

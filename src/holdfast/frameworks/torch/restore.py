@@ -118,8 +118,9 @@ class TorchRestoration:
                 "expected the same. Build the model it was saved from, or leave it out with skip="
             )
         self._had.add(id(tensor))
-        # A tied tensor that came under another name lacks nothing.
-        self.held.pop(self._lacked.get(id(tensor), ""), None)
+        if id(tensor) in self._lacked:
+            # A tied tensor that came under another name lacks nothing.
+            self.held.pop(self._lacked[id(tensor)], None)
         if self._is_first_of_tie(fqn, stored, tensor, held):
             target = TorchTarget(held, spec.dtype)
             self.held[fqn] = sum([part.local.nbytes for part in held.parts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
-_DTYPE_NAMES = {each: name for name in DTYPES if isinstance(each := getattr(torch, name, None), torch.dtype)}
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
@@ -46,9 +47,7 @@ def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a stored element type."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
+    return _TORCH_DTYPES[name]
 
 
 def require_storable(tensor: torch.Tensor, fqn: str) -> None:
@@ -102,27 +101,35 @@ class TorchSource:
 
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
-        part, offset = self._place_of(piece)
+        part = self._parts[0]
+        if len(self._parts) > 1:
+            part = next(each for each in self._parts if contains(each.region, piece))
+        offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             _copy_run(part.local, offset + start, offset + stop, slab)
         return DONE
 
-    def memory(self, piece: Region) -> memoryview | None:
-        """Return the memory in which a piece's row-major bytes lie as one run; None where there is none on the host."""
-        part, offset = self._place_of(piece)
-        if self._stream is not None or not _is_one_run(part.local):
-            return None
-        held = bits_of(part.local).data.cast("B")
-        return held if piece is part.region else held[offset : offset + piece.numel * part.local.itemsize]
-
-    def _place_of(self, piece: Region) -> tuple[HeldPart, int]:
-        """Return what is held that a piece lies in, and how many bytes from its start."""
-        part = self._parts[0]
-        if len(self._parts) > 1:
-            part = next(each for each in self._parts if contains(each.region, piece))
-        if piece is part.region:
-            return part, 0
-        return part, _first_element(part.region, piece) * part.local.itemsize
+    @classmethod
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+        """Copy pieces of several sources, each whole, one after the other."""
+        runs: list[torch.Tensor] = []
+        at = 0
+        for source, piece in zip(sources, pieces, strict=True):
+            part = source._parts[0]
+            local = part.local
+            joins = (piece is part.region or piece == part.region) and local.is_cpu and _is_one_run(local)
+            if runs and not (joins and local.dtype is runs[0].dtype):
+                at += _joined(runs, slab[at:])
+                runs = []
+            if joins:
+                runs.append(local if local.ndim == 1 else local.view(-1))
+            else:
+                stop = piece.numel * local.itemsize
+                source.copy_into(piece, 0, stop, slab[at:])
+                at += stop
+        if runs:
+            _joined(runs, slab[at:])
+        return DONE
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         """Return at most `blocks` blocks spread evenly over the held bytes of each part."""
@@ -175,6 +182,14 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
 def _is_one_run(local: torch.Tensor) -> bool:
     """Return whether a tensor's memory holds its row-major bytes as they are."""
     return local.is_contiguous() and not (local.is_conj() or local.is_neg())
+
+
+def _joined(runs: list[torch.Tensor], slab: memoryview) -> int:
+    """Copy 1-d host tensors of one dtype one after the other to the front of `slab`; return how many bytes they are."""
+    joined = torch.frombuffer(slab, dtype=runs[0].dtype, count=sum([run.numel() for run in runs]))
+    with torch.no_grad():
+        torch.cat(runs, out=joined)
+    return joined.nbytes
 
 
 def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
@@ -340,6 +355,3 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
         *local.stride(),
         *lies,
     )
-
-
-assert all(isinstance(getattr(torch, name, None), torch.dtype) for name in DTYPES)
