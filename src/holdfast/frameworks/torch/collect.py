@@ -19,7 +19,7 @@ from holdfast.frameworks.torch.gradients import (
     require_optimizer_boundary,
     says_it_accumulates,
 )
-from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, is_ordinary, memory_of, whole_of
+from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, is_ordinary, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.selection import selected, selected_whole
@@ -212,13 +212,12 @@ class _Collector:
 
     def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> tuple[Held, Sequence[torch.Tensor]]:
         """Return what this rank holds of a tensor, and the tensors that stand in the state for it."""
-        if declared is None and is_ordinary(tensor):
-            return whole_of(tensor), (tensor,)
         memory = memory_of(tensor, declared, fqn)
         for each in memory:
-            require_storable(each, fqn)
-            if is_meta(each):
-                raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
+            if not is_ordinary(each):
+                require_storable(each, fqn)
+                if is_meta(each):
+                    raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
         return held_of(tensor, declared, fqn, self._ranks), memory
 
     def _first_of_tie(self, tensor: torch.Tensor, declared: Sharded | None, named: _Named) -> str:

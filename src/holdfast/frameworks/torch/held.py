@@ -91,14 +91,12 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     """
     if declared is not None:
         return _declared(declared, fqn, ranks)
-    if is_ordinary(tensor):
-        return whole_of(tensor)
     if isinstance(tensor, DTensor):
         return _of_dtensor(tensor, fqn, ranks)
+    shape = tuple(tensor.shape)
     shards = local_shards_of(tensor)
     if shards is None:
-        return whole_of(tensor)
-    shape = tuple(tensor.shape)
+        return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
     starts = [tuple(each.metadata.shard_offsets) for each in shards]
     local_tensors = [each.tensor for each in shards]
     if not shards:
@@ -107,19 +105,18 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense, has memory and carries no layout: nearly all are, and need be asked no more."""
+    """Return whether a tensor, or what a DTensor holds here, is a dense one with memory: nearly all are.
+
+    Of these nothing else need be asked, to know that they can be stored and filled.
+    """
+    if type(tensor) is DTensor:
+        tensor = tensor._local_tensor
     kind = type(tensor)
     return (
         (kind is torch.Tensor or (kind is torch.nn.Parameter and not getattr(tensor, "_is_flat_param", False)))
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
     )
-
-
-def whole_of(tensor: torch.Tensor) -> Held:
-    """Return what this rank holds of a plain tensor: all of it."""
-    shape = tuple(tensor.shape)
-    return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from holdfast.frameworks.torch.held import (
     is_ordinary,
     memory_bytes,
     memory_of,
-    whole_of,
 )
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
@@ -130,14 +129,13 @@ class TorchRestoration:
 
     def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Held:
         """Return what this rank holds of a tensor that is to be filled."""
-        if declared is None and is_ordinary(tensor):
-            return whole_of(tensor)
         for each in memory_of(tensor, declared, fqn):
-            require_storable(each, fqn)
-            if is_meta(each):
-                raise InvalidError(
-                    f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
-                )
+            if not is_ordinary(each):
+                require_storable(each, fqn)
+                if is_meta(each):
+                    raise InvalidError(
+                        f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
+                    )
         return held_of(tensor, declared, fqn, self._ranks)
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
