@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from holdfast.engine.exchange import Moved
 from holdfast.errors import CorruptError, InvalidError, MissingError
-from holdfast.manager.collector import collector_paused, collector_paused_for
+from holdfast.manager.collector import collector_paused
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.job import error_text, raise_together
 from holdfast.manager.place import Place
@@ -117,6 +118,22 @@ def load(
         MissingError: There is no checkpoint.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
+    with ExitStack() as pause:
+        # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
+        pause.enter_context(collector_paused())
+        return _load(comm, clock, settings, framework, store, choose, request, pause)
+
+
+def _load(
+    comm: Comm,
+    clock: Clock,
+    settings: Settings,
+    framework: Framework,
+    store: Store,
+    choose: Callable[[], Place | None],
+    request: LoadRequest,
+    pause: ExitStack,
+) -> tuple[Place, LoadReport, Manifest] | None:
     start = clock.monotonic_seconds()
     resolved = resolve(comm, clock, store, choose)
     if resolved is None:
@@ -124,16 +141,15 @@ def load(
     place, manifest, stored, require_stored = resolved
     restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
     try:
-        with collector_paused():
-            catalog = _catalog(place, manifest, stored, require_stored)
-            restoration = framework.restoration(request.state, catalog, request.selection)
-            for wanted in restoration.wanted:
-                require_stored(wanted.stored_fqn)
-            boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
-            index = index_for(stored, boxes, clock, place)
-            plan = _plan(restoration, index, request, settings)
-            loaded_bytes = _filled_bytes(restoration, plan)
-            offer = offer_of(plan, manifest, settings, comm.world_size)
+        catalog = _catalog(place, manifest, stored, require_stored)
+        restoration = framework.restoration(request.state, catalog, request.selection)
+        for wanted in restoration.wanted:
+            require_stored(wanted.stored_fqn)
+        boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
+        index = index_for(stored, boxes, clock, place)
+        plan = _plan(restoration, index, request, settings)
+        loaded_bytes = _filled_bytes(restoration, plan)
+        offer = offer_of(plan, manifest, settings, comm.world_size)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     missing, unexpected, agreed = _agree(comm, restoration, offer, own)
@@ -144,8 +160,9 @@ def load(
     own, moved = None, Moved(0, 0)
     try:
         prefix = f"{place.folder}{manifest.attempt}/"
-        with collector_paused_for(plan.bytes, settings):
-            moved = carried_out(plan, agreed, manifest, comm, clock, place.store, prefix, targets, settings)
+        if plan.bytes > settings.window_bytes:
+            pause.close()
+        moved = carried_out(plan, agreed, manifest, comm, clock, place.store, prefix, targets, settings)
         if moved.whole:
             restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it

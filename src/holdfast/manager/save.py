@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -73,13 +74,19 @@ class Save:
                 f"{self._name}: this process was forked from the one that made the manager; expected saves from the "
                 "process that made it. Make a CheckpointManager of its own here, with process_group=False"
             )
+        with ExitStack() as pause:
+            # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
+            pause.enter_context(collector_paused())
+            self._begin(state, selection, pause)
+        return self.handle
+
+    def _begin(self, state: Mapping[str, object], selection: Selection, pause: ExitStack) -> None:
         try:
             opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
-                with collector_paused():
-                    collected = self._framework.collect(state, selection)
-                    digests = Digests(collected, self._job, self._place)
-                    statement = digests.statement(self._step)
+                collected = self._framework.collect(state, selection)
+                digests = Digests(collected, self._job, self._place)
+                statement = digests.statement(self._step)
             except BaseException as error:
                 refusal = _refusal(error, self._name)
                 opening.refuse(refusal)
@@ -91,13 +98,15 @@ class Save:
             raise
         except (CheckpointError, TimeoutError) as error:
             self.handle.fail(_typed(error, self._name))
-            return self.handle
+            return
         ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
         # Whoever takes it ends the save: the background, or this call where it does not come so far.
         turn = threading.Lock()
         transfer: Transfer | None = None
         try:
             plan, is_new = self._plan(collected, digests, agreement)
+            if plan.bytes > self._job.settings.window_bytes:
+                pause.close()
             packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
             part_of = self._part_of(collected, digests, agreement)
@@ -118,7 +127,6 @@ class Save:
             if not isinstance(error, Exception):
                 # Ctrl-C is the caller's, but the other ranks must not wait for this one.
                 raise
-        return self.handle
 
     def _survey(self) -> Mapping[str, object]:
         """Look at the place before anybody writes, on rank 0."""
@@ -139,8 +147,7 @@ class Save:
             packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
             return save_plan(tuple((pack, header_body(pack)) for pack in packs))
 
-        with collector_paused():
-            return self._job.plans.of(digests.shards, holders, plan)
+        return self._job.plans.of(digests.shards, holders, plan)
 
     def _packs(self, plan: SavePlan, agreement: Agreement) -> list[PlannedPack]:
         provenance = self._provenance(agreement)

@@ -11,7 +11,7 @@ from holdfast.manager.place import Place
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.repository import values
 from holdfast.repository.digest import short_digest_of
-from holdfast.spec.tensor import Layout, Role
+from holdfast.spec.tensor import Role
 from holdfast.spec.values import Group, Value
 
 
@@ -32,9 +32,9 @@ class Digests:
         """What this rank keeps as its own, encoded; None if nothing."""
         # Alone there is nobody to compare with.
         self._samples = dict(self._sampled()) if job.comm.world_size > 1 else {}
-        layout = list(self._layout())
-        self._layout_fingerprint = short_digest_of(*layout)
-        self.shards = short_digest_of(*layout, *self._held())
+        layout = self._layout()
+        self._layout_fingerprint = short_digest_of(layout)
+        self.shards = short_digest_of(layout, self._held())
         """Fingerprint of the layout and of what this rank holds of it."""
 
     def statement(self, step: int) -> Statement:
@@ -61,23 +61,34 @@ class Digests:
         other |= {path: short_digest_of(data).hex() for path, data in _leaves(self._collected.tree, "")}
         return Details(self._place.url, plain, agreeing, other)
 
-    def _layout(self) -> Iterator[bytes]:
-        """Yield everything that a plan depends on, the same on every rank of a class."""
+    def _layout(self) -> bytes:
+        """Return everything that a plan depends on, the same on every rank of a class."""
         settings = self._settings
-        yield repr((settings.chunk_bytes, settings.pack_header_bytes_max)).encode()
-        yield repr(sorted(self._collected.aliases.items())).encode()
-        for each in self._collected.shards:
-            shard = each.shard
-            tensor, lies = shard.tensor, _written(shard.layout)
-            yield f"{tensor.fqn}\0{tensor.dtype}{tensor.global_shape}{lies}{shard.role}{shard.holders is None}".encode(
-                "utf-8", "surrogatepass"
-            )
+        lines = [
+            repr((settings.chunk_bytes, settings.pack_header_bytes_max)),
+            repr(sorted(self._collected.aliases.items())),
+        ]
+        layouts: dict[int, str] = {}
+        for shard in (each.shard for each in self._collected.shards):
+            tensor = shard.tensor
+            layout = layouts.get(id(shard.layout))
+            if layout is None:
+                layout = layouts[id(shard.layout)] = repr(shard.layout)
+            lies = _written(tensor.dtype, tensor.global_shape, layout, shard.role, shard.holders is None)
+            lines.append(f"{tensor.fqn}\0{lies}")
+        # No name holds a NUL, so that none can pass for two.
+        return "\0".join(lines).encode("utf-8", "surrogatepass")
 
-    def _held(self) -> Iterator[bytes]:
-        """Yield what this rank holds of each tensor, where that is not all of it."""
-        for each in self._collected.shards:
-            if each.shard.holders is not None:
-                yield repr((each.shard.holders, each.shard.pieces)).encode()
+    def _held(self) -> bytes:
+        """Return what this rank holds of each tensor, where that is not all of it."""
+        shards = (each.shard for each in self._collected.shards)
+        return repr(
+            [
+                (shard.holders, [(piece.start, piece.stop) for piece in shard.pieces])
+                for shard in shards
+                if shard.holders is not None
+            ]
+        ).encode()
 
     def _sampled(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
         for each in self._collected.shards:
@@ -89,8 +100,8 @@ class Digests:
 
 
 @lru_cache(maxsize=1024)
-def _written(layout: Layout | None) -> str:
-    return repr(layout)
+def _written(*lies: str | tuple[int, ...] | Role | bool) -> str:
+    return repr(lies)
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:

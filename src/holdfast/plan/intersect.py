@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count, chunk_range
+from holdfast.spec.noun import noun
 from holdfast.spec.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
 from holdfast.spec.region import elements_spanned, run_boxes
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class WantedBoxes:
     """What a rank wants of one stored tensor."""
 
@@ -32,29 +33,34 @@ def load_plan(
         pieces_near: Stored pieces of an FQN, all that share an element with a box among them.
         run_bytes_max: Neighbouring chunks are read together up to this many bytes.
     """
-    parts: dict[tuple[str, int], list[Part]] = {}
-    chunks: dict[tuple[str, int], tuple[Piece, int]] = {}
+    chunks: dict[tuple[str, int], tuple[Piece, int, list[Part]]] = {}
     for number, each in enumerate(wanted):
         for box in each.boxes:
             for piece in pieces_near(each.stored_fqn, box):
                 for chunk_number, part in _parts(number, piece, box):
                     key = piece.pack, piece.offset + chunk_number * piece.chunk_bytes
-                    chunks[key] = piece, chunk_number
-                    parts.setdefault(key, []).append(part)
+                    known = chunks.get(key)
+                    if known is None:
+                        chunks[key] = piece, chunk_number, [part]
+                    else:
+                        known[2].append(part)
     reads = []
-    for key in sorted(chunks):
-        piece, chunk_number = chunks[key]
-        start, stop = chunk_range(piece.bytes, piece.chunk_bytes, chunk_number)
-        reads.append((key[0], ChunkRead(piece, chunk_number, key[1], stop - start, tuple(parts[key]))))
+    for (pack, offset), (piece, chunk_number, parts) in sorted(chunks.items(), key=itemgetter(0)):
+        chunk_bytes = min(piece.bytes - chunk_number * piece.chunk_bytes, piece.chunk_bytes)
+        reads.append((pack, ChunkRead(piece, chunk_number, offset, chunk_bytes, tuple(parts))))
     return LoadPlan(tuple(_runs(reads, run_bytes_max)))
 
 
-def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
-    """Yield, by chunk, the parts of a piece that a wanted box takes from it."""
-    if piece.region == wanted and 0 < piece.bytes <= piece.chunk_bytes:
+def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterable[tuple[int, Part]]:
+    """Return, by chunk, the parts of a piece that a wanted box takes from it."""
+    region = piece.region
+    if (region is wanted or region == wanted) and 0 < piece.bytes <= piece.chunk_bytes:
         # Nearly every tiny tensor, and there may be a hundred thousand of them.
-        yield 0, Part(wanted_number, wanted, wanted, 0)
-        return
+        return ((0, Part(wanted_number, wanted, wanted, 0)),)
+    return _parts_cut(wanted_number, piece, wanted)
+
+
+def _parts_cut(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
     itemsize, shape = piece.tensor.itemsize, piece.tensor.global_shape
     first, last = elements_spanned(piece.region, shape, wanted)
     for number in range(first * itemsize // piece.chunk_bytes, chunk_count(last * itemsize, piece.chunk_bytes)):

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from holdfast.spec.box import Box
+from holdfast.spec.noun import noun
 from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import Role, Shard
 
 Ranks = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Owned:
     """A region that this rank writes."""
 
@@ -29,7 +30,7 @@ class Owned:
     """What is written."""
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class _Item:
     number: int
     region: Region

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from holdfast.spec.box import Box
+from holdfast.spec.noun import noun
 from holdfast.spec.region import Region
 from holdfast.spec.tensor import Shard, TensorSpec
 from holdfast.spec.values import Group, Value
@@ -30,6 +31,17 @@ class Source(Protocol):
             piece: A region inside one of the shard's pieces and of its kind.
             start, stop: Half-open byte range within the piece's own row-major bytes.
             slab: Writable memory of at least `stop - start` bytes.
+        """
+        ...
+
+    @classmethod
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+        """Copy pieces of several sources of one state, each whole, one after the other: far less work for tiny ones.
+
+        Args:
+            sources: Where each piece comes from.
+            pieces: As for `copy_into`; none empty.
+            slab: Writable memory of as many bytes as all pieces have.
         """
         ...
 
@@ -71,7 +83,7 @@ class Target(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class LocalShard:
     """A shard together with the means to read its bytes."""
 
@@ -116,7 +128,7 @@ class Collected:
     """Why there is no fence."""
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Wanted:
     """One tensor to be filled."""
 

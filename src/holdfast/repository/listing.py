@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
+from holdfast.repository.columns import Ints
 from holdfast.repository.index import Index, in_order, know
 from holdfast.repository.pieces import PieceColumns
 from holdfast.repository.tensors import TensorTable
+from holdfast.spec.box import Box
 from holdfast.spec.chunking import DIGEST_BYTES
 from holdfast.spec.plan import PackPlan
 from holdfast.spec.region import FlatRange, Region
@@ -29,9 +32,10 @@ class Listing:
         self._tensors = {tensor.fqn: tensor for tensor in tensors}
         self._packs: dict[str, int] = {}
         self._fqns: list[str] = []
-        self._rows: list[tuple[int, int, bool, int, int, int]] = []
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+        self._numbers: list[int] = []
+        self._offsets: list[int] = []
+        self._regions: list[Region] = []
+        self._bytes: list[int] = []
         self._digests: list[bytes] = []
 
     def add(self, tensor: TensorSpec, region: Region, pack: str, offset: int, digests: bytes) -> None:
@@ -41,21 +45,14 @@ class Listing:
             InvalidError: The tensor is known with another dtype or shape.
         """
         know(self._tensors, tensor, pack)
-        number = self._packs.setdefault(pack, len(self._packs))
-        flat = isinstance(region, FlatRange)
-        if isinstance(region, FlatRange):
-            width = 1
-            self._starts.append(region.start)
-            self._stops.append(region.stop)
-        else:
-            width = len(region.start)
-            self._starts += region.start
-            self._stops += region.stop
         self._fqns.append(tensor.fqn)
-        self._rows.append((number, offset, flat, width, region.numel * tensor.itemsize, len(digests) // DIGEST_BYTES))
+        self._numbers.append(self._packs.setdefault(pack, len(self._packs)))
+        self._offsets.append(offset)
+        self._regions.append(region)
+        self._bytes.append(region.numel * tensor.itemsize)
         self._digests.append(digests)
 
-    def add_pack(self, pack: PackPlan, header_bytes: int, digests: Iterable[bytes]) -> None:
+    def add_pack(self, pack: PackPlan, header_bytes: int, digests: Sequence[bytes]) -> None:
         """Add every piece of a pack that was written.
 
         Args:
@@ -63,23 +60,39 @@ class Listing:
             header_bytes: Bytes before its data.
             digests: Of each piece, those of its chunks.
         """
-        for item, each in zip(pack.items, digests, strict=True):
-            self.add(item.tensor, item.region, pack.name, header_bytes + item.data_offset, each)
+        items = pack.items
+        assert len(items) == len(digests), f"{len(digests)} digests of {len(items)} pieces"
+        for item in items:
+            know(self._tensors, item.tensor, pack.name)
+        number = self._packs.setdefault(pack.name, len(self._packs))
+        self._fqns += [item.tensor.fqn for item in items]
+        self._numbers += [number] * len(items)
+        self._offsets += [header_bytes + item.data_offset for item in items]
+        self._regions += [item.region for item in items]
+        self._bytes += [item.bytes for item in items]
+        self._digests += digests
 
     def index(self) -> Index:
         """Return what is listed by now."""
         table = TensorTable.of(self._tensors.values())
-        rows = np.array(self._rows, dtype=np.int64).reshape(len(self._rows), 6)
+        flat = [isinstance(region, FlatRange) for region in self._regions]
+        # A flat range is a box of one dimension here, as it is on storage.
+        starts = [region.start if isinstance(region, Box) else (region.start,) for region in self._regions]
+        stops = [region.stop if isinstance(region, Box) else (region.stop,) for region in self._regions]
         pieces = PieceColumns(
-            tensors=np.fromiter(map(table.numbers.__getitem__, self._fqns), np.int64, len(self._fqns)),
-            packs=rows[:, 0],
-            offsets=rows[:, 1],
-            flat=rows[:, 2].astype(bool),
-            widths=rows[:, 3],
-            starts=np.array(self._starts, dtype=np.int64),
-            stops=np.array(self._stops, dtype=np.int64),
-            bytes=rows[:, 4],
-            chunks=rows[:, 5],
+            tensors=_column(map(table.numbers.__getitem__, self._fqns)),
+            packs=_column(self._numbers),
+            offsets=_column(self._offsets),
+            flat=np.array(flat, dtype=bool),
+            widths=_column(map(len, starts)),
+            starts=_column(chain.from_iterable(starts)),
+            stops=_column(chain.from_iterable(stops)),
+            bytes=_column(self._bytes),
+            chunks=_column(map(len, self._digests)) // DIGEST_BYTES,
             digests=memoryview(b"".join(self._digests)),
         )
         return Index(self._chunk_bytes, table, list(self._packs), in_order(pieces))
+
+
+def _column(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, np.int64)

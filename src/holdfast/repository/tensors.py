@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class TensorTable:
     @staticmethod
     def of(tensors: Iterable[TensorSpec]) -> TensorTable:
         """Return the table of tensors; no two of one FQN."""
-        specs = sorted(tensors, key=lambda tensor: tensor.fqn)
+        specs = sorted(tensors, key=attrgetter("fqn"))
         shapes = [spec.global_shape for spec in specs]
         ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
         by_fqn = {spec.fqn: spec for spec in specs}
@@ -61,7 +62,7 @@ class TensorTable:
             ndims=ndims,
             first_length=firsts(ndims),
             lengths=np.fromiter(chain.from_iterable(shapes), np.int64, int(ndims.sum())),
-            itemsizes=np.fromiter((spec.itemsize for spec in specs), np.int64, len(specs)),
+            itemsizes=np.fromiter([DTYPES[spec.dtype].itemsize for spec in specs], np.int64, len(specs)),
             numels=np.fromiter(map(math.prod, shapes), np.int64, len(specs)),
         )
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.spec.box import Box
+from holdfast.spec.noun import noun
 from holdfast.spec.region import Region
 from holdfast.spec.tensor import TensorSpec
 
 APART = "enc/"
 """Folder, inside an attempt's, of packs whose entries are bytes to stock readers (U8): flat ranges, foreign dtypes."""
 
+Digest = bytes
+"""16 bytes, the xxh3-128 of a chunk's raw bytes."""
 
-@dataclass(frozen=True, slots=True)
+
+@noun
 class PackItem:
     """One piece in a pack."""
 
@@ -76,7 +80,7 @@ class PlannedPack:
         return len(self.header) + self.plan.data_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Piece:
     """One stored piece, as an index knows it."""
 
@@ -106,7 +110,7 @@ class Piece:
         object.__setattr__(self, "bytes", self.region.numel * self.tensor.itemsize)
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Part:
     """A box of a chunk that goes to a target."""
 
@@ -123,7 +127,7 @@ class Part:
     """Bytes from the start of the chunk to the row-major bytes of `source_box`."""
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class ChunkRead:
     """One chunk to be read, checked and placed."""
 
@@ -143,9 +147,9 @@ class ChunkRead:
     """What of it goes where; never empty."""
 
     @property
-    def expected(self) -> memoryview:
+    def expected(self) -> Digest:
         """What its bytes must hash to."""
-        return memoryview(self.piece.digests)[16 * self.number : 16 * self.number + 16]
+        return self.piece.digests[16 * self.number : 16 * self.number + 16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.noun import noun
 from holdfast.spec.region import Region
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class TensorSpec:
     """A tensor as the checkpoint knows it, independent of any rank."""
 
@@ -77,7 +78,7 @@ class Role(Enum):
     """Anything else: taken whole from the lowest rank that holds it."""
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Shard:
     """What one rank holds of one tensor."""
 

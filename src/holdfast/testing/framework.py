@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,16 @@ class _ArraySource:
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> _Copied:
         assert any(contains(region, piece) for region in self.held), f"{piece} is read; held are {self.held}"
         slab[: stop - start] = _bytes_of(self.array, piece)[start:stop]
+        return _Copied()
+
+    @classmethod
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> _Copied:
+        at = 0
+        for source, piece in zip(sources, pieces, strict=True):
+            stop = piece.numel * source.array.itemsize
+            source.copy_into(piece, 0, stop, slab[at:])
+            at += stop
+        assert at == len(slab), f"{at} bytes of pieces for a slab of {len(slab)}"
         return _Copied()
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:

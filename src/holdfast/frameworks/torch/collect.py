@@ -20,15 +20,17 @@ from holdfast.frameworks.torch.gradients import (
     require_optimizer_boundary,
     says_it_accumulates,
 )
-from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_of
+from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, is_ordinary, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.selection import selected, selected_whole
 from holdfast.frameworks.torch.tensors import (
+    Ties,
     TorchSource,
-    dtype_name,
     require_storable,
+    storable_dtype,
     storage_key,
+    torch_dtype,
 )
 from holdfast.frameworks.torch.walk import (
     DictNode,
@@ -83,7 +85,9 @@ class _Collector:
         self._stepped = _stepped(root)
         self._numbers: dict[str, int] = {}
         self._names: set[str] = set()
-        self._stored: dict[tuple[object, ...], tuple[str, Held, list[torch.Tensor]]] = {}
+        self._ties: Ties[_Named] = Ties()
+        self._nowhere: dict[int, _Named] = {}
+        """Declared tensors of which this rank has no element, by identity."""
 
     def dict_group(self, node: DictNode) -> Group:
         items: dict[str, Value] = {}
@@ -209,35 +213,56 @@ class _Collector:
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
         self._names.add(fqn)
-        memory = memory_of(tensor, declared, fqn)
-        for each in memory:
-            require_storable(each, fqn)
-            if is_meta(each):
-                raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
-        held = held_of(tensor, declared, fqn, self._ranks)
-        regions = tuple([part.region for part in held.parts])
-        # A rank that holds nothing of a tied tensor must know of the tie nevertheless: all ranks list one name.
-        empty = declared is not None and not tensor.numel()
-        key = (id(tensor),) if empty else storage_key(tensor)
-        first, first_held, first_memory = self._stored.setdefault(key, (fqn, held, memory))
-        if first != fqn and (empty or 0 not in tensor.shape):
-            if _lies(held, memory) != _lies(first_held, first_memory):
-                raise InvalidError(
-                    f"{fqn}: shares its memory with {first}, but the two are stated to be different parts; "
-                    "state the same of both, or leave one out with skip="
-                )
+        held, memory = self._held(fqn, tensor, declared)
+        first = self._first_of_tie(tensor, declared, (fqn, held, memory))
+        if first != fqn:
             self.aliases[fqn] = first
             if not fenced and first in self._numbers:
                 number = self._numbers[first]
                 self.shards[number] = replace(self.shards[number], fenced=False)
-            return True
-        if held.on_mesh:
-            spec = TensorSpec(fqn, dtype_name(tensor.dtype), held.global_shape)
+        elif held.on_mesh:
+            spec = TensorSpec(fqn, storable_dtype(tensor, fqn), held.global_shape)
+            regions = tuple([part.region for part in held.parts])
             shard = Shard(spec, held.layout, held.holders, role, regions)
             source = TorchSource(held.parts, memory)
             self._numbers[fqn] = len(self.shards)
             self.shards.append(LocalShard(shard, source, fenced))
         return True
+
+    def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> tuple[Held, Sequence[torch.Tensor]]:
+        """Return what this rank holds of a tensor, and the tensors that stand in the state for it."""
+        memory = memory_of(tensor, declared, fqn)
+        for each in memory:
+            if not is_ordinary(each):
+                require_storable(each, fqn)
+                if is_meta(each):
+                    raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
+        return held_of(tensor, declared, fqn, self._ranks), memory
+
+    def _first_of_tie(self, tensor: torch.Tensor, declared: Sharded | None, named: _Named) -> str:
+        """Return the first name under which a tensor stands in the state.
+
+        Raises:
+            InvalidError: The two are stated to be different parts.
+        """
+        fqn, held, memory = named
+        if 0 not in tensor.shape:
+            first, first_held, first_memory = self._ties.first(tensor, named)
+        elif declared is None:
+            return fqn
+        else:
+            # A rank that holds nothing of a tied tensor must know of the tie nevertheless: all ranks list one name.
+            first, first_held, first_memory = self._nowhere.setdefault(id(tensor), named)
+        if first != fqn and _lies(held, memory) != _lies(first_held, first_memory):
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first}, but the two are stated to be different parts; "
+                "state the same of both, or leave one out with skip="
+            )
+        return first
+
+
+_Named = tuple[str, Held, Sequence[torch.Tensor]]
+"""A name, what this rank holds under it, and the tensors that stand in the state for it."""
 
 
 def _stepped(root: DictNode) -> set[int]:
@@ -289,5 +314,7 @@ def _loose_role(tensor: torch.Tensor) -> Role:
     A module's own state dict passed as a dict holds parameters that have lost their type, so floating tensors
     must agree. Others (random states, counters) differ by rank in ordinary runs and count as buffers.
     """
-    known = DTYPES.get(dtype_name(tensor.dtype))
-    return Role.PARAMETER if known is None or known.floating else Role.BUFFER
+    return Role.PARAMETER if tensor.dtype in _FLOATING else Role.BUFFER
+
+
+_FLOATING = {torch_dtype(name) for name, dtype in DTYPES.items() if dtype.floating}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, SupportsIndex
 
 import torch
@@ -48,6 +48,9 @@ class Ranks:
     rank_of_global: RankOfGlobal
     """The group's rank of a global rank, or None if it is not a member."""
 
+    known: dict[object, _OnMesh] = field(default_factory=dict, repr=False, compare=False)
+    """How DTensors lie, by mesh, placements and shapes: thousands of tensors lie in a few ways."""
+
 
 @dataclass(slots=True)  # Not frozen: made for every tensor at every save, and frozen fields take twice the time.
 class HeldPart:
@@ -88,24 +91,66 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     """
     if declared is not None:
         return _declared(declared, fqn, ranks)
+    if isinstance(tensor, DTensor):
+        return _of_dtensor(tensor, fqn, ranks)
     shape = tuple(tensor.shape)
     shards = local_shards_of(tensor)
-    if shards is not None:
-        starts = [tuple(each.metadata.shard_offsets) for each in shards]
-        local_tensors = [each.tensor for each in shards]
-        if not shards:
-            return Held(shape, None, (ranks.rank,), ())
-        return _declared(Sharded(local_tensors, shape, starts), fqn, ranks)
-    local = local_of(tensor)
-    if not isinstance(tensor, DTensor):
-        return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
-    layout = layout_of(tensor, fqn, ranks.rank_of_global)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return Held(shape, layout, (), (), on_mesh=False)
-    boxes = _boxes_of(local, layout, shape, tuple(coordinate), fqn)
-    parts = tuple(HeldPart(box, local[where.relative_to((0,) * len(shape))]) for box, where in boxes)
-    return Held(shape, layout, replica_ranks(layout, tuple(coordinate)), parts)
+    if shards is None:
+        return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
+    starts = [tuple(each.metadata.shard_offsets) for each in shards]
+    local_tensors = [each.tensor for each in shards]
+    if not shards:
+        return Held(shape, None, (ranks.rank,), ())
+    return _declared(Sharded(local_tensors, shape, starts), fqn, ranks)
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, or what a DTensor holds here, is a dense one with memory: nearly all are.
+
+    Of these nothing else need be asked, to know that they can be stored and filled.
+    """
+    if type(tensor) is DTensor:
+        tensor = tensor._local_tensor
+    kind = type(tensor)
+    return (
+        (kind is torch.Tensor or (kind is torch.nn.Parameter and not getattr(tensor, "_is_flat_param", False)))
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OnMesh:
+    """How DTensors of one mesh, placements and shape lie on this rank."""
+
+    layout: Layout
+    holders: tuple[int, ...]
+    boxes: tuple[tuple[Box, Box], ...]
+    """What is held, and where each box lies in the local tensor."""
+
+    on_mesh: bool = True
+
+
+def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
+    shape, local = tuple(tensor.shape), local_of(tensor)
+    placements = tensor.placements
+    # Of two kinds placements can be equal, and yet split otherwise.
+    key = (tensor.device_mesh, placements, tuple(map(type, placements)), shape, local.shape)
+    known = ranks.known.get(key)
+    if known is None:
+        layout = layout_of(tensor, fqn, ranks.rank_of_global)
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            known = _OnMesh(layout, (), (), on_mesh=False)
+        else:
+            at = tuple(coordinate)
+            known = _OnMesh(layout, replica_ranks(layout, at), _boxes_of(local, layout, shape, at, fqn))
+        ranks.known[key] = known
+    parts = [
+        HeldPart(box, local if where.shape == local.shape else local[where.relative_to((0,) * len(shape))])
+        for box, where in known.boxes
+    ]
+    return Held(shape, known.layout, known.holders, tuple(parts), known.on_mesh)
 
 
 def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout:
@@ -156,7 +201,7 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the dense tensor that holds this rank's elements, without gradient history."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
 
 

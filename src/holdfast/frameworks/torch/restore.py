@@ -18,17 +18,25 @@ from holdfast.frameworks.torch.gradients import (
     give_gradient,
     room_for_gradient,
 )
-from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, memory_bytes, memory_of
+from holdfast.frameworks.torch.held import (
+    Held,
+    Ranks,
+    held_of,
+    is_meta,
+    is_ordinary,
+    memory_bytes,
+    memory_of,
+)
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.selection import selected, selected_whole
 from holdfast.frameworks.torch.tensors import (
+    Ties,
     TorchTarget,
     require_storable,
-    storage_key,
+    storable_dtype,
     torch_dtype,
 )
-from holdfast.frameworks.torch.tensors import dtype_name as name_of
 from holdfast.frameworks.torch.walk import (
     DictNode,
     ModuleNode,
@@ -66,7 +74,7 @@ class TorchRestoration:
         self.skipped: list[str] = []
         self._used: set[str] = set()
         self._names: set[str] = set()
-        self._ties: dict[tuple[object, ...], tuple[str, str, object]] = {}
+        self._ties: Ties[tuple[str, str, Held]] = Ties()
         self._lacked: dict[int, str] = {}
         self._had: set[int] = set()
         self._gradients: dict[int, torch.Tensor] = {}
@@ -95,36 +103,40 @@ class TorchRestoration:
             if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
                 self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
-        for each in memory_of(tensor, declared, fqn):
-            require_storable(each, fqn)
-            if is_meta(each):
-                raise InvalidError(
-                    f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
-                )
+        held = self._held(fqn, tensor, declared)
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
         self._names.add(fqn)
         self._used.add(stored)
-        held = held_of(tensor, declared, fqn, self._ranks)
         for part in held.parts:
-            if any(length > 1 and not step for length, step in zip(part.local.shape, part.local.stride(), strict=True)):
-                raise InvalidError(
-                    f"{fqn}: the target is expanded, several of its elements are one place in memory; "
-                    "pass tensor.contiguous() or what it was expanded from"
-                )
+            if not part.local.is_contiguous():
+                _require_places_of_their_own(part.local, fqn)
         if held.global_shape != spec.global_shape:
             raise InvalidError(
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
                 "expected the same. Build the model it was saved from, or leave it out with skip="
             )
         self._had.add(id(tensor))
-        # A tied tensor that came under another name lacks nothing.
-        self.held.pop(self._lacked.get(id(tensor), ""), None)
+        if id(tensor) in self._lacked:
+            # A tied tensor that came under another name lacks nothing.
+            self.held.pop(self._lacked[id(tensor)], None)
         if self._is_first_of_tie(fqn, stored, tensor, held):
             target = TorchTarget(held, spec.dtype)
-            self.held[fqn] = sum(part.local.numel() * part.local.element_size() for part in held.parts)
-            self.wanted.append(Wanted(stored, name_of(tensor.dtype), held.global_shape, target.boxes, target, fqn))
+            self.held[fqn] = sum([part.local.nbytes for part in held.parts])
+            dtype = storable_dtype(tensor, fqn)
+            self.wanted.append(Wanted(stored, dtype, held.global_shape, target.boxes, target, fqn))
         return True
+
+    def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Held:
+        """Return what this rank holds of a tensor that is to be filled."""
+        for each in memory_of(tensor, declared, fqn):
+            if not is_ordinary(each):
+                require_storable(each, fqn)
+                if is_meta(each):
+                    raise InvalidError(
+                        f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
+                    )
+        return held_of(tensor, declared, fqn, self._ranks)
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
         """Return the tensor a container refers to, to be filled: the template if it fits, else new."""
@@ -154,11 +166,10 @@ class TorchRestoration:
         """
         if 0 in tensor.shape:
             return True
-        lies = (held.global_shape, tuple(part.region for part in held.parts))
-        first_fqn, first_stored, first_lies = self._ties.setdefault(storage_key(tensor), (fqn, stored, lies))
+        first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held))
         if first_fqn == fqn:
             return True
-        if lies != first_lies:
+        if _lies(held) != _lies(first_held):
             raise InvalidError(
                 f"{fqn}: shares its memory with {first_fqn}, but the two are stated to be different parts; "
                 "state the same of both, or leave one out with skip="
@@ -367,6 +378,20 @@ class TorchRestoration:
                 continue
             if any(fqn == key or fqn.startswith(f"{key}.") for key in state):
                 self.unexpected.append(fqn)
+
+
+def _lies(held: Held) -> tuple[object, ...]:
+    """Return what two names of one memory must have in common."""
+    return (held.global_shape, *(part.region for part in held.parts))
+
+
+def _require_places_of_their_own(local: torch.Tensor, fqn: str) -> None:
+    """Refuse to fill a tensor of which several elements are one place in memory."""
+    if any(length > 1 and not step for length, step in zip(local.shape, local.stride(), strict=True)):
+        raise InvalidError(
+            f"{fqn}: the target is expanded, several of its elements are one place in memory; "
+            "pass tensor.contiguous() or what it was expanded from"
+        )
 
 
 def _children(saved: Value) -> Mapping[str, Value]:

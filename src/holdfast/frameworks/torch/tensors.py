@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Held, HeldPart, local_shards_of
+from holdfast.frameworks.torch.held import Held, HeldPart, is_ordinary, local_shards_of
 from holdfast.ports.framework import Ticket
 from holdfast.spec.box import Box, flat_range_boxes
 from holdfast.spec.dtype import DTYPES, dtype_named
@@ -31,14 +32,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
-_DTYPE_NAMES = {each: name for name in DTYPES if isinstance(each := getattr(torch, name, None), torch.dtype)}
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+
+def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
+    """Return the element type a tensor is stored as.
+
+    Raises:
+        InvalidError: Holdfast does not store it.
+    """
+    return _DTYPE_NAMES.get(tensor.dtype) or dtype_named(dtype_name(tensor.dtype), fqn).name
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a stored element type."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
+    return _TORCH_DTYPES[name]
 
 
 def require_storable(tensor: torch.Tensor, fqn: str) -> None:
@@ -47,12 +56,15 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
     Raises:
         InvalidError: Names the tensor, what it is and what to do.
     """
+    if is_ordinary(tensor):
+        storable_dtype(tensor, fqn)
+        return
     kind = type(tensor).__name__
     shards = local_shards_of(tensor)
     if shards is not None:
         for each in shards:
             require_storable(each.tensor, fqn)
-        dtype_named(dtype_name(tensor.dtype), fqn)
+        storable_dtype(tensor, fqn)
         return
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")
@@ -68,7 +80,7 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
         raise InvalidError(
             f"{fqn}: {tensor.layout} {kind} cannot be saved; expected a dense tensor. Convert it, or skip= it"
         )
-    dtype_named(dtype_name(tensor.dtype), fqn)
+    storable_dtype(tensor, fqn)
 
 
 class TorchSource:
@@ -95,6 +107,28 @@ class TorchSource:
         offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             _copy_run(part.local, offset + start, offset + stop, slab)
+        return DONE
+
+    @classmethod
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+        """Copy pieces of several sources, each whole, one after the other."""
+        runs: list[torch.Tensor] = []
+        at = 0
+        for source, piece in zip(sources, pieces, strict=True):
+            part = source._parts[0]
+            local = part.local
+            joins = (piece is part.region or piece == part.region) and local.is_cpu and _is_one_run(local)
+            if runs and not (joins and local.dtype is runs[0].dtype):
+                at += _joined(runs, slab[at:])
+                runs = []
+            if joins:
+                runs.append(local if local.ndim == 1 else local.view(-1))
+            else:
+                stop = piece.numel * local.itemsize
+                source.copy_into(piece, 0, stop, slab[at:])
+                at += stop
+        if runs:
+            _joined(runs, slab[at:])
         return DONE
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
@@ -131,7 +165,7 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
     A tensor that is not one run of memory, or shows its memory conjugated or negated, is copied box by box: a
     contiguous copy of all of it could be as large as the state.
     """
-    if not local.is_contiguous() or local.is_conj() or local.is_neg():
+    if not _is_one_run(local):
         at = 0
         for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
             into = torch.frombuffer(slab, dtype=local.dtype, count=box.numel, offset=at).view(box.shape)
@@ -143,6 +177,19 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
     else:
         run = local.reshape(-1).view(torch.uint8)[start:stop]
         torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
+
+
+def _is_one_run(local: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds its row-major bytes as they are."""
+    return local.is_contiguous() and not (local.is_conj() or local.is_neg())
+
+
+def _joined(runs: list[torch.Tensor], slab: memoryview) -> int:
+    """Copy 1-d host tensors of one dtype one after the other to the front of `slab`; return how many bytes they are."""
+    joined = torch.frombuffer(slab, dtype=runs[0].dtype, count=sum([run.numel() for run in runs]))
+    with torch.no_grad():
+        torch.cat(runs, out=joined)
+    return joined.nbytes
 
 
 def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
@@ -180,69 +227,71 @@ class TorchTarget:
     """What a rank holds of a tensor, to be filled in place."""
 
     def __init__(self, held: Held, stored_dtype: str) -> None:
-        self._views = [_View(box, local, stored_dtype) for box, local in _boxes(held)]
+        self._stored = torch_dtype(stored_dtype)
+        self._boxes = _boxes(held)
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """What is wanted, global coordinates."""
-        return tuple(view.box for view in self._views)
+        return tuple([box for box, _ in self._boxes])
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
-        for view in self._views:
+        for box, local in self._boxes:
             # Stated targets may overlap (a halo), and then each of them is to be filled.
-            if len(self._views) == 1 or view.box.contains(part):
-                view.place(part, source, source_box)
+            if len(self._boxes) == 1 or box.contains(part):
+                self._place(box, local, part, source, source_box)
 
     def memory(self, part: Box) -> memoryview | None:
         """Return the one run of host memory that `part` would fill as it is stored, if there is just one."""
-        if len(self._views) == 1:
-            return self._views[0].memory(part)
-        views = [view for view in self._views if view.box.contains(part)]
-        return views[0].memory(part) if len(views) == 1 else None
+        boxes = self._boxes
+        if len(boxes) > 1:
+            boxes = [each for each in boxes if each[0].contains(part)]
+            if len(boxes) != 1:
+                return None
+        ((box, local),) = boxes
+        bits = self._bits(local)
+        if bits is None:
+            return None
+        run = bits if part is box else bits[part.relative_to(box.start)]
+        return run.data.cast("B") if run.flags.c_contiguous and run.flags.writeable else None
+
+    def _place(self, box: Box, local: torch.Tensor, part: Box, source: memoryview, source_box: Box) -> None:
+        bits = self._bits(local)
+        if bits is None:
+            stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
+            with torch.no_grad():
+                local[part.relative_to(box.start)].copy_(stored[part.relative_to(source_box.start)])
+        elif part is source_box and part is box and bits.flags.c_contiguous:
+            bits.data.cast("B")[:] = source
+        else:
+            given = np.frombuffer(source, dtype=bits.dtype).reshape(source_box.shape)
+            bits[part.relative_to(box.start)] = given[part.relative_to(source_box.start)]
+
+    def _bits(self, local: torch.Tensor) -> NDArray[np.generic] | None:
+        """Return memory that takes bytes as they are stored; None where they must be converted or go to a device.
+
+        In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch would
+        spread each copy over its own threads, which fight with the reading ones for the same cores. What shows its
+        memory conjugated or negated is left to torch, which knows what to write there.
+        """
+        if local.dtype is not self._stored or not local.is_cpu or local.is_conj() or local.is_neg():
+            return None
+        return bits_of(local) if local.itemsize in _BITS else None
 
 
-def _boxes(held: Held) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield every box of what is held with its memory; a flat range falls into a few, each a run of it."""
+def _boxes(held: Held) -> list[tuple[Box, torch.Tensor]]:
+    """Return every box of what is held with its memory; a flat range falls into a few, each a run of it."""
+    boxes = []
     for each in held.parts:
         if isinstance(each.region, Box):
-            yield each.region, each.local
+            boxes.append((each.region, each.local))
             continue
         at = 0
         for box in region_boxes(each.region, held.global_shape):
-            yield box, each.local[at : at + box.numel].view(box.shape)
+            boxes.append((box, each.local[at : at + box.numel].view(box.shape)))
             at += box.numel
-
-
-class _View:
-    """One box of a target."""
-
-    def __init__(self, box: Box, local: torch.Tensor, stored_dtype: str) -> None:
-        self.box = box
-        self._local = local
-        self._stored = torch_dtype(stored_dtype)
-        # In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch
-        # would spread each copy over its own threads, which fight with the reading ones for the same cores.
-        # What shows its memory conjugated or negated is left to torch, which knows what to write there.
-        lazy = local.is_conj() or local.is_neg()
-        plain = local.device.type == "cpu" and local.dtype == self._stored and not lazy
-        self._bits = bits_of(local) if plain and self._stored.itemsize in _BITS else None
-
-    def place(self, part: Box, source: memoryview, source_box: Box) -> None:
-        taken = part.relative_to(source_box.start)
-        given = part.relative_to(self.box.start)
-        if self._bits is not None:
-            self._bits[given] = np.frombuffer(source, dtype=self._bits.dtype).reshape(source_box.shape)[taken]
-            return
-        stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
-        with torch.no_grad():
-            self._local[given].copy_(stored[taken])
-
-    def memory(self, part: Box) -> memoryview | None:
-        if self._bits is None:
-            return None
-        run = self._bits[part.relative_to(self.box.start)]
-        return run.data.cast("B") if run.flags.c_contiguous and run.flags.writeable else None
+    return boxes
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -265,6 +314,29 @@ def tensor_of(array: object, dtype: str) -> torch.Tensor:
     return torch.from_numpy(bits).view(torch_dtype(dtype))
 
 
+Note = TypeVar("Note")
+
+
+class Ties(Generic[Note]):
+    """Which tensors are the same elements of the same memory, and what was noted of the first of each."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[torch.Tensor, Note]] = {}
+        self._first: dict[tuple[object, ...], Note] = {}
+
+    def first(self, tensor: torch.Tensor, note: Note) -> Note:
+        """Return what was noted of the first tensor that is these elements of this memory; `note` if it is this one."""
+        if local_shards_of(tensor) is not None:
+            return self._first.setdefault(storage_key(tensor), note)
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # Where no other begins, nothing more need be asked. Who is kept here keeps its address from being given anew.
+        other, others_note = self._at.setdefault(local.data_ptr(), (tensor, note))
+        if other is tensor:
+            return others_note
+        self._first.setdefault(storage_key(other), others_note)
+        return self._first.setdefault(storage_key(tensor), note)
+
+
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that two tensors share exactly if they are the same elements of the same memory."""
     if local_shards_of(tensor) is not None:
@@ -272,7 +344,7 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     local = tensor
     lies: tuple[object, ...] = ()
     if isinstance(tensor, DTensor):
-        local, lies = tensor.to_local(), (tensor.shape, *map(str, tensor.placements))
+        local, lies = tensor._local_tensor, (tensor.shape, *map(str, tensor.placements))
     return (
         local.untyped_storage()._cdata,
         local.storage_offset(),
@@ -283,6 +355,3 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
         *local.stride(),
         *lies,
     )
-
-
-assert all(isinstance(getattr(torch, name, None), torch.dtype) for name in DTYPES)
