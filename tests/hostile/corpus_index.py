@@ -283,6 +283,7 @@ CASES = [
     Case("50,000 empty tensors more", HARMLESS, lambda c: c.edit_index(_many_empty_tensors)),
     Case("65 dimensions", "tensors", _number("ndims", 0, 65)),
     Case("a pack that is a path", "tensors", _key("packs", [["own", "../../r00000.safetensors"]])),
+    Case("a pack listed twice", "tensors", _key("packs", [["own", "r00000.safetensors"]] * 2)),
     Case("a pack of a kind reserved", "tensors", _key("packs", [["base", "r00000.safetensors"]])),
     Case("a pack that is not listed", "tensors", _key("packs", [["own", "r00009.safetensors"]])),
     Case("no packs listed", "tensors", _key("packs", [])),

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -15,9 +16,6 @@ _Result = TypeVar("_Result")
 
 CALLS_AT_ONCE = 16
 """Enough to hide what a disk or a network takes to answer, few enough for a pool of connections."""
-
-_LINGER_SECONDS = 0.5
-"""How long a thread waits for another call before it ends: to start one costs more than most calls."""
 
 
 def each_in_flight(act: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
@@ -43,10 +41,11 @@ def each_in_flight(act: Callable[[_Item], _Result], items: Iterable[_Item]) -> I
     finally:
         for each in under_way:
             each.cancel()
+        calls.end()
 
 
 class _Calls(Generic[_Item, _Result]):
-    """Threads that make calls, and end when for a while there were none to make.
+    """Threads that make calls, as many as there are calls to make at once; whoever asks for results outlives them.
 
     Threads of our own rather than an executor's: those take no work once the interpreter is about to exit, and a save
     under way is to be finished then.
@@ -55,36 +54,48 @@ class _Calls(Generic[_Item, _Result]):
     def __init__(self, act: Callable[[_Item], _Result]) -> None:
         self._act = act
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[_Item, Future[_Result]]] = queue.SimpleQueue()
-        self._threads = 0
+        self._waiting: queue.SimpleQueue[tuple[_Item, Future[_Result]] | None] = queue.SimpleQueue()
+        self._threads = self._idle = 0
 
     def begin(self, item: _Item) -> Future[_Result]:
         """Have a call made; return what will hold its result."""
         call: Future[_Result] = Future()
         with self._lock:
             self._waiting.put((item, call))
-            if self._threads == CALLS_AT_ONCE:
+            if self._waiting.qsize() <= self._idle or self._threads == CALLS_AT_ONCE:
                 return call
             self._threads += 1
+            self._idle += 1
         try:
-            threading.Thread(target=self._work, name="holdfast-store").start()
+            threading.Thread(target=self._work, name="holdfast-store", daemon=True).start()
         except RuntimeError:
             # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then).
-            self._work(linger_seconds=0.0)
+            with self._lock:
+                self._threads -= 1
+                self._idle -= 1
+            # Threads that could be started may take it, and what came before it, at any time.
+            with suppress(queue.Empty):
+                while not call.done():
+                    self._make(self._waiting.get_nowait())
         return call
 
-    def _work(self, linger_seconds: float = _LINGER_SECONDS) -> None:
-        while True:
-            try:
-                item, call = self._waiting.get(timeout=linger_seconds)
-            except queue.Empty:
-                with self._lock:
-                    if not self._waiting.empty():
-                        continue
-                    self._threads -= 1
-                    return
-            if not call.set_running_or_notify_cancel():
-                continue
+    def end(self) -> None:
+        """Have every thread end once it is done with what it has begun."""
+        for _ in range(self._threads):
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            with self._lock:
+                self._idle -= 1
+            self._make(waiting)
+            with self._lock:
+                self._idle += 1
+
+    def _make(self, waiting: tuple[_Item, Future[_Result]] | None) -> None:
+        assert waiting is not None, "nothing begins once all is over"
+        item, call = waiting
+        if call.set_running_or_notify_cancel():
             try:
                 call.set_result(self._act(item))
             except BaseException as error:  # noqa: BLE001 - raised where the result is asked for

@@ -227,10 +227,11 @@ class Opening:
 
     def _holders(self, classes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the ranks that hold each plain tensor, as the lowest rank of each class tells."""
-        numbers: dict[str, tuple[int, ...]] = {}
+        found: dict[str, list[int]] = {}
         for number, spoken in enumerate(self._read_details([each[0] for each in classes])):
             for fqn in spoken.plain:
-                numbers[fqn] = (*numbers.get(fqn, ()), number)
+                found.setdefault(fqn, []).append(number)
+        numbers = {fqn: tuple(each) for fqn, each in found.items()}
         # Thousands of ranks are put in order once for all tensors that the same classes hold.
         members = {
             each: tuple(sorted(rank for number in each for rank in classes[number])) for each in {*numbers.values()}

@@ -89,6 +89,9 @@ def index_of(document: IndexDocument, where: str, tables: TensorTables | None = 
     for origin, name in document.packs:
         if origin != "own" or not is_pack_name(name):
             raise CorruptError(f"{where}: pack {name!r} of kind {origin!r}; expected a pack of this checkpoint")
+    if len({name for _, name in document.packs}) < len(document.packs):
+        # Under two numbers, pieces of one pack would not be seen to share bytes.
+        raise CorruptError(f"{where}: a pack is listed twice; expected each once")
     tensors = unpacked(document.piece_tensors, where)
     count = len(tensors)
     packs = unpacked(document.piece_packs, where, count)

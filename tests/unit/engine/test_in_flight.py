@@ -53,7 +53,33 @@ def test_items_are_taken_as_there_is_room_for_them() -> None:
     assert next(results) == 0
     assert len(taken) <= 4 * CALLS_AT_ONCE
     # Whoever stops asking leaves no thread behind that would keep the interpreter from exiting.
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "holdfast-store")
+    results.close()  # type: ignore[attr-defined]
     for thread in threading.enumerate():
         if thread.name == "holdfast-store":
             thread.join(30)
             assert not thread.is_alive()
+
+
+def test_no_thread_outlives_the_calls_and_none_is_started_while_others_are_idle() -> None:
+    names: set[int] = set()
+
+    def act(number: int) -> int:
+        names.add(threading.get_ident())
+        return number
+
+    results = each_in_flight(act, iter(range(2)))
+    assert list(results) == [0, 1]
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-store":
+            thread.join(5)
+            assert not thread.is_alive()
+    assert len(names) <= 2
+
+
+def test_a_host_without_threads_to_spare_makes_the_calls_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert list(each_in_flight(lambda number: number + 1, range(100))) == list(range(1, 101))
