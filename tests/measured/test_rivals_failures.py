@@ -21,7 +21,7 @@ import holdfast
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.manager.load import LoadRequest
 from holdfast.repository import digest, manifest, values
-from holdfast.repository.index import encode_index
+from holdfast.repository.index_file import encode_index
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
