@@ -301,8 +301,9 @@ def _rounds(
 ) -> Ints:
     """Return the round of each segment that is read for several; -1 for the others.
 
-    All readers go through their shares at an even pace, and a round ends before any rank would read, or be given,
-    more than fits.
+    All readers go through their shares at an even pace. Each rank fills a round of its own: a segment goes to the
+    latest of those that its ranks are at, or to the next where one of them would read, or be given, more than fits. So
+    groups of ranks that have nothing to do with each other pass their bytes on in the same rounds.
     """
     rounds = np.full(len(lengths), -1, dtype=np.int64)
     shared = np.flatnonzero(readers >= 0)
@@ -315,16 +316,18 @@ def _rounds(
     pace = before * 1000 // passed[readers[shared]]
     given, taken = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
     footprints = np.maximum(lengths, _FOOTPRINT_BYTES_MIN)
-    current = 0
-    ranks_of: dict[tuple[int, ...], Ints] = {}
+    at_round = np.zeros(world_size, dtype=np.int64)
+    ranks_of = {group: np.array(group, dtype=np.int64) for group in set(members)}
     for segment in shared[np.lexsort((shared, pace))].tolist():
         reader, length = int(readers[segment]), int(footprints[segment])
-        group = members[segment]
-        ranks = ranks_of.setdefault(group, np.array(group, dtype=np.int64))
+        ranks = ranks_of[members[segment]]
+        latest = int(at_round[ranks].max())
+        behind = ranks[at_round[ranks] < latest]
+        given[behind] = taken[behind] = 0
         if (given[reader] or taken[ranks].any()) and max(given[reader], taken[ranks].max()) + length > round_bytes:
-            current += 1
-            given[:] = taken[:] = 0
-        rounds[segment] = current
+            latest += 1
+            given[ranks] = taken[ranks] = 0
+        at_round[ranks] = rounds[segment] = latest
         given[reader] += length
         taken[ranks] += length
         taken[reader] -= length

@@ -216,6 +216,19 @@ def test_a_job_of_many_ranks_is_planned_quickly() -> None:
     assert max(read) <= ROUND // 4 + 2 * CHUNK, "its share, and a chunk at either cut"
 
 
+@pytest.mark.parametrize("shards", (2, 16))
+def test_groups_that_share_nothing_pass_on_in_the_same_rounds(shards: int) -> None:
+    """As many rounds as one group of replicas takes alone, however many groups there are."""
+    pieces = pieces_of_packs([[200 * CHUNK] for _ in range(shards)])
+    plans = [plan_of(pieces, {f"{shard}.0": (0, 200 * CHUNK)}) for shard in range(shards) for _ in range(4)]
+    one, all_of_them = exchanged(plans[:4], shards), exchanged(plans, shards)
+    assert one is not None
+    assert all_of_them is not None
+    assert all_of_them.round_count == one.round_count
+    for plan in plans_of(all_of_them, plans, shards):
+        assert all(each.gives or each.takes for each in plan.rounds), "nobody sits a round out"
+
+
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(0, 5000), st.integers(0, 700))
 def test_shares_are_all_of_it_and_as_level_as_can_be(loads: list[int], amount: int, share_min: int) -> None:
     shares = level(np.array(loads, dtype=np.int64), amount, share_min).tolist()
