@@ -7,7 +7,7 @@ rank, so that all of them stop together when one has failed; nothing that failed
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -17,8 +17,8 @@ from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store
-from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take
+from holdfast.settings import Settings
+from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take, give_slot_bytes, take_slot_bytes
 from holdfast.spec.plan import LoadPlan, ReadRun
 
 _WORD = struct.Struct("<?qdqd")
@@ -171,8 +171,8 @@ class _Passing:
     def begin(self, rounds: Sequence[ExchangeRound]) -> None:
         """Allocate memory for the largest round, for each direction."""
         self._rounds = rounds
-        give_bytes = max((sum(_slot_bytes(give.run) for give in each.gives) for each in rounds), default=0)
-        take_bytes = max((sum(_slot_bytes(take.run) for take in each.takes) for each in rounds), default=0)
+        give_bytes = max((sum(_give_sizes(each)) for each in rounds), default=0)
+        take_bytes = max((sum(_take_sizes(each)) for each in rounds), default=0)
         areas = _AREAS if len(rounds) > max(self._probe_rounds, 1) else 1
         self._give_areas = [new_slab(max(give_bytes, 1)) for _ in range(areas)]
         self._take_areas = [new_slab(max(take_bytes, 1)) for _ in range(areas)]
@@ -207,13 +207,13 @@ class _Passing:
         if not self._begun <= number < len(self._rounds):
             return
         self._begun = number + 1
-        gives = self._rounds[number].gives
-        slots = _slots(self._give_areas[self._area(number)], [give.run for give in gives])
+        this = self._rounds[number]
+        slots = _slots(self._give_areas[self._area(number)], _give_sizes(this))
         self._reads[number] = [
             self._threads.submit(
                 read_through, give.run, self._store, f"{self._prefix}{give.run.pack}", self._targets, slot
             )
-            for give, slot in zip(gives, slots, strict=True)
+            for give, slot in zip(this.gives, slots, strict=True)
         ]
 
     def _lay_out(self, number: int, read: Sequence[memoryview]) -> None:
@@ -223,7 +223,7 @@ class _Passing:
         for give, data in zip(this.gives, read, strict=True):
             for rank in give.receivers:
                 self._gives.setdefault(rank, []).append(data)
-        slots = _slots(self._take_areas[self._area(number)], [take.run for take in this.takes])
+        slots = _slots(self._take_areas[self._area(number)], _take_sizes(this))
         self._taken = [slot[: _bytes(take.run)] for slot, take in zip(slots, this.takes, strict=True)]
         for take, data in zip(this.takes, self._taken, strict=True):
             self._takes.setdefault(take.reader, []).append(data)
@@ -286,14 +286,17 @@ def _bytes(run: ReadRun) -> int:
     return run.stop - run.start
 
 
-def _slot_bytes(run: ReadRun) -> int:
-    """Return the memory a run is read into: whole pages, and one more at either end, as stores may need."""
-    return -(-_bytes(run) // PAGE_BYTES) * PAGE_BYTES + 2 * PAGE_BYTES
-
-
-def _slots(area: memoryview, runs: Sequence[ReadRun]) -> list[memoryview]:
+def _slots(area: memoryview, sizes: Iterable[int]) -> list[memoryview]:
     slots, at = [], 0
-    for run in runs:
-        slots.append(area[at : at + _slot_bytes(run)])
-        at += _slot_bytes(run)
+    for size in sizes:
+        slots.append(area[at : at + size])
+        at += size
     return slots
+
+
+def _give_sizes(this: ExchangeRound) -> list[int]:
+    return [give_slot_bytes(_bytes(give.run)) for give in this.gives]
+
+
+def _take_sizes(this: ExchangeRound) -> list[int]:
+    return [take_slot_bytes(_bytes(take.run)) for take in this.takes]

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from holdfast.errors import CorruptError
 from holdfast.plan.levelling import level
-from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take
+from holdfast.settings import MIB
+from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take, give_slot_bytes, take_slot_bytes
 from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
 Ints = NDArray[np.int64]
@@ -36,9 +36,6 @@ first time take as long as reading about that much from a page cache."""
 
 _GAIN_MIN = 0.1
 """The same as a share of what it would read alone."""
-
-_FOOTPRINT_BYTES_MIN = 4 * PAGE_BYTES
-"""What the smallest segment counts for in a round: each is read to whole pages, with one to spare at either end."""
 
 _MARGIN = 1.2
 """How many times as fast exchanging must be expected to be: both estimates come from a few rounds, and who reads for
@@ -222,7 +219,8 @@ def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: boo
 
     Args:
         descriptions: By rank; none of them empty.
-        round_bytes: Bytes a rank may read, and be given, in one round. A segment that is longer has one of its own.
+        round_bytes: Memory a rank may read into, and be given bytes in, in one round. A segment that takes more has a
+            round of its own.
         forced: Whether it is wanted at any price.
     """
     classes: dict[bytes, list[int]] = {}
@@ -377,21 +375,23 @@ def _rounds(
     # In thousandths of a reader's share, so that all of them are done at the same time.
     pace = before * 1000 // passed[readers[shared]]
     given, taken = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
-    footprints = np.maximum(lengths, _FOOTPRINT_BYTES_MIN)
+    give_slots = [give_slot_bytes(length) for length in lengths.tolist()]
+    take_slots = [take_slot_bytes(length) for length in lengths.tolist()]
     at_round = np.zeros(world_size, dtype=np.int64)
     for segment in shared[np.lexsort((shared, pace))].tolist():
-        reader, length = int(readers[segment]), int(footprints[segment])
+        reader, give, take = int(readers[segment]), give_slots[segment], take_slots[segment]
         ranks = groups[group_of[segment]]
         latest = int(at_round[ranks].max())
         behind = ranks[at_round[ranks] < latest]
         given[behind] = taken[behind] = 0
-        if (given[reader] or taken[ranks].any()) and max(given[reader], taken[ranks].max()) + length > round_bytes:
+        most = int(taken[ranks].max())
+        if (given[reader] or most) and (given[reader] + give > round_bytes or most + take > round_bytes):
             latest += 1
             given[ranks] = taken[ranks] = 0
         at_round[ranks] = rounds[segment] = latest
-        given[reader] += length
-        taken[ranks] += length
-        taken[reader] -= length
+        given[reader] += give
+        taken[ranks] += take
+        taken[reader] -= take
     return rounds
 
 

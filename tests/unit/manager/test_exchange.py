@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.exchange import Moved, Weighing, carry_out_exchange
+from holdfast.engine.slabs import new_slab
 from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.load import LoadReport, LoadRequest
@@ -144,6 +145,46 @@ def test_memory_is_bounded_by_rounds(store: MemoryStore) -> None:
     assert isinstance(found[1][0], LoadReport)
     assert sum(arrived) == found[1][0].exchanged_bytes
     assert max(arrived) <= ALWAYS.exchange_bytes_max // 4
+
+
+def small() -> dict[str, object]:
+    """Tensors a little longer than a few pages, every other of which a rank leaves alone."""
+    numbers = np.arange(4_500, dtype=np.float32)
+    return {
+        f"layer.{number:02d}": GlobalTensor("float32", numbers + number, None, Role.PARAMETER) for number in range(40)
+    }
+
+
+def test_all_memory_of_a_load_is_within_the_setting(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are longer than what is read into them: whole pages, and one more at either end."""
+    taken: list[int] = []
+
+    def counted_slab(count: int) -> memoryview:
+        taken.append(count)
+        return new_slab(count)
+
+    monkeypatch.setattr("holdfast.engine.exchange.new_slab", counted_slab)
+    tensors = fresh_store()
+
+    def save(comm: ThreadComm) -> None:
+        run = run_of(comm, tensors)
+        run.save(1, small(), ANYTHING).wait()
+        run.close()
+
+    run_ranks(2, save)
+    group = ThreadGroup(2)
+
+    def load(comm: ThreadComm) -> LoadReport | None:
+        run = run_of(Watched(group, comm.rank), tensors, ALWAYS)
+        state = dict(list(small().items())[::2])
+        run.load(LoadRequest(state, ANYTHING, strict=False, cast=False), None)
+        run.close()
+        return run.load_report
+
+    reports = run_ranks(2, load, group=group)
+    assert all(report is not None and report.exchanged_bytes for report in reports)
+    assert len(taken) == 2 * 4, "two areas for each direction"
+    assert sum(taken) <= 2 * ALWAYS.exchange_bytes_max
 
 
 def test_where_nothing_is_wanted_twice_nothing_is_said_twice(store: MemoryStore) -> None:

@@ -26,7 +26,7 @@ from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.plan.levelling import level
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count
-from holdfast.spec.exchange import ExchangePlan, Pace
+from holdfast.spec.exchange import ExchangePlan, Pace, give_slot_bytes, take_slot_bytes
 from holdfast.spec.plan import LoadPlan, Piece, ReadRun
 from holdfast.spec.tensor import TensorSpec
 
@@ -140,8 +140,11 @@ def require_bounded(job: JobExchange, found: Sequence[ExchangePlan], round_bytes
     for each in zip(*(plan.rounds for plan in found), strict=True):
         assert any(own.gives for own in each)
         for own in each:
-            for runs in ([give.run for give in own.gives], [take.run for take in own.takes]):
-                assert len(runs) <= 1 or bytes_in(runs) <= round_bytes
+            for runs, slot_bytes in (
+                ([give.run for give in own.gives], give_slot_bytes),
+                ([take.run for take in own.takes], take_slot_bytes),
+            ):
+                assert len(runs) <= 1 or sum(slot_bytes(bytes_in([run])) for run in runs) <= round_bytes
 
 
 @pytest.mark.parametrize("ranks", (2, 3, 8))
