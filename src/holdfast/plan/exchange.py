@@ -41,6 +41,9 @@ _MARGIN = 1.2
 """How many times as fast exchanging must be expected to be: both estimates come from a few rounds, and who reads for
 himself reads straight into his tensors where he can."""
 
+_FAIR_PART = 0.25
+"""What a rank must have done, of what the one did that did most, for its speed to count."""
+
 _PAIRS_MAX = 1 << 21
 """Runs described by ranks that differ, and segments that these are cut into, beyond which an exchange is planned only
 if it is forced: every rank plans all of it, in about a second at this size."""
@@ -402,7 +405,8 @@ def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
     all ranks were reading at once when `storage` was measured, and what goes on beside each other (reading one round
     and exchanging another) is counted one after the other, since both may want the same processors and wires.
     Storage that is faster than the exchange, as the page cache is, so speaks for reading whatever the redundancy.
-    Each speed is that of the fastest rank: other work on its machine only ever slows a rank down.
+    Each speed is the median of the ranks that did a fair part of a round: one whose few bytes were in the page cache,
+    or came from a neighbour on the same machine, says nothing of the others, nor does one that was disturbed.
 
     Args:
         left: Bytes of the busiest rank.
@@ -415,5 +419,8 @@ def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
 
 
 def _bytes_per_second(measured: Iterable[tuple[int, float]]) -> float:
-    """Return the best speed; beyond measure if nobody did anything."""
-    return max((count / seconds for count, seconds in measured if count and seconds > 0), default=math.inf)
+    """Return the median speed of those who did a fair part; beyond measure if nobody did anything."""
+    done = [(count, count / seconds) for count, seconds in measured if count and seconds > 0]
+    most = max((count for count, _ in done), default=0)
+    fair = [speed for count, speed in done if count >= _FAIR_PART * most]
+    return float(np.median(fair)) if fair else math.inf

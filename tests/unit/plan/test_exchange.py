@@ -319,3 +319,18 @@ def test_ranks_that_neither_read_nor_moved_say_nothing_of_the_speed() -> None:
     idle = Pace(0, 0.0, 0, 0.0)
     assert exchanging_beats_reading(left, [idle, pace(0.5, 10.0), idle])
     assert not exchanging_beats_reading(left, [idle, pace(15.0, 10.0), idle])
+
+
+@pytest.mark.parametrize("odd", [pace(15.0, 10.0), Pace(100, 1e-8, GIB, 0.1), pace(0.01, 0.01)])
+def test_one_rank_that_is_faster_or_slower_than_all_others_decides_nothing(odd: Pace) -> None:
+    """Its bytes were in the page cache, or were few, or its machine was busy with something else."""
+    left = Load(alone_bytes=64 * GIB, read_bytes=GIB, moved_bytes=64 * GIB)
+    assert exchanging_beats_reading(left, [pace(0.2, 5.0)] * 63 + [odd])
+    assert not exchanging_beats_reading(left, [pace(0.5, 0.1)] * 63 + [odd])
+
+
+def test_speed_is_that_of_ranks_that_did_a_fair_part() -> None:
+    """Most ranks were given next to nothing to read in the rounds measured, and that was fast."""
+    left = Load(alone_bytes=64 * GIB, read_bytes=GIB, moved_bytes=64 * GIB)
+    few = Pace(100, 1e-8, GIB, 0.2)
+    assert exchanging_beats_reading(left, [pace(0.2, 5.0)] * 2 + [few] * 62)
