@@ -63,7 +63,8 @@ class Settings:
     counts, but one rank that says never is enough."""
 
     exchange_bytes_max: int = 64 * MIB
-    """Host memory per rank for bytes on their way between ranks; a quarter of it is read, and given, in one round."""
+    """Host memory per rank for bytes on their way between ranks; a quarter of it is read into, and as much is
+    received into, in one round. Chunks that take more than a quarter are passed on all the same, one to a round."""
 
     commit_timeout_seconds: float = 600.0
     """How long a rank waits for the others, at the opening and again after its own vote."""

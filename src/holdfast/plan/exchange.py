@@ -218,7 +218,7 @@ def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: boo
     Ranks that want the same are one class, and segments that the same classes want one group; its segments are cut
     into one contiguous share for each member, so that loads come out level and reads stay long. Groups of few come
     first: they have the least choice. The time taken grows with runs described and with segments times the classes
-    that want them, not with ranks times chunks.
+    that want them, not with ranks times chunks; only to put segments into rounds, with the ranks that want each.
 
     Args:
         descriptions: By rank; none of them empty.
