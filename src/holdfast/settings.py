@@ -57,11 +57,14 @@ class Settings:
 
     exchange: Literal["auto", "always", "never"] = "auto"
     """Whether bytes that several ranks want are read by one of them and passed to the others. auto: where that is
-    expected, and after a few rounds measured, to take less time than everybody reading. Rank 0's word counts, but
-    one rank that says never is enough."""
+    expected, and after a few rounds measured, to take less time than everybody reading. auto plans no exchange that
+    would take every rank more than a second or two to plan: more than two million runs described by ranks that differ
+    (16,384 ranks of 128 runs each), or more than 134 million, counted once for each rank that wants them. Rank 0's word
+    counts, but one rank that says never is enough."""
 
     exchange_bytes_max: int = 64 * MIB
-    """Host memory per rank for bytes on their way between ranks; a quarter of it is read, and given, in one round."""
+    """Host memory per rank for bytes on their way between ranks; a quarter of it is read into, and as much is
+    received into, in one round. Chunks that take more than a quarter are passed on all the same, one to a round."""
 
     commit_timeout_seconds: float = 600.0
     """How long a rank waits for the others, at the opening and again after its own vote."""

@@ -7,7 +7,7 @@ rank, so that all of them stop together when one has failed; nothing that failed
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -17,8 +17,8 @@ from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store
-from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take
+from holdfast.settings import Settings
+from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take, give_slot_bytes, take_slot_bytes
 from holdfast.spec.plan import LoadPlan, ReadRun
 
 _WORD = struct.Struct("<?qdqd")
@@ -122,9 +122,14 @@ def _exchange(
             return None
         if weighing and number == weighing.after_rounds and not weighing.goes_on([Pace(*word[1:]) for word in words]):
             break
-        passing.exchange(number, comm)
+        try:
+            passing.exchange(number, comm)
+        except Exception as error:  # noqa: BLE001 - the next word tells the other ranks, or what ends the load
+            own = error
     else:
         number = round_count
+    if own is not None:
+        raise own
     passing.finish()
     # A round that was not exchanged has been read by those who were to pass it on, and the one after it too.
     takes = [take.run for each in rounds[number:] for take in each.takes]
@@ -154,8 +159,10 @@ class _Passing:
         self._prefix, self._targets = prefix, targets
         self._rounds: Sequence[ExchangeRound] = ()
         self._reads: dict[int, list[Future[memoryview]]] = {}
-        self._read: dict[int, list[memoryview]] = {}
         self._places: dict[int, list[Future[None]]] = {}
+        self._gives: dict[int, list[memoryview]] = {}
+        self._takes: dict[int, list[memoryview]] = {}
+        self._taken: list[memoryview] = []
         self._begun = 0
         self._exchange_began = 0.0
         self.pace = Pace(0, 0.0, 0, 0.0)
@@ -164,14 +171,16 @@ class _Passing:
     def begin(self, rounds: Sequence[ExchangeRound]) -> None:
         """Allocate memory for the largest round, for each direction."""
         self._rounds = rounds
-        give_bytes = max((sum(_slot_bytes(give.run) for give in each.gives) for each in rounds), default=0)
-        take_bytes = max((sum(_slot_bytes(take.run) for take in each.takes) for each in rounds), default=0)
+        give_bytes = max((sum(_give_sizes(each)) for each in rounds), default=0)
+        take_bytes = max((sum(_take_sizes(each)) for each in rounds), default=0)
         areas = _AREAS if len(rounds) > max(self._probe_rounds, 1) else 1
         self._give_areas = [new_slab(max(give_bytes, 1)) for _ in range(areas)]
         self._take_areas = [new_slab(max(take_bytes, 1)) for _ in range(areas)]
 
     def prepare(self, number: int) -> None:
-        """Read what this rank gives in a round, and have memory free for what it takes.
+        """Read what this rank gives in a round, and have memory ready for what it takes.
+
+        Whatever can fail here does so before the round's word; to pass it on is the collective and little else.
 
         The rounds of the probe are read, passed on and placed one after the other, so that each is timed alone; after
         them, the next round is read while this one is passed on and the one before is placed.
@@ -181,12 +190,13 @@ class _Passing:
             self._measure_exchange(number - 1)
         start = self._clock.monotonic_seconds()
         self._begin_reading(number)
-        self._read[number] = [read.result() for read in self._reads.pop(number)]
+        read = [read.result() for read in self._reads.pop(number)]
         if number < self._probe_rounds:
             self._measure_reading(number, start)
         else:
             self._begin_reading(number + 1)
         self._finish_placing(number - _AREAS)
+        self._lay_out(number, read)
 
     def _area(self, number: int) -> int:
         """Return which memory a round uses. Rounds of the probe all use the same, so that only one touches it first."""
@@ -197,32 +207,34 @@ class _Passing:
         if not self._begun <= number < len(self._rounds):
             return
         self._begun = number + 1
-        gives = self._rounds[number].gives
-        slots = _slots(self._give_areas[self._area(number)], [give.run for give in gives])
+        this = self._rounds[number]
+        slots = _slots(self._give_areas[self._area(number)], _give_sizes(this))
         self._reads[number] = [
             self._threads.submit(
                 read_through, give.run, self._store, f"{self._prefix}{give.run.pack}", self._targets, slot
             )
-            for give, slot in zip(gives, slots, strict=True)
+            for give, slot in zip(this.gives, slots, strict=True)
         ]
 
-    def exchange(self, number: int, comm: Comm) -> None:
-        """Pass a round on, take what is given in it, and let the threads check and place that."""
+    def _lay_out(self, number: int, read: Sequence[memoryview]) -> None:
+        """Note which memory goes to whom in a round, and which is filled by whom."""
         this = self._rounds[number]
-        gives: dict[int, list[memoryview]] = {}
-        for give, data in zip(this.gives, self._read.pop(number), strict=True):
+        self._gives, self._takes = {}, {}
+        for give, data in zip(this.gives, read, strict=True):
             for rank in give.receivers:
-                gives.setdefault(rank, []).append(data)
-        slots = _slots(self._take_areas[self._area(number)], [take.run for take in this.takes])
-        taken = [slot[: _bytes(take.run)] for slot, take in zip(slots, this.takes, strict=True)]
-        takes: dict[int, list[memoryview]] = {}
-        for take, data in zip(this.takes, taken, strict=True):
-            takes.setdefault(take.reader, []).append(data)
+                self._gives.setdefault(rank, []).append(data)
+        slots = _slots(self._take_areas[self._area(number)], _take_sizes(this))
+        self._taken = [slot[: _bytes(take.run)] for slot, take in zip(slots, this.takes, strict=True)]
+        for take, data in zip(this.takes, self._taken, strict=True):
+            self._takes.setdefault(take.reader, []).append(data)
+
+    def exchange(self, number: int, comm: Comm) -> None:
+        """Pass a round on that was prepared, and let the threads check and place what was given in it."""
         self._exchange_began = self._clock.monotonic_seconds()
-        comm.exchange(gives, takes)
+        comm.exchange(self._gives, self._takes)
         self._places[number] = [
             self._threads.submit(settle_all, take.run, data, self._way_of(take), self._targets)
-            for take, data in zip(this.takes, taken, strict=True)
+            for take, data in zip(self._rounds[number].takes, self._taken, strict=True)
         ]
 
     def _way_of(self, take: Take) -> str:
@@ -274,14 +286,17 @@ def _bytes(run: ReadRun) -> int:
     return run.stop - run.start
 
 
-def _slot_bytes(run: ReadRun) -> int:
-    """Return the memory a run is read into: whole pages, and one more at either end, as stores may need."""
-    return -(-_bytes(run) // PAGE_BYTES) * PAGE_BYTES + 2 * PAGE_BYTES
-
-
-def _slots(area: memoryview, runs: Sequence[ReadRun]) -> list[memoryview]:
+def _slots(area: memoryview, sizes: Iterable[int]) -> list[memoryview]:
     slots, at = [], 0
-    for run in runs:
-        slots.append(area[at : at + _slot_bytes(run)])
-        at += _slot_bytes(run)
+    for size in sizes:
+        slots.append(area[at : at + size])
+        at += size
     return slots
+
+
+def _give_sizes(this: ExchangeRound) -> list[int]:
+    return [give_slot_bytes(_bytes(give.run)) for give in this.gives]
+
+
+def _take_sizes(this: ExchangeRound) -> list[int]:
+    return [take_slot_bytes(_bytes(take.run)) for take in this.takes]

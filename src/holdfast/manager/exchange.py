@@ -77,9 +77,9 @@ def agreed_on(offers: Sequence[Offer]) -> Agreed | None:
     """Return the exchange that all ranks' offers come to, the same on each of them; None: everybody reads his own."""
     if any(offer.exchange == "never" or not offer.description for offer in offers):
         return None
-    job = job_exchange([offer.description for offer in offers], offers[0].round_bytes)
     forced = offers[0].exchange == "always"
-    return Agreed(job, forced) if job is not None and (forced or job.is_worth_a_probe) else None
+    job = job_exchange([offer.description for offer in offers], offers[0].round_bytes, forced=forced)
+    return Agreed(job, forced) if job is not None else None
 
 
 def carried_out(

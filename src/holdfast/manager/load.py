@@ -152,10 +152,12 @@ def _load(
         offer = offer_of(plan, manifest, settings, comm.world_size)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    missing, unexpected, agreed = _agree(comm, restoration, offer, own)
+    missing, unexpected, offers = _agree(comm, restoration, offer, own)
     if request.strict and (missing or unexpected):
         _require_complete(missing, unexpected, place, {*stored.tensors, *manifest.aliases})
     assert restoration is not None, "a failure on any rank has been raised by now"
+    agreed = _exchange_of(comm, offers)
+    del offers
     targets = [wanted.target for wanted in restoration.wanted]
     own, moved = None, Moved(0, 0)
     try:
@@ -167,8 +169,7 @@ def _load(
             restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    statuses = comm.all_gather(error_text(own).encode() if own else b"")
-    raise_together([text.decode() or None for text in statuses], comm.rank, own)
+    _fail_together(comm, own)
     report = LoadReport(
         step=manifest.step,
         loaded=tuple(wanted.fqn for wanted in restoration.wanted),
@@ -281,8 +282,8 @@ def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
 
 def _agree(
     comm: Comm, restoration: Restoration | None, offer: Offer, own: Exception | None
-) -> tuple[list[str], list[str], Agreed | None]:
-    """Return what is missing on any rank, what is unexpected on every rank, and the exchange that was agreed on.
+) -> tuple[list[str], list[str], list[bytes]]:
+    """Return what is missing on any rank, what is unexpected on every rank, and every rank's offer, encoded.
 
     A rank of a pipeline holds few of the names: only what no rank expects is unexpected. Raises if any rank cannot
     load.
@@ -299,7 +300,29 @@ def _agree(
     raise_together([each["error"] for each in statuses], comm.rank, own)
     missing = sorted({name for each in statuses for name in each["missing"]})
     unexpected = set(statuses[0]["unexpected"]).intersection(*(each["unexpected"] for each in statuses))
-    return missing, sorted(unexpected), agreed_on([Offer.decoded(each) for _, each in said])
+    return missing, sorted(unexpected), [bytes(each) for _, each in said]
+
+
+def _exchange_of(comm: Comm, offers: Sequence[bytes]) -> Agreed | None:
+    """Return the exchange that the offers come to, if any; a collective where there is one.
+
+    Raises on every rank if any of them cannot plan it, before the first round. Such a rank does not know whether the
+    others have an exchange: what it says is understood both here and, where they have none, at the end of the load.
+    """
+    agreed, own = None, None
+    try:
+        agreed = agreed_on([Offer.decoded(each) for each in offers])
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        own = error
+    if agreed is not None or own is not None:
+        _fail_together(comm, own)
+    return agreed
+
+
+def _fail_together(comm: Comm, own: Exception | None) -> None:
+    """Raise on every rank if any rank failed; a collective."""
+    statuses = comm.all_gather(error_text(own).encode() if own else b"")
+    raise_together([text.decode() or None for text in statuses], comm.rank, own)
 
 
 def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: Place, stored: Collection[str]) -> None:

@@ -15,9 +15,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.errors import CorruptError
 from holdfast.plan.levelling import level
-from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take
+from holdfast.settings import MIB
+from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take, give_slot_bytes, take_slot_bytes
 from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
 Ints = NDArray[np.int64]
@@ -36,12 +37,19 @@ first time take as long as reading about that much from a page cache."""
 _GAIN_MIN = 0.1
 """The same as a share of what it would read alone."""
 
-_FOOTPRINT_BYTES_MIN = 4 * PAGE_BYTES
-"""What the smallest segment counts for in a round: each is read to whole pages, with one to spare at either end."""
-
 _MARGIN = 1.2
 """How many times as fast exchanging must be expected to be: both estimates come from a few rounds, and who reads for
 himself reads straight into his tensors where he can."""
+
+_FAIR_PART = 0.25
+"""What a rank must have done, of what the one did that did most, for its speed to count."""
+
+_PAIRS_MAX = 1 << 21
+"""Runs described by ranks that differ, and segments that these are cut into, beyond which an exchange is planned only
+if it is forced: every rank plans all of it, in about a second at this size."""
+
+_MEMBERS_MAX = 1 << 27
+"""The same for segments times the ranks that want each of them, which putting them into rounds takes time for."""
 
 _DESCRIPTIONS_BYTES_MAX = 64 * MIB
 """What all descriptions together may take; beyond it, to agree costs more than many an exchange saves."""
@@ -101,6 +109,12 @@ class Load:
     moved_bytes: int
     """Sent or received, whichever is more, if bytes are exchanged."""
 
+    @property
+    def is_worth_a_probe(self) -> bool:
+        """Whether exchanging may save so much that measuring is worth it."""
+        gain = self.alone_bytes - self.read_bytes
+        return gain >= max(_GAIN_BYTES_MIN, _GAIN_MIN * self.alone_bytes)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobExchange:
@@ -118,8 +132,11 @@ class JobExchange:
     rounds: Ints
     """In which round each segment is passed on; -1 where it is not."""
 
-    members: Sequence[tuple[int, ...]]
-    """Who wants each segment, ascending."""
+    group_of: Ints
+    """Number of the group of ranks that want each segment; -1 where nobody does."""
+
+    groups: Sequence[Ints]
+    """Ranks of each group, ascending."""
 
     whole: Load
     """The whole load."""
@@ -132,12 +149,6 @@ class JobExchange:
         """Rounds until everything is passed on."""
         return int(self.rounds.max()) + 1
 
-    @property
-    def is_worth_a_probe(self) -> bool:
-        """Whether exchanging may save so much that measuring is worth it."""
-        gain = self.whole.alone_bytes - self.whole.read_bytes
-        return gain >= max(_GAIN_BYTES_MIN, _GAIN_MIN * self.whole.alone_bytes)
-
     def plan_of(self, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:
         """Return what one rank does.
 
@@ -145,6 +156,8 @@ class JobExchange:
             rank: The rank.
             plan: What it would read alone; what it described.
             pack_numbers: As it described with.
+        Raises:
+            CorruptError: Pieces of the checkpoint overlap, so that a chunk would be divided.
         """
         gives: list[list[Give]] = [[] for _ in range(self.round_count)]
         takes: list[list[Take]] = [[] for _ in range(self.round_count)]
@@ -154,7 +167,9 @@ class JobExchange:
             starts = pack_start + np.array([chunk.offset for chunk in run.chunks], dtype=np.int64)
             stops = starts + np.array([chunk.bytes for chunk in run.chunks], dtype=np.int64)
             segments = np.searchsorted(self.bounds, starts, side="right") - 1
-            assert (stops <= self.bounds[segments + 1]).all(), "bounds are bounds of chunks, the same for every rank"
+            divided = np.flatnonzero(stops > self.bounds[segments + 1])
+            if len(divided):
+                raise _overlap(run, run.chunks[int(divided[0])])
             kept: list[ChunkRead] = []
             cuts = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(run.chunks)]
             for first, last in pairwise(cuts):
@@ -166,7 +181,8 @@ class JobExchange:
                 _close(kept, run.pack, alone)
                 part = _run_of(run.pack, chunks)
                 if reader == rank:
-                    others = tuple(each for each in self.members[segment] if each != rank)
+                    ranks = self.groups[self.group_of[segment]]
+                    others = tuple(ranks[ranks != rank].tolist())
                     gives[self.rounds[segment]].append(Give(part, others))
                 else:
                     takes[self.rounds[segment]].append(Take(part, reader))
@@ -179,28 +195,43 @@ def _run_of(pack: str, chunks: Sequence[ChunkRead]) -> ReadRun:
     return ReadRun(pack, chunks[0].offset, chunks[-1].offset + chunks[-1].bytes, tuple(chunks))
 
 
+def _overlap(run: ReadRun, chunk: ChunkRead) -> CorruptError:
+    return CorruptError(
+        f"{chunk.piece.tensor.fqn}: {run.pack}: another piece begins or ends inside the chunk at bytes "
+        f"{chunk.offset}–{chunk.offset + chunk.bytes}; expected pieces that do not overlap. Read another copy or "
+        "another step"
+    )
+
+
 def _close(kept: list[ChunkRead], pack: str, runs: list[ReadRun]) -> None:
     if kept:
         runs.append(_run_of(pack, kept))
         kept.clear()
 
 
-def job_exchange(descriptions: Sequence[bytes], round_bytes: int) -> JobExchange | None:
+def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: bool) -> JobExchange | None:
     """Return the exchange that all ranks' descriptions ask for, or None if no byte is wanted twice.
+
+    Unless it is forced it is None, too, where it could not save enough for a probe, or where to reckon it would take
+    seconds; either is known before most of the work is done.
 
     Ranks that want the same are one class, and segments that the same classes want one group; its segments are cut
     into one contiguous share for each member, so that loads come out level and reads stay long. Groups of few come
     first: they have the least choice. The time taken grows with runs described and with segments times the classes
-    that want them, not with ranks times chunks.
+    that want them, not with ranks times chunks; only to put segments into rounds, with the ranks that want each.
 
     Args:
         descriptions: By rank; none of them empty.
-        round_bytes: Bytes a rank may read, and be given, in one round. A segment that is longer has one of its own.
+        round_bytes: Memory a rank may read into, and be given bytes in, in one round. A segment that takes more has a
+            round of its own.
+        forced: Whether it is wanted at any price.
     """
     classes: dict[bytes, list[int]] = {}
     for rank, description in enumerate(descriptions):
         classes.setdefault(description, []).append(rank)
-    tables = [_rows_of(description) for description in classes]
+    tables = _tables_of(classes, forced=forced)
+    if not tables:
+        return None
     rows = np.concatenate(tables)
     owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     if not len(rows):
@@ -212,11 +243,32 @@ def job_exchange(descriptions: Sequence[bytes], round_bytes: int) -> JobExchange
     shared_whole = any(len(members) > 1 and len(table) for members, table in zip(classes.values(), tables, strict=True))
     if not shared_whole and _are_apart(starts, stops):
         return None
-    bounds = np.unique(np.concatenate((starts, stops)))
-    wanters = _wanters(bounds, starts, stops, owners)
-    members_of = [tuple(members) for members in classes.values()]
-    members = _members(wanters, members_of, len(bounds) - 1)
-    return _shared_out(pack_starts, bounds, members, len(descriptions), round_bytes)
+    bounds = _distinct(np.concatenate((starts, stops)))
+    first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, stops)
+    if not forced and int((last - first).sum()) > _PAIRS_MAX:
+        return None
+    segments, wanters = _wanters(first, last, owners)
+    group_of, groups = _groups(segments, wanters, list(classes.values()), len(bounds) - 1)
+    return _shared_out(pack_starts, bounds, group_of, groups, len(descriptions), round_bytes, forced=forced)
+
+
+def _tables_of(descriptions: Iterable[bytes], *, forced: bool) -> list[Ints]:
+    """Return the rows of each description; none, unless forced, if they are too many or of too few bytes."""
+    tables: list[Ints] = []
+    count = longest = 0
+    for description in descriptions:
+        table = _rows_of(description)
+        count, longest = count + len(table), max(longest, int((table[:, 2] - table[:, 1]).sum()))
+        if count > _PAIRS_MAX and not forced:
+            return []
+        tables.append(table)
+    return tables if forced or longest >= _GAIN_BYTES_MIN else []
+
+
+def _distinct(numbers: Ints) -> Ints:
+    """Return each number once, ascending. What comes in sorted stretches, as descriptions do, is merged quickly."""
+    ordered = np.sort(numbers, kind="stable")
+    return ordered[np.concatenate(([True], ordered[1:] > ordered[:-1]))]
 
 
 def _are_apart(starts: Ints, stops: Ints) -> bool:
@@ -224,85 +276,97 @@ def _are_apart(starts: Ints, stops: Ints) -> bool:
     return bool((starts[order][1:] >= np.maximum.accumulate(stops[order])[:-1]).all())
 
 
-def _wanters(bounds: Ints, starts: Ints, stops: Ints, owners: Ints) -> Ints:
-    """Return pairs of segment and class that wants it, in order, each once; shape (pairs, 2)."""
-    first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, stops)
+def _wanters(first: Ints, last: Ints, owners: Ints) -> tuple[Ints, Ints]:
+    """Return segments and the classes that want them: pairs in order, each once.
+
+    Args:
+        first: First segment of each row.
+        last: Segment after its last.
+        owners: Class of each row.
+    """
     counts = last - first
     before = np.cumsum(counts) - counts
     segments = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
-    return np.unique(np.stack((segments, np.repeat(owners, counts)), axis=1), axis=0)
+    classes = int(owners[-1]) + 1
+    keys = _distinct(segments * classes + np.repeat(owners, counts))
+    return keys // classes, keys % classes
 
 
-def _members(wanters: Ints, members_of: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
-    """Return the ranks that want each segment; equal ones are the same tuple."""
-    found: list[tuple[int, ...]] = [()] * count
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    cuts = [0, *(np.flatnonzero(np.diff(wanters[:, 0])) + 1).tolist(), len(wanters)]
-    owners = wanters[:, 1].tolist()
-    for first, last in pairwise(cuts):
-        key = tuple(owners[first:last])
-        if key not in known:
-            known[key] = tuple(sorted(rank for each in key for rank in members_of[each]))
-        found[int(wanters[first, 0])] = known[key]
-    return found
+def _groups(segments: Ints, wanters: Ints, members_of: Sequence[list[int]], count: int) -> tuple[Ints, list[Ints]]:
+    """Return the group of each segment, and the ranks of each group; groups are numbered by their first segment."""
+    group_of = np.full(count, -1, dtype=np.int64)
+    numbers: dict[bytes, int] = {}
+    groups: list[Ints] = []
+    cuts = np.concatenate(([0], np.flatnonzero(np.diff(segments)) + 1, [len(segments)]))
+    found = []
+    for first, last in pairwise(cuts.tolist()):
+        key = wanters[first:last].tobytes()
+        if key not in numbers:
+            numbers[key] = len(groups)
+            ranks = sorted(rank for each in wanters[first:last].tolist() for rank in members_of[each])
+            groups.append(np.array(ranks, dtype=np.int64))
+        found.append(numbers[key])
+    group_of[segments[cuts[:-1]]] = found
+    return group_of, groups
 
 
 def _shared_out(
-    pack_starts: Ints, bounds: Ints, members: list[tuple[int, ...]], world_size: int, round_bytes: int
+    pack_starts: Ints,
+    bounds: Ints,
+    group_of: Ints,
+    groups: Sequence[Ints],
+    world_size: int,
+    round_bytes: int,
+    *,
+    forced: bool,
 ) -> JobExchange | None:
     lengths = np.diff(bounds)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for segment, each in enumerate(members):
-        groups.setdefault(each, []).append(segment)
-    groups.pop((), None)
-    read, wanted = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
-    sent = np.zeros(world_size, dtype=np.int64)
+    order = np.argsort(group_of, kind="stable")
+    cuts = np.searchsorted(group_of[order], np.arange(len(groups) + 1))
+    sizes = np.array([len(ranks) for ranks in groups], dtype=np.int64)
+    alone = np.zeros(world_size, dtype=np.int64)
+    for number in np.flatnonzero(sizes == 1).tolist():
+        alone[groups[number]] += lengths[order[cuts[number] : cuts[number + 1]]].sum()
+    read = alone.copy()
     readers = np.full(len(lengths), -1, dtype=np.int64)
-    for group, numbers in sorted(groups.items(), key=lambda item: (len(item[0]), item[1][0])):
-        ranks, segments = np.array(group, dtype=np.int64), np.array(numbers, dtype=np.int64)
+    for number in sorted(np.flatnonzero(sizes > 1).tolist(), key=sizes.__getitem__):
+        ranks, segments = groups[number], order[cuts[number] : cuts[number + 1]]
         bytes_each = lengths[segments]
-        wanted[ranks] += bytes_each.sum()
-        if len(group) == 1:
-            read[ranks] += bytes_each.sum()
-            continue
         shares = level(read[ranks], int(bytes_each.sum()), max(round_bytes // _CELLS_IN_ROUND, 1))
         middles = np.cumsum(bytes_each) - (bytes_each + 1) // 2
         readers[segments] = ranks[np.searchsorted(np.cumsum(shares), middles, side="right")]
         np.add.at(read, readers[segments], bytes_each)
-        np.add.at(sent, readers[segments], bytes_each * (len(group) - 1))
-    if (readers < 0).all():
+    shared = np.flatnonzero(readers >= 0)
+    if not len(shared):
         return None
-    rounds = _rounds(lengths, readers, members, world_size, round_bytes)
-    late = rounds >= PROBE_ROUNDS
-    read_late, wanted_late, sent_late = (wanted * 0 for _ in range(3))
-    for segment in np.flatnonzero(late).tolist():
-        ranks = np.array(members[segment], dtype=np.int64)
-        wanted_late[ranks] += lengths[segment]
-        read_late[readers[segment]] += lengths[segment]
-        sent_late[readers[segment]] += lengths[segment] * (len(ranks) - 1)
-    alone = read - np.bincount(readers[readers >= 0], lengths[readers >= 0], world_size).astype(np.int64)
-    return JobExchange(
-        pack_starts,
-        bounds,
-        readers,
-        rounds,
-        members,
-        _busiest(wanted, read, sent),
-        _busiest(alone + wanted_late, alone + read_late, sent_late),
-    )
 
+    def load_of(passed: Ints) -> Load:
+        """Return what is read alone and these segments come to."""
+        wanted = alone.copy()
+        by_group = np.bincount(group_of[passed], lengths[passed], len(groups)).astype(np.int64)
+        for number in np.flatnonzero(by_group).tolist():
+            wanted[groups[number]] += by_group[number]
+        read = alone + np.bincount(readers[passed], lengths[passed], world_size).astype(np.int64)
+        each_sent = lengths[passed] * (sizes[group_of[passed]] - 1)
+        sent = np.bincount(readers[passed], each_sent, world_size).astype(np.int64)
+        return Load(int(wanted.max()), int(read.max()), int(np.maximum(sent, wanted - read).max()))
 
-def _busiest(wanted: Ints, read: Ints, sent: Ints) -> Load:
-    return Load(int(wanted.max()), int(read.max()), int(np.maximum(sent, wanted - read).max()))
+    whole = load_of(shared)
+    if not forced and (not whole.is_worth_a_probe or int(sizes[group_of[shared]].sum()) > _MEMBERS_MAX):
+        return None
+    rounds = _rounds(lengths, readers, group_of, groups, world_size, round_bytes)
+    left = load_of(np.flatnonzero(rounds >= PROBE_ROUNDS))
+    return JobExchange(pack_starts, bounds, readers, rounds, group_of, groups, whole, left)
 
 
 def _rounds(
-    lengths: Ints, readers: Ints, members: Sequence[tuple[int, ...]], world_size: int, round_bytes: int
+    lengths: Ints, readers: Ints, group_of: Ints, groups: Sequence[Ints], world_size: int, round_bytes: int
 ) -> Ints:
     """Return the round of each segment that is read for several; -1 for the others.
 
-    All readers go through their shares at an even pace, and a round ends before any rank would read, or be given,
-    more than fits.
+    All readers go through their shares at an even pace. Each rank fills a round of its own: a segment goes to the
+    latest of those that its ranks are at, or to the next where one of them would read, or be given, more than fits. So
+    groups of ranks that have nothing to do with each other pass their bytes on in the same rounds.
     """
     rounds = np.full(len(lengths), -1, dtype=np.int64)
     shared = np.flatnonzero(readers >= 0)
@@ -314,20 +378,23 @@ def _rounds(
     # In thousandths of a reader's share, so that all of them are done at the same time.
     pace = before * 1000 // passed[readers[shared]]
     given, taken = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
-    footprints = np.maximum(lengths, _FOOTPRINT_BYTES_MIN)
-    current = 0
-    ranks_of: dict[tuple[int, ...], Ints] = {}
+    give_slots = [give_slot_bytes(length) for length in lengths.tolist()]
+    take_slots = [take_slot_bytes(length) for length in lengths.tolist()]
+    at_round = np.zeros(world_size, dtype=np.int64)
     for segment in shared[np.lexsort((shared, pace))].tolist():
-        reader, length = int(readers[segment]), int(footprints[segment])
-        group = members[segment]
-        ranks = ranks_of.setdefault(group, np.array(group, dtype=np.int64))
-        if (given[reader] or taken[ranks].any()) and max(given[reader], taken[ranks].max()) + length > round_bytes:
-            current += 1
-            given[:] = taken[:] = 0
-        rounds[segment] = current
-        given[reader] += length
-        taken[ranks] += length
-        taken[reader] -= length
+        reader, give, take = int(readers[segment]), give_slots[segment], take_slots[segment]
+        ranks = groups[group_of[segment]]
+        latest = int(at_round[ranks].max())
+        behind = ranks[at_round[ranks] < latest]
+        given[behind] = taken[behind] = 0
+        most = int(taken[ranks].max())
+        if (given[reader] or most) and (given[reader] + give > round_bytes or most + take > round_bytes):
+            latest += 1
+            given[ranks] = taken[ranks] = 0
+        at_round[ranks] = rounds[segment] = latest
+        given[reader] += give
+        taken[ranks] += take
+        taken[reader] -= take
     return rounds
 
 
@@ -338,7 +405,8 @@ def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
     all ranks were reading at once when `storage` was measured, and what goes on beside each other (reading one round
     and exchanging another) is counted one after the other, since both may want the same processors and wires.
     Storage that is faster than the exchange, as the page cache is, so speaks for reading whatever the redundancy.
-    Each speed is that of the fastest rank: other work on its machine only ever slows a rank down.
+    Each speed is the median of the ranks that did a fair part of a round: one whose few bytes were in the page cache,
+    or came from a neighbour on the same machine, says nothing of the others, nor does one that was disturbed.
 
     Args:
         left: Bytes of the busiest rank.
@@ -351,5 +419,8 @@ def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
 
 
 def _bytes_per_second(measured: Iterable[tuple[int, float]]) -> float:
-    """Return the best speed; beyond measure if nobody did anything."""
-    return max((count / seconds for count, seconds in measured if count and seconds > 0), default=math.inf)
+    """Return the median speed of those who did a fair part; beyond measure if nobody did anything."""
+    done = [(count, count / seconds) for count, seconds in measured if count and seconds > 0]
+    most = max((count for count, _ in done), default=0)
+    fair = [speed for count, speed in done if count >= _FAIR_PART * most]
+    return float(np.median(fair)) if fair else math.inf

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.settings import PAGE_BYTES
 from holdfast.spec.plan import LoadPlan, ReadRun
+
+
+def take_slot_bytes(count: int) -> int:
+    """Return the memory that so many bytes are taken into: whole pages."""
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
+
+
+def give_slot_bytes(count: int) -> int:
+    """Return the memory that so many bytes are read into: whole pages, and one more at either end, as stores need."""
+    return take_slot_bytes(count) + 2 * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from holdfast.engine.exchange import Moved, Weighing, carry_out_exchange
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
-from holdfast.manager.exchange import Offer, agreed_on, carried_out, offer_of
+from holdfast.engine.slabs import new_slab
+from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.load import LoadReport, LoadRequest
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import SystemClock
@@ -113,7 +116,7 @@ def loaded(
         target = state()
         try:
             run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), None)
-        except CheckpointError as error:
+        except Exception as error:
             return error, target, watched.said
         finally:
             run.close()
@@ -142,6 +145,46 @@ def test_memory_is_bounded_by_rounds(store: MemoryStore) -> None:
     assert isinstance(found[1][0], LoadReport)
     assert sum(arrived) == found[1][0].exchanged_bytes
     assert max(arrived) <= ALWAYS.exchange_bytes_max // 4
+
+
+def small() -> dict[str, object]:
+    """Tensors a little longer than a few pages, every other of which a rank leaves alone."""
+    numbers = np.arange(4_500, dtype=np.float32)
+    return {
+        f"layer.{number:02d}": GlobalTensor("float32", numbers + number, None, Role.PARAMETER) for number in range(40)
+    }
+
+
+def test_all_memory_of_a_load_is_within_the_setting(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are longer than what is read into them: whole pages, and one more at either end."""
+    taken: list[int] = []
+
+    def counted_slab(count: int) -> memoryview:
+        taken.append(count)
+        return new_slab(count)
+
+    monkeypatch.setattr("holdfast.engine.exchange.new_slab", counted_slab)
+    tensors = fresh_store()
+
+    def save(comm: ThreadComm) -> None:
+        run = run_of(comm, tensors)
+        run.save(1, small(), ANYTHING).wait()
+        run.close()
+
+    run_ranks(2, save)
+    group = ThreadGroup(2)
+
+    def load(comm: ThreadComm) -> LoadReport | None:
+        run = run_of(Watched(group, comm.rank), tensors, ALWAYS)
+        state = dict(list(small().items())[::2])
+        run.load(LoadRequest(state, ANYTHING, strict=False, cast=False), None)
+        run.close()
+        return run.load_report
+
+    reports = run_ranks(2, load, group=group)
+    assert all(report is not None and report.exchanged_bytes for report in reports)
+    assert len(taken) == 2 * 4, "two areas for each direction"
+    assert sum(taken) <= 2 * ALWAYS.exchange_bytes_max
 
 
 def test_where_nothing_is_wanted_twice_nothing_is_said_twice(store: MemoryStore) -> None:
@@ -197,6 +240,53 @@ def test_what_was_damaged_on_its_way_is_caught_where_it_arrives(store: MemorySto
     assert all(isinstance(error, CorruptError) for error, _, _ in found)
     assert "read and passed it on: bytes" in str(found[1][0])
     assert str(found[0][0]).startswith("rank 1: ")
+
+
+@pytest.mark.parametrize("at", (1, 2, ROUNDS // 2, None))
+def test_passing_on_that_fails_on_one_rank_ends_the_load_on_all(store: MemoryStore, at: int | None) -> None:
+    """The bytes had come, and the others know nothing of it: they hear of it in the next word, or at the end."""
+    arrived: list[int] = []
+    if at is None:
+        loaded(store, [ALWAYS] * RANKS, spoil={1: lambda _: arrived.append(0)})
+        at = len(arrived)
+        arrived.clear()
+
+    def fail(_: list[memoryview]) -> None:
+        arrived.append(0)
+        if len(arrived) == at:
+            raise RuntimeError("can't start new thread")
+
+    found = loaded(store, [ALWAYS] * RANKS, spoil={1: fail})
+    for rank, (error, _, said) in enumerate(found):
+        if rank == 1:
+            assert isinstance(error, RuntimeError)
+        else:
+            assert isinstance(error, UnavailableError)
+            assert str(error) == "rank 1: RuntimeError: can't start new thread"
+        assert said == found[0][2], "all ranks stopped at the same collective"
+
+
+@pytest.mark.parametrize("exchange", ("always", "auto"))
+def test_a_rank_that_cannot_plan_the_exchange_ends_the_load_on_all(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, exchange: Literal["always", "auto"]
+) -> None:
+    """It does not know whether the others have an exchange: with auto they have none, for so few bytes."""
+    calls = count()
+
+    def plan(offers: Sequence[Offer]) -> Agreed | None:
+        if next(calls) == 0:
+            raise MemoryError("no memory for the exchange")
+        return agreed_on(offers)
+
+    monkeypatch.setattr("holdfast.manager.load.agreed_on", plan)
+    found = loaded(store, [replace(ALWAYS, exchange=exchange)] * RANKS)
+    failed = [rank for rank, (error, _, _) in enumerate(found) if isinstance(error, MemoryError)]
+    assert len(failed) == 1
+    for rank, (error, _, _) in enumerate(found):
+        if rank not in failed:
+            assert isinstance(error, UnavailableError)
+            assert str(error) == f"rank {failed[0]}: MemoryError: no memory for the exchange"
+    assert [said for _, _, said in found] == [["broadcast", "all_gather", "all_gather"]] * RANKS
 
 
 def test_a_pack_that_is_gone_is_every_ranks_error(store: MemoryStore) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from holdfast.errors import CorruptError
 from holdfast.plan.exchange import (
     JobExchange,
     Load,
@@ -23,7 +26,7 @@ from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.plan.levelling import level
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count
-from holdfast.spec.exchange import ExchangePlan, Pace
+from holdfast.spec.exchange import ExchangePlan, Pace, give_slot_bytes, take_slot_bytes
 from holdfast.spec.plan import LoadPlan, Piece, ReadRun
 from holdfast.spec.tensor import TensorSpec
 
@@ -56,10 +59,12 @@ def whole(pieces: dict[str, list[Piece]]) -> dict[str, tuple[int, int]]:
     return {fqn: (0, each[0].bytes) for fqn, each in pieces.items()}
 
 
-def exchanged(plans: Sequence[LoadPlan], packs: int, round_bytes: int = ROUND) -> JobExchange | None:
+def exchanged(
+    plans: Sequence[LoadPlan], packs: int, round_bytes: int = ROUND, *, forced: bool = True
+) -> JobExchange | None:
     numbers = {f"r{pack:05d}.safetensors": pack for pack in range(packs)}
-    described = [description_of(plan, numbers, round_bytes, len(plans), forced=True) for plan in plans]
-    return job_exchange(described, round_bytes)
+    said = [description_of(plan, numbers, round_bytes, len(plans), forced=True) for plan in plans]
+    return job_exchange(said, round_bytes, forced=forced)
 
 
 def plans_of(job: JobExchange, plans: Sequence[LoadPlan], packs: int) -> list[ExchangePlan]:
@@ -135,8 +140,11 @@ def require_bounded(job: JobExchange, found: Sequence[ExchangePlan], round_bytes
     for each in zip(*(plan.rounds for plan in found), strict=True):
         assert any(own.gives for own in each)
         for own in each:
-            for runs in ([give.run for give in own.gives], [take.run for take in own.takes]):
-                assert len(runs) <= 1 or bytes_in(runs) <= round_bytes
+            for runs, slot_bytes in (
+                ([give.run for give in own.gives], give_slot_bytes),
+                ([take.run for take in own.takes], take_slot_bytes),
+            ):
+                assert len(runs) <= 1 or sum(slot_bytes(bytes_in([run])) for run in runs) <= round_bytes
 
 
 @pytest.mark.parametrize("ranks", (2, 3, 8))
@@ -191,7 +199,8 @@ def test_a_cut_inside_a_chunk_is_read_by_one_of_the_two() -> None:
     first, second = plans_of(job, plans, 1)
     assert bytes_in(read_by(first)) + bytes_in(read_by(second)) == 30 * CHUNK
     assert bytes_in([give.run for each in first.rounds for give in each.gives]) == CHUNK, "it reads less than the other"
-    assert not job.is_worth_a_probe
+    assert not job.whole.is_worth_a_probe
+    assert exchanged(plans, 1, forced=False) is None
 
 
 def test_what_many_describe_at_great_length_is_not_described() -> None:
@@ -201,6 +210,49 @@ def test_what_many_describe_at_great_length_is_not_described() -> None:
     assert description_of(plan, numbers, ROUND, 1 << 20, forced=False) == b""
     assert len(description_of(plan, numbers, ROUND, 1 << 20, forced=True)) < 16 * len(plan.runs)
     assert description_of(plan, numbers, ROUND, 2, forced=False)
+
+
+def described(first: int, count: int, length: int) -> bytes:
+    """What a rank says that reads so many runs of one pack, none next to another."""
+    pieces = pieces_of_packs([[length, 1] * count])
+    plan = plan_of(pieces, {f"0.{2 * number}": (0, length) for number in range(first, count)})
+    return description_of(plan, {"r00000.safetensors": 0}, ROUND, 1, forced=True)
+
+
+def test_what_could_save_too_little_is_planned_by_force_only() -> None:
+    little, much = described(0, 100, CHUNK), described(0, 100, 80 * CHUNK)
+    assert job_exchange([little] * 8, ROUND, forced=False) is None
+    assert job_exchange([little] * 8, ROUND, forced=True) is not None
+    assert job_exchange([much] * 8, ROUND, forced=False) is not None
+
+
+def test_what_would_take_seconds_to_plan_is_planned_by_force_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that differ describe many runs, or many ranks want each of many segments."""
+    same, differing = [described(0, 100, 80 * CHUNK)] * 4, [described(rank, 100, 80 * CHUNK) for rank in range(4)]
+    runs = sum(len(zlib.decompress(each)) // 24 for each in differing)
+    monkeypatch.setattr("holdfast.plan.exchange._PAIRS_MAX", runs)
+    assert job_exchange(differing, ROUND, forced=False) is not None
+    monkeypatch.setattr("holdfast.plan.exchange._PAIRS_MAX", runs - 1)
+    assert job_exchange(differing, ROUND, forced=False) is None
+    assert job_exchange(differing, ROUND, forced=True) is not None
+    found = job_exchange(same, ROUND, forced=False)
+    assert found is not None, "ranks that say the same are one"
+    monkeypatch.setattr("holdfast.plan.exchange._MEMBERS_MAX", 4 * int((found.readers >= 0).sum()) - 1)
+    assert job_exchange(same, ROUND, forced=False) is None
+    assert job_exchange(same, ROUND, forced=True) is not None
+
+
+def test_pieces_that_overlap_are_damage() -> None:
+    """As a crafted index may state them: one begins inside a chunk of another that some rank reads alone."""
+    pieces = pieces_of_packs([[100], [100]])
+    inside = replace(pieces["1.0"][0], pack="r00000.safetensors", offset=4146)
+    pieces["1.0"] = [inside]
+    plans = [plan_of(pieces, wanted) for wanted in (whole(pieces), whole(pieces), {"1.0": (0, 100)})]
+    job = exchanged(plans, 1)
+    assert job is not None
+    numbers = {"r00000.safetensors": 0}
+    with pytest.raises(CorruptError, match=r"^0\.0: r00000\.safetensors: .* inside the chunk at bytes 4096–4196;"):
+        job.plan_of(0, plans[0], numbers)
 
 
 def test_a_job_of_many_ranks_is_planned_quickly() -> None:
@@ -214,6 +266,19 @@ def test_a_job_of_many_ranks_is_planned_quickly() -> None:
     read = [bytes_in(read_by(job.plan_of(rank, plan, numbers))) for rank, plan in enumerate(plans)]
     assert sum(read) == 640 * CHUNK
     assert max(read) <= ROUND // 4 + 2 * CHUNK, "its share, and a chunk at either cut"
+
+
+@pytest.mark.parametrize("shards", (2, 16))
+def test_groups_that_share_nothing_pass_on_in_the_same_rounds(shards: int) -> None:
+    """As many rounds as one group of replicas takes alone, however many groups there are."""
+    pieces = pieces_of_packs([[200 * CHUNK] for _ in range(shards)])
+    plans = [plan_of(pieces, {f"{shard}.0": (0, 200 * CHUNK)}) for shard in range(shards) for _ in range(4)]
+    one, all_of_them = exchanged(plans[:4], shards), exchanged(plans, shards)
+    assert one is not None
+    assert all_of_them is not None
+    assert all_of_them.round_count == one.round_count
+    for plan in plans_of(all_of_them, plans, shards):
+        assert all(each.gives or each.takes for each in plan.rounds), "nobody sits a round out"
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(0, 5000), st.integers(0, 700))
@@ -254,3 +319,18 @@ def test_ranks_that_neither_read_nor_moved_say_nothing_of_the_speed() -> None:
     idle = Pace(0, 0.0, 0, 0.0)
     assert exchanging_beats_reading(left, [idle, pace(0.5, 10.0), idle])
     assert not exchanging_beats_reading(left, [idle, pace(15.0, 10.0), idle])
+
+
+@pytest.mark.parametrize("odd", [pace(15.0, 10.0), Pace(100, 1e-8, GIB, 0.1), pace(0.01, 0.01)])
+def test_one_rank_that_is_faster_or_slower_than_all_others_decides_nothing(odd: Pace) -> None:
+    """Its bytes were in the page cache, or were few, or its machine was busy with something else."""
+    left = Load(alone_bytes=64 * GIB, read_bytes=GIB, moved_bytes=64 * GIB)
+    assert exchanging_beats_reading(left, [pace(0.2, 5.0)] * 63 + [odd])
+    assert not exchanging_beats_reading(left, [pace(0.5, 0.1)] * 63 + [odd])
+
+
+def test_speed_is_that_of_ranks_that_did_a_fair_part() -> None:
+    """Most ranks were given next to nothing to read in the rounds measured, and that was fast."""
+    left = Load(alone_bytes=64 * GIB, read_bytes=GIB, moved_bytes=64 * GIB)
+    few = Pace(100, 1e-8, GIB, 0.2)
+    assert exchanging_beats_reading(left, [pace(0.2, 5.0)] * 2 + [few] * 62)
