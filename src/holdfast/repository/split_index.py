@@ -62,7 +62,7 @@ class SplitIndex:
         Raises:
             CorruptError: A file is not what the manifest and the overview say, or a piece lies outside its pack.
         """
-        needed = sorted({number for fqn, box in wanted for number in self._overview.files_for(fqn, box)})
+        needed = self._needed(wanted)
         self._read(needed)
         merging = Merging(self._overview.chunk_bytes, self._overview.table)
         for number in needed:
@@ -70,6 +70,13 @@ class SplitIndex:
         merged = merging.merged()
         require_places(merged, self._manifest, self._where)
         return merged
+
+    def bytes_for(self, wanted: Iterable[tuple[str, Box]]) -> int:
+        """Return the bytes of the index files that list pieces which boxes may meet, read already or not."""
+        return sum(self._manifest.indexes[number].bytes for number in self._needed(wanted))
+
+    def _needed(self, wanted: Iterable[tuple[str, Box]]) -> list[int]:
+        return sorted({number for fqn, box in wanted for number in self._overview.files_for(fqn, box)})
 
     def _read(self, numbers: Sequence[int]) -> None:
         """Read the index files among these that have not been read."""

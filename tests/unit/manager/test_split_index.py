@@ -318,3 +318,31 @@ def test_a_short_pack_under_thousands_of_tensors_is_told_in_the_time_of_a_load()
 
     run_ranks(1, work)
     assert len(document_of(store)["indexes"]) > 32
+
+
+def test_reading_a_tensor_reads_the_index_files_that_list_it_and_the_whole_is_read_at_most_twice() -> None:
+    store = fresh_store()
+    save(store, replace(SPLIT, index_chunks_max=2))
+    files = {name for name, *_ in document_of(store)["indexes"]}
+    wanted = state(1, filled=True)
+    watched = Watched(store)
+    checkpoint = opened(watched)
+    assert (checkpoint.read("layers.2", slice(8, 12)) == wanted["layers.2"].array[8:12]).all()
+    read = [name for name in watched.read if is_index_name(name)]
+    assert 0 < len(read) <= len(files) / 4
+    for _ in range(3):
+        for fqn, tensor in wanted.items():
+            assert (checkpoint.read(fqn) == tensor.array).all(), fqn
+    read = [name for name in watched.read if is_index_name(name)]
+    assert max(map(read.count, files)) <= 2
+    assert watched.read.count(OVERVIEW_FILE) <= 2
+
+
+def test_a_hole_hinders_reading_what_it_is_in_and_nothing_else() -> None:
+    store = fresh_store()
+    save(store)
+    alter(store, file_with(store, "layers.1"), without_first_piece)
+    checkpoint = opened(store)
+    assert (checkpoint.read("step") == 7.0).all()
+    with pytest.raises(CorruptError, match=r"leave holes or overlap: \['layers.1'\]"):
+        checkpoint.read("layers.1")
