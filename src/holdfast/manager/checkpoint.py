@@ -15,16 +15,18 @@ from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.manager.resolve import index_for, split_index_at
 from holdfast.manager.soundness import require_covered
 from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
 from holdfast.repository import values
-from holdfast.repository.catalog import check_size, read_index, stored_bytes
+from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import rank_of_pack
+from holdfast.repository.split_index import SplitIndex
 from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
@@ -55,12 +57,14 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A committed checkpoint. Opening it reads the manifest; the index is read when it is first needed."""
+    """A committed checkpoint. Opening it reads the manifest; of the index is read what is needed, when it is."""
 
     def __init__(self, place: Place, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None) -> None:
         self._place, self._settings, self._to_torch = place, settings, to_torch
         self._clock = clock or SystemClock()
         self._pack_bytes: dict[str, int] = {}
+        self._split: SplitIndex | None = None
+        self._partly_bytes = 0
         self.manifest: Manifest = decode_manifest(manifest_bytes_at(place), f"{place.url}/manifest.json")
         """The commit record."""
 
@@ -122,12 +126,15 @@ class Checkpoint:
         if framework not in ("numpy", "torch"):
             raise InvalidError(f"framework={framework!r}; expected 'numpy' or 'torch'")
         stored = self.aliases.get(fqn, fqn)
-        spec = self.index.tensors.get(stored)
+        tensors = self._at_hand().tensors
+        spec = tensors.get(stored)
         if spec is None:
-            near = [name for name in self.index.tensors if name.endswith(fqn.rpartition(".")[2])][:5]
+            near = [name for name in tensors if name.endswith(fqn.rpartition(".")[2])][:5]
             raise MissingError(f"{self.url}: no tensor {fqn!r}; names that end alike: {near}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
-        plan = load_plan([WantedBoxes(stored, (box,))], self.index.pieces_near, self._settings.read_window_bytes)
+        plan = load_plan(
+            [WantedBoxes(stored, (box,))], self._index_of(stored, box).pieces_near, self._settings.read_window_bytes
+        )
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
         prefix = f"{self._place.folder}{self.manifest.attempt}/"
@@ -135,6 +142,26 @@ class Checkpoint:
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
+
+    def _at_hand(self) -> Index | SplitIndex:
+        """Return the index, or as much of one in several files as was read; of that at least every tensor."""
+        overview = self.manifest.overview
+        if overview is None or "index" in self.__dict__:
+            return self.index
+        if self._split is None:
+            data = read_file(self._place.store, self._place.folder, self.manifest.attempt, overview)
+            self._split = split_index_at(self._place, self.manifest, data)
+        return self._split
+
+    def _index_of(self, fqn: str, box: Box) -> Index:
+        """Return an index that lists all pieces of a box, proven to hold it exactly once."""
+        found = self._at_hand()
+        if isinstance(found, SplitIndex) and self.manifest.overview is not None:
+            self._partly_bytes += self.manifest.overview.bytes + found.bytes_for([(fqn, box)])
+            if self._partly_bytes > sum(record.bytes for record in self.manifest.indexes):
+                # Whoever reads on and on pays for the whole at most twice.
+                found, self._split = self.index, None
+        return index_for(found, [(fqn, box)], self._clock, self._place)
 
     def _require_there(self, plan: LoadPlan) -> None:
         """Refuse to read past the end of a pack, before memory is allocated for it."""

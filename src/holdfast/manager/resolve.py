@@ -93,11 +93,21 @@ def resolved_frames(frames: Sequence[bytes], place: Place) -> tuple[Manifest, In
     where = f"{place.store.url}/{place.folder}"
     if manifest.overview is None:
         return manifest, index_from(manifest, list(frames[1:]), where)
+    return manifest, split_index_at(place, manifest, frames[1])
+
+
+def split_index_at(place: Place, manifest: Manifest, overview: bytes) -> SplitIndex:
+    """Return the index of a checkpoint of which nothing but the overview has been read.
+
+    Raises:
+        CorruptError: The overview is not a possible one.
+    """
+    where = f"{place.store.url}/{place.folder}"
 
     def read_files(records: Sequence[FileRecord]) -> Iterator[bytes]:
         return each_in_flight(lambda each: read_file(place.store, place.folder, manifest.attempt, each), records)
 
-    return manifest, SplitIndex(overview_from(manifest, frames[1], where), manifest, read_files, where)
+    return SplitIndex(overview_from(manifest, overview, where), manifest, read_files, where)
 
 
 def index_for(stored: Index | SplitIndex, wanted: Sequence[tuple[str, Box]], clock: Clock, place: Place) -> Index:

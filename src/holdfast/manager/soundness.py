@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.plan.cover import uncovered_boxes, uncovered_tensors
 from holdfast.ports.clock import Clock
+from holdfast.repository.catalog import cut_short
 from holdfast.repository.index import Index
 from holdfast.repository.split_index import SplitIndex
 from holdfast.spec.box import Box
@@ -67,12 +68,16 @@ def stored_by(index: Index | SplitIndex, short: Mapping[str, tuple[int, Checkpoi
         index: The index.
         short: By name, packs not there in full: the bytes there are, and what to say of it.
     """
+    judged: dict[int, Mapping[str, CheckpointError]] = {}
 
     def require(fqn: str) -> None:
-        if short:
-            for piece in index.pieces_of(fqn):
-                there, error = short.get(piece.pack, (piece.offset + piece.bytes, None))
-                if error is not None and piece.offset + piece.bytes > there:
-                    raise type(error)(f"{fqn}: {error}")
+        if not short:
+            return
+        for each in index.files_of(fqn) if isinstance(index, SplitIndex) else (index,):
+            if id(each) not in judged:
+                judged[id(each)] = cut_short(each, short)
+            error = judged[id(each)].get(fqn)
+            if error is not None:
+                raise type(error)(f"{fqn}: {error}")
 
     return require

@@ -301,6 +301,17 @@ def short_packs(store: Store, folder: str, manifest: Manifest) -> dict[str, tupl
     return short
 
 
+def cut_short(index: Index, short: Mapping[str, tuple[int, CheckpointError]]) -> dict[str, CheckpointError]:
+    """Return what to say of each tensor of which a piece lies where a short pack has ended, by FQN."""
+    pieces, packs, names = index.pieces, index.packs, list(index.tensors)
+    cut = np.array([name in short for name in packs], dtype=bool)
+    ends = np.array([short[name][0] if name in short else 0 for name in packs], dtype=np.int64)
+    beyond = np.flatnonzero(cut[pieces.packs] & (pieces.offsets > ends[pieces.packs] - pieces.bytes))
+    tensors, first = np.unique(pieces.tensors[beyond], return_index=True)
+    said = zip(tensors.tolist(), pieces.packs[beyond[first]].tolist(), strict=True)
+    return {names[tensor]: short[packs[pack]][1] for tensor, pack in said}
+
+
 def read_index(store: Store, folder: str, manifest: Manifest) -> Index:
     """Return the whole index of a checkpoint."""
     where = f"{store.url}/{folder}"

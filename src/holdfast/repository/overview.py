@@ -127,9 +127,13 @@ def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
     first_band, stop_band = bands_touched(pieces, table, bands)
     rows = _rows(table)
     all_bands = -(-rows // np.maximum(-(-rows // bands), 1))
-    # Pieces that reach far, and small tensors held whole, lie apart: every rank would have to read what lies with them.
-    apart = (stop_band - first_band > 2) | ((first_band == 0) & (stop_band >= all_bands[pieces.tensors]))
-    key = run_of[pieces.tensors] * (bands + 1) + np.where(apart, bands, first_band)
+    # What touches every band of its tensor, and what has none, lies apart: whoever wants a row of it reads it anyway.
+    apart = (first_band == bands) | ((first_band == 0) & (stop_band >= all_bands[pieces.tensors]))
+    # The further a piece reaches, the wider the file it lies in: else it would be read with every band that it is near.
+    level = np.searchsorted(2 << np.arange(bands.bit_length()), stop_band - first_band)
+    levels = bands.bit_length()
+    place = np.where(apart, levels * bands, level * bands + (first_band >> level))
+    key = run_of[pieces.tensors] * (levels * bands + 1) + place
     order = np.argsort(key, kind="stable")
     by_file = pieces.taken(order)
     first_band, stop_band, key = first_band[order], stop_band[order], key[order]

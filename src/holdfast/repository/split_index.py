@@ -11,6 +11,7 @@ from holdfast.repository.overview import Overview
 from holdfast.spec.box import Box
 from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.plan import Piece
+from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.tensor import TensorSpec
 
 ReadFiles = Callable[[Sequence[FileRecord]], Iterable[bytes]]
@@ -43,10 +44,17 @@ class SplitIndex:
         return sum(self._manifest.indexes[number].bytes for number in self._files)
 
     def pieces_of(self, fqn: str) -> Sequence[Piece]:
-        """Return the stored pieces of a tensor."""
+        """Return the stored pieces of a tensor, by where they start in it."""
+        found = [piece for index in self.files_of(fqn) for piece in index.pieces_of(fqn)]
+        return sorted(found, key=lambda piece: _corners(piece.region))
+
+    def files_of(self, fqn: str) -> list[Index]:
+        """Return the content of the index files that list pieces of a tensor; their places in packs are not judged."""
         if fqn not in self.tensors:
-            return ()
-        return self.read_for([(fqn, Box.whole(self.tensors[fqn].global_shape))]).pieces_of(fqn)
+            return []
+        needed = self._overview.files_for(fqn, Box.whole(self.tensors[fqn].global_shape))
+        self._read(needed)
+        return [self._files[number] for number in needed]
 
     def read_for(self, wanted: Iterable[tuple[str, Box]]) -> Index:
         """Return an index of every tensor, and of the pieces that boxes may meet; others may be missing.
@@ -54,17 +62,37 @@ class SplitIndex:
         Raises:
             CorruptError: A file is not what the manifest and the overview say, or a piece lies outside its pack.
         """
-        needed = sorted({number for fqn, box in wanted for number in self._overview.files_for(fqn, box)})
-        absent = [number for number in needed if number not in self._files]
-        records = self._manifest.indexes
-        prefix = f"{self._where}{self._manifest.attempt}/"
-        for number, data in zip(absent, self._read_files([records[number] for number in absent]), strict=True):
-            index = decode_index(data, prefix + records[number].name)
-            self._overview.require_within(number, index, prefix + records[number].name)
-            self._files[number] = index
+        needed = self._needed(wanted)
+        self._read(needed)
         merging = Merging(self._overview.chunk_bytes, self._overview.table)
         for number in needed:
-            merging.add(self._files[number], prefix + records[number].name)
+            merging.add(self._files[number], self._name_of(number))
         merged = merging.merged()
         require_places(merged, self._manifest, self._where)
         return merged
+
+    def bytes_for(self, wanted: Iterable[tuple[str, Box]]) -> int:
+        """Return the bytes of the index files that list pieces which boxes may meet, read already or not."""
+        return sum(self._manifest.indexes[number].bytes for number in self._needed(wanted))
+
+    def _needed(self, wanted: Iterable[tuple[str, Box]]) -> list[int]:
+        return sorted({number for fqn, box in wanted for number in self._overview.files_for(fqn, box)})
+
+    def _read(self, numbers: Sequence[int]) -> None:
+        """Read the index files among these that have not been read."""
+        absent = [number for number in numbers if number not in self._files]
+        records = [self._manifest.indexes[number] for number in absent]
+        for number, data in zip(absent, self._read_files(records), strict=True):
+            index = decode_index(data, self._name_of(number))
+            self._overview.require_within(number, index, self._name_of(number))
+            self._files[number] = index
+
+    def _name_of(self, number: int) -> str:
+        return f"{self._where}{self._manifest.attempt}/{self._manifest.indexes[number].name}"
+
+
+def _corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where a region starts and stops; what compares equal is one region."""
+    if isinstance(region, FlatRange):
+        return (region.start,), (region.stop,)
+    return region.start, region.stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,14 @@ from holdfast.errors import CheckpointError, CorruptError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.place import Place
+from holdfast.manager.resolve import given_frames, resolved_frames
+from holdfast.manager.soundness import stored_by
 from holdfast.ports.store import Store
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.manifest import sealed, unsealed
 from holdfast.repository.names import OVERVIEW_FILE, is_index_name, step_folder
+from holdfast.repository.split_index import SplitIndex
 from holdfast.settings import Settings
 from holdfast.spec.region import FlatRange
 from holdfast.stores.memory import MemoryStore
@@ -243,3 +247,102 @@ def test_a_file_of_the_index_that_is_gone_is_corrupt() -> None:
     outcomes, _ = load([store] * 2)
     assert all(isinstance(each, CorruptError) for each in outcomes), outcomes
     assert any("missing" in damage.message for damage in opened(store).verify())
+
+
+def split_index_of(store: MemoryStore) -> SplitIndex:
+    place = Place(store, FOLDER, 1)
+    found = resolved_frames(given_frames(place), place)[1]
+    assert isinstance(found, SplitIndex)
+    return found
+
+
+def cut_last_byte(store: MemoryStore, pack: str) -> None:
+    key = f"{FOLDER}{document_of(store)['attempt']}/{pack}"
+    store.put(key, store.get(key, 1 << 30)[:-1])
+
+
+def test_pieces_asked_for_by_name_are_those_of_the_whole_index() -> None:
+    store = fresh_store()
+    save(store)
+    split, whole = split_index_of(store), opened(store).index
+    for fqn in whole.tensors:
+        assert list(split.pieces_of(fqn)) == list(whole.pieces_of(fqn)), fqn
+        assert fqn == "empty" or split.pieces_of(fqn)
+    assert split.pieces_of("nowhere") == []
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 64, 700])
+def test_tensors_of_a_short_pack_are_refused_by_name_and_no_others(missing_bytes: int) -> None:
+    store = fresh_store()
+    save(store)
+    whole = opened(store).index
+    pack, size, *_ = document_of(store)["packs"][1]
+    short = {pack: (size - missing_bytes, CorruptError("short"))}
+    cut = {
+        fqn
+        for fqn in whole.tensors
+        for piece in whole.pieces_of(fqn)
+        if piece.pack == pack and piece.offset + piece.bytes > size - missing_bytes
+    }
+    assert 0 < len(cut) < len(whole.tensors)
+    for index in (whole, split_index_of(store)):
+        require = stored_by(index, short)
+        for fqn in whole.tensors:
+            if fqn in cut:
+                with pytest.raises(CorruptError, match=f"{fqn}: short"):
+                    require(fqn)
+            else:
+                require(fqn)
+
+
+def test_a_short_pack_under_thousands_of_tensors_is_told_in_the_time_of_a_load() -> None:
+    store, settings = fresh_store(), replace(PATIENT, index_chunks_max=500)
+    names = [f"layers.{number:04d}" for number in range(4000)]
+
+    def work(comm: ThreadComm) -> None:
+        run = run_of(comm, store, settings)
+        saved = {name: plain(1.0, count=4) for name in names}
+        run.save(1, saved, ANYTHING).wait()
+        start = time.process_time()
+        run.load(LoadRequest(saved, ANYTHING, strict=True, cast=False), None)
+        whole_seconds = time.process_time() - start
+        ((pack, *_),) = document_of(store)["packs"]
+        cut_last_byte(store, pack)
+        start = time.process_time()
+        with pytest.raises(CorruptError, match=r"layers\.3999: .*expected"):
+            run.load(LoadRequest(saved, ANYTHING, strict=True, cast=False), None)
+        short_seconds = time.process_time() - start
+        run.close()
+        # Merging what is asked for anew for every name took forty times as long as loading.
+        assert short_seconds < 5 * whole_seconds + 0.5, (short_seconds, whole_seconds)
+
+    run_ranks(1, work)
+    assert len(document_of(store)["indexes"]) > 32
+
+
+def test_reading_a_tensor_reads_the_index_files_that_list_it_and_the_whole_is_read_at_most_twice() -> None:
+    store = fresh_store()
+    save(store, replace(SPLIT, index_chunks_max=2))
+    files = {name for name, *_ in document_of(store)["indexes"]}
+    wanted = state(1, filled=True)
+    watched = Watched(store)
+    checkpoint = opened(watched)
+    assert (checkpoint.read("layers.2", slice(8, 12)) == wanted["layers.2"].array[8:12]).all()
+    read = [name for name in watched.read if is_index_name(name)]
+    assert 0 < len(read) <= len(files) / 4
+    for _ in range(3):
+        for fqn, tensor in wanted.items():
+            assert (checkpoint.read(fqn) == tensor.array).all(), fqn
+    read = [name for name in watched.read if is_index_name(name)]
+    assert max(map(read.count, files)) <= 2
+    assert watched.read.count(OVERVIEW_FILE) <= 2
+
+
+def test_a_hole_hinders_reading_what_it_is_in_and_nothing_else() -> None:
+    store = fresh_store()
+    save(store)
+    alter(store, file_with(store, "layers.1"), without_first_piece)
+    checkpoint = opened(store)
+    assert (checkpoint.read("step") == 7.0).all()
+    with pytest.raises(CorruptError, match=r"leave holes or overlap: \['layers.1'\]"):
+        checkpoint.read("layers.1")

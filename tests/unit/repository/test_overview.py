@@ -16,7 +16,7 @@ from holdfast.repository.columns import packed
 from holdfast.repository.index import Index, Merging
 from holdfast.repository.index_file import decode_index, encode_index
 from holdfast.repository.listing import Listing
-from holdfast.repository.overview import Overview, decode_overview, encode_overview, split
+from holdfast.repository.overview import Overview, bands_touched, decode_overview, encode_overview, split
 from holdfast.spec.box import Box
 from holdfast.spec.region import region_boxes
 from holdfast.spec.tensor import TensorSpec
@@ -86,6 +86,36 @@ def test_a_few_rows_of_everything_lie_in_few_files() -> None:
     assert len(wanted) == 1, "a band of a run of tensors, and not the file of what is held whole"
     assert len(overview.files_for("t1", Box((0, 0), (512, 8)))) == 64
     assert overview.files_for("t1.step", Box((), ())) == [64]
+
+
+@settings(max_examples=300, deadline=None)
+@given(indexes(), st.integers(1, 40))
+def test_no_file_reaches_three_times_as_far_as_what_it_holds(index: Index, chunks_max: int) -> None:
+    parts, overview = split(index, chunks_max)
+    for part, (*_, first_band, stop_band) in zip(parts, overview.spans.tolist(), strict=True):
+        first, stop = bands_touched(part.pieces, part.table, overview.bands)
+        rows = np.array([(*spec.global_shape, 1)[0] for spec in part.tensors.values()])[part.pieces.tensors]
+        whole = (rows <= 1) | ((first == 0) & (stop * -(-rows // overview.bands) >= rows))
+        assert whole.all() or (not whole.any() and stop_band - first_band < 3 * (stop - first).min())
+
+
+@pytest.mark.parametrize("reach", [3, 4, 5, 16])
+def test_pieces_that_reach_over_several_bands_are_not_read_by_all(reach: int) -> None:
+    listing = Listing(CHUNK)
+    for number in range(16):
+        spec = TensorSpec(f"t{number:02d}", "uint8", (512, 8))
+        rows = 1 if number % 2 else 4 * reach
+        for row in range(0, 512, rows):
+            region = Box((row, 0), (min(row + rows, 512), 8))
+            listing.add(spec, region, f"r{number:05d}.safetensors", 8 * row, bytes(16))
+    parts, overview = split(listing.index(), 32)
+    assert overview.bands == 128
+    for row in (0, 200, 511):
+        wanted = {n for number in range(16) for n in overview.files_for(f"t{number:02d}", Box((row, 0), (row + 1, 8)))}
+        read = [fqn for n in wanted for fqn in map(list(parts[n].tensors).__getitem__, parts[n].pieces.tensors)]
+        far = sum(int(fqn[1:]) % 2 == 0 for fqn in read)
+        assert 8 <= far <= 8 * 3, "the one piece of each that holds the row, and its neighbours"
+        assert len(read) - far <= 8 * 4 * 3
 
 
 def test_an_index_of_whole_tensors_is_cut_by_tensor() -> None:
