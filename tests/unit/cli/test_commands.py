@@ -326,7 +326,8 @@ def test_a_reader_that_goes_away_is_no_complaint(pristine: Path) -> None:
 def test_an_interrupt_is_quiet_and_130(pristine: Path, tmp_path: Path) -> None:
     import numpy as np
 
-    package.save(tmp_path / "large", {"x": np_tensor(np.zeros(1 << 27))}, process_group=False)
+    # Large enough that reading it takes longer than the interrupt, on however busy a machine.
+    package.save(tmp_path / "large", {"x": np_tensor(np.zeros(3 << 27))}, process_group=False)
     ended = on_terminal("verify", tmp_path / "large", interrupt=True)
     assert ended.status == 130
     assert "Traceback" not in ended.out
