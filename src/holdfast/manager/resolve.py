@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError
-from holdfast.manager.collector import collector_paused
 from holdfast.manager.job import error_from, error_text
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import RequireStored, require_covered, require_wanted_covered, stored_by
@@ -41,10 +40,9 @@ def resolve(
             if place is not None:
                 frames = given_frames(place)
                 # Judged before it is given away, so that damage is one rank's error and not every rank's.
-                with collector_paused():
-                    read = resolved_frames(frames, place)
-                    if isinstance(read[1], Index):
-                        require_covered(read[1], clock, place.url)
+                read = resolved_frames(frames, place)
+                if isinstance(read[1], Index):
+                    require_covered(read[1], clock, place.url)
                 short = short_packs(place.store, place.folder, read[0])
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
             own = error
@@ -62,10 +60,7 @@ def resolve(
     if head["folder"] is None:
         return None
     place = Place(store, head["folder"], head["step"])
-    if read is None:
-        with collector_paused():
-            read = resolved_frames(frames[1:], place)
-    manifest, index = read
+    manifest, index = read if read is not None else resolved_frames(frames[1:], place)
     told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
     return place, manifest, index, stored_by(index, told)
 
