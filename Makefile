@@ -3,7 +3,7 @@
 #   make demo    train, kill in the middle of a save, resume three ways (minutes)
 #   make test    the whole test suite
 #   make check   ruff, mypy, import-linter
-#   make bench   the benchmark (15 to 25 minutes, 16 GiB of memory), QUICK=1 in under 5; ONLY=large,tiny for some parts
+#   make bench   the benchmark (15 to 25 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make clean   remove the environment, caches and runs
