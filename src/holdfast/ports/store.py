@@ -45,49 +45,16 @@ class Upload(Protocol):
         ...
 
 
-class Store(Protocol):
-    """Keys to bytes. Keys are relative, `/`-separated, each part matching `[A-Za-z0-9._-]{1,128}` without a
-    leading dot; anything else is `InvalidError`.
+class Readable(Protocol):
+    """Keys to bytes, only to be read: any store, or the files of another system under the names it gave them.
 
-    No rename, no append, no locks: a file system and an object store must behave alike. Every call may be
-    made from any thread. Implementations translate what they meet into the five errors: a wrong call or a
-    place that may not be written is `InvalidError`, what may pass (full disk, quota, I/O error, too many
-    files) is `UnavailableError`, an absent key is `MissingError`, a lost race is `ConflictError`.
+    Every call may be made from any thread. Implementations translate what they meet into the five errors, as `Store`
+    says.
     """
 
     @property
     def url(self) -> str:
         """Where the store lies, for messages."""
-        ...
-
-    @property
-    def failed_calls_are_over(self) -> bool:
-        """Whether a call that raised can have no effect later; False where a request may still be on its way."""
-        ...
-
-    def put(self, key: str, data: bytes) -> None:
-        """Store a small object whole, replacing what was there; durable on return."""
-        ...
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        """Store a small object whole unless the key exists; atomic, durable on return.
-
-        Raises:
-            ConflictError: The key exists and what it holds is durable; it was not touched.
-        """
-        ...
-
-    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
-        """Begin an object that must not exist yet.
-
-        Args:
-            key: Its key.
-            total_bytes: Its exact size; room for it is reserved where the store can.
-            part_bytes: Size of every part but the last; a multiple of `PAGE_BYTES`.
-        Raises:
-            ConflictError: The key exists.
-            UnavailableError: There is no room for it.
-        """
         ...
 
     def size(self, key: str) -> int:
@@ -161,6 +128,47 @@ class Store(Protocol):
         """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in any order.
 
         Objects not completed are not listed. A prefix under which nothing lies yields nothing.
+        """
+        ...
+
+
+class Store(Readable, Protocol):
+    """Keys to bytes. Keys are relative, `/`-separated, each part matching `[A-Za-z0-9._-]{1,128}` without a
+    leading dot; anything else is `InvalidError`.
+
+    No rename, no append, no locks: a file system and an object store must behave alike. Every call may be
+    made from any thread. Implementations translate what they meet into the five errors: a wrong call or a
+    place that may not be written is `InvalidError`, what may pass (full disk, quota, I/O error, too many
+    files) is `UnavailableError`, an absent key is `MissingError`, a lost race is `ConflictError`.
+    """
+
+    @property
+    def failed_calls_are_over(self) -> bool:
+        """Whether a call that raised can have no effect later; False where a request may still be on its way."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store a small object whole, replacing what was there; durable on return."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Store a small object whole unless the key exists; atomic, durable on return.
+
+        Raises:
+            ConflictError: The key exists and what it holds is durable; it was not touched.
+        """
+        ...
+
+    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+        """Begin an object that must not exist yet.
+
+        Args:
+            key: Its key.
+            total_bytes: Its exact size; room for it is reserved where the store can.
+            part_bytes: Size of every part but the last; a multiple of `PAGE_BYTES`.
+        Raises:
+            ConflictError: The key exists.
+            UnavailableError: There is no room for it.
         """
         ...
 

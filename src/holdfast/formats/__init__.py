@@ -1,0 +1,1 @@
+"""Checkpoints of other systems: listed where they lie, and written for them."""

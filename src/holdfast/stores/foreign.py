@@ -1,0 +1,169 @@
+"""Files of another system in a folder, under whatever names it gave them; only to be read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Entry
+from holdfast.stores.local_ranges import read_ranges, take_cached
+from holdfast.stores.oserrors import translated
+from holdfast.stores.parts import check_buffers, check_ranges
+from holdfast.stores.syscalls import Syscalls, close_quietly
+
+FILES_MAX = 1 << 20
+"""Files of a folder that are listed; a checkpoint of more is taken for a mistake."""
+
+_READ = os.O_RDONLY | os.O_NONBLOCK
+_BLOBS = "blobs"
+"""Where a Hugging Face cache keeps what the links in `snapshots/<revision>/` lead to."""
+
+
+class ForeignFiles:
+    """Keys to files beneath a folder, as `Readable` says.
+
+    A key is a path relative to the folder, of any characters, without empty parts, `.` or `..`. A link is followed
+    where what it leads to lies in the folder too, or, in a Hugging Face cache, among the blobs of the same repository;
+    any other is refused by name.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, syscalls: Syscalls | None = None) -> None:
+        """Remember where; touches nothing.
+
+        Args:
+            root: The folder; it may itself be a link.
+            syscalls: The operating system; tests pass another.
+        """
+        self._root = os.path.abspath(os.fspath(root))
+        self._syscalls = syscalls or Syscalls()
+
+    @property
+    def url(self) -> str:
+        """Return `file://` and the absolute path of the folder."""
+        return f"file://{self._root}"
+
+    def size(self, key: str) -> int:
+        """Return the bytes of a file."""
+        with translated("look at", self._where(key)), self._opened(key) as (_, size):
+            return size
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small file whole."""
+        where = self._where(key)
+        with translated("read", where), self._opened(key) as (fd, size):
+            if size > bytes_max:
+                raise CorruptError(f"{where}: {size} bytes; expected at most {bytes_max}")
+            data = memoryview(bytearray(size))
+            done = 0
+            while done < size:
+                count = self._syscalls.preadv(fd, [data[done:]], done)
+                if not count:
+                    raise CorruptError(f"{where}: ended at {done} of {size} bytes while it was read")
+                done += count
+            return bytes(data)
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+        """Read byte ranges of one file, through the page cache where they already are, else directly."""
+        where = self._where(key)
+        with translated("read", where), self._opened(key) as (fd, size):
+            check_ranges(where, size, ranges, slabs)
+            return read_ranges(self._syscalls, fd, ranges, slabs, where)
+
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
+        """Read what the page cache holds, from `start` on, into one buffer after the other."""
+        where = self._where(key)
+        with translated("read", where), self._opened(key) as (fd, size):
+            check_buffers(where, size, start, buffers)
+            return take_cached(self._syscalls, fd, start, buffers, where, arrived)
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders directly under a prefix, sorted."""
+        with translated("list", self._where(prefix)), self._scanned(prefix) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield every file under a prefix; folders that are links are not entered, links that lead nowhere left out.
+
+        Raises:
+            InvalidError: There are more than a checkpoint can have.
+        """
+        waiting, count = [prefix], 0
+        while waiting:
+            folder = waiting.pop()
+            found = []
+            with translated("list", self._where(folder)), self._scanned(folder) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > FILES_MAX:
+                        raise InvalidError(f"{self._where(prefix)}: over {FILES_MAX} files; expected one checkpoint")
+                    key = folder + entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(key + "/")
+                        continue
+                    try:
+                        status = entry.stat()
+                    except OSError:
+                        continue  # Deleted while we looked, or a link that leads nowhere.
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(Entry(key, status.st_size))
+            yield from found
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _path(self, key: str) -> str:
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise InvalidError(f"{self.url}: file {key[:300]!r}; expected a path that stays in the folder")
+        return os.path.join(self._root, *parts)
+
+    @contextmanager
+    def _scanned(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        try:
+            entries = os.scandir(self._path(prefix.removesuffix("/")))
+        except (FileNotFoundError, NotADirectoryError):
+            yield iter(())  # A prefix under which nothing lies.
+            return
+        with entries:
+            yield entries
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
+        """Open a regular file for reading: its descriptor and its real size in bytes."""
+        where = self._where(key)
+        fd = self._syscalls.open(self._path(key), _READ, 0)
+        try:
+            found = self._syscalls.fstat(fd)
+            if stat.S_ISDIR(found.st_mode):
+                raise MissingError(f"{where}: no such file, but a folder of that name")
+            if not stat.S_ISREG(found.st_mode):
+                raise InvalidError(f"{where}: it is not a regular file; expected one")
+            self._require_within(key, fd, where)
+            yield fd, found.st_size
+        finally:
+            close_quietly(self._syscalls, fd)
+
+    def _require_within(self, key: str, fd: int, where: str) -> None:
+        """Refuse what a link outside the folder led to; asked of the open file, which nobody can exchange any more."""
+        home = os.path.realpath(self._root)
+        lies = os.readlink(f"/proc/self/fd/{fd}")
+        if lies.startswith(home.rstrip("/") + "/"):
+            return
+        snapshots = os.path.dirname(home)
+        if os.path.basename(snapshots) == "snapshots":
+            blobs = os.path.join(os.path.dirname(snapshots), _BLOBS)
+            if os.path.dirname(lies) == blobs:
+                return
+        raise InvalidError(
+            f"{where}: is reached through a link that leads out of the folder, to {lies}; expected files of the "
+            "checkpoint's own folder. Name the folder in which they really lie"
+        )
