@@ -12,7 +12,6 @@ from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
-from holdfast.manager.run import Run
 from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
 from holdfast.ports.framework import Selection
@@ -203,9 +202,7 @@ class CheckpointManager:
         Raises:
             InvalidError: The root is one checkpoint, or no path.
         """
-        store = wiring.store_at(root, settings)
-        job = wiring.new_job(process_group, settings)
-        self._run = Run(store, job, wiring.framework_of(job.comm))
+        self._run = wiring.run_at(root, process_group, settings)
 
     def save(
         self,

@@ -10,6 +10,7 @@ from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place
+from holdfast.manager.run import Run
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.comm import Comm
 from holdfast.ports.format import Format
@@ -20,6 +21,7 @@ from holdfast.spec.listing import Listing
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.references import References
 
 Path = str | os.PathLike[str]
 ProcessGroup = object
@@ -79,9 +81,15 @@ def place_at(path: object, settings: Settings) -> Place:
         InvalidError: It is no path, or of a scheme not supported.
     """
     store = store_at(path, settings)
-    if not isinstance(store, LocalStore):
-        return Place(store, "", None)
-    return Place(store, "", None, _Foreign(store.url.removeprefix("file://")))
+    foreign = _Foreign(store.url.removeprefix("file://")) if isinstance(store, LocalStore) else None
+    return Place(store, "", None, foreign, References(settings.reference_roots))
+
+
+def run_at(root: object, process_group: ProcessGroup, settings: Settings) -> Run:
+    """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
+    store = store_at(root, settings)
+    job = new_job(process_group, settings)
+    return Run(store, job, framework_of(job.comm), References(settings.reference_roots))
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:

@@ -21,12 +21,13 @@ from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs
 from holdfast.repository import values
 from holdfast.repository.adopted import adopted
 from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
-from holdfast.repository.names import is_pack_name, rank_of_pack
+from holdfast.repository.names import is_file_url, is_pack_name, rank_of_pack
 from holdfast.repository.split_index import SplitIndex
 from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
@@ -96,6 +97,11 @@ class Checkpoint:
         return () if self._listing is None else tuple(self._listing.remarks)
 
     @cached_property
+    def packs(self) -> Packs:
+        """Where its packs lie, by name."""
+        return self._place.packs_of(self.manifest)
+
+    @cached_property
     def index(self) -> Index:
         """Tensors and pieces."""
         index = read_index(self._place.store, self._place.folder, self.manifest)
@@ -154,7 +160,7 @@ class Checkpoint:
         )
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
-        carry_out(plan, self._place.packs_of(self.manifest), [target], self._settings)
+        carry_out(plan, self.packs, [target], self._settings)
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
@@ -180,16 +186,20 @@ class Checkpoint:
         return index_for(found, [(fqn, box)], self._clock, self._place)
 
     def _require_there(self, plan: LoadPlan) -> None:
-        """Refuse to read past the end of a pack, before memory is allocated for it."""
+        """Refuse to read past the end of a pack, before memory is allocated for it.
+
+        Raises:
+            CorruptError: A pack ends too early, or a referenced file is not as long as it was.
+        """
         if self._listing is not None:
             return  # Held against the sizes of the files as it was listed.
         records = {pack.name: pack for pack in self.manifest.packs}
-        prefix = f"{self._place.folder}{self.manifest.attempt}/"
         for run in plan.runs:
-            if run.pack not in self._pack_bytes:
-                self._pack_bytes[run.pack] = stored_bytes(self._place.store, prefix + run.pack)
-            if run.stop > self._pack_bytes[run.pack]:
-                check_size(self._place.store, prefix + run.pack, records[run.pack])
+            stored, known = self.packs(run.pack), self._pack_bytes.get(run.pack)
+            if known is None:
+                known = self._pack_bytes[run.pack] = stored_bytes(stored.files, stored.key)
+            if run.stop > known or (is_file_url(run.pack) and known != records[run.pack].bytes):
+                check_size(stored.files, stored.key, records[run.pack])
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
@@ -240,6 +250,7 @@ class Checkpoint:
             self._place.store,
             self._place.folder,
             self.manifest,
+            self.packs,
             slab,
             lambda index: require_covered(index, self._clock, self.url),
             observer,

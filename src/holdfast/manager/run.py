@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadReport, LoadRequest, load
-from holdfast.manager.place import Place, require_no_checkpoint
+from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.save import Save
 from holdfast.ports.framework import Framework, Selection
-from holdfast.ports.store import Store
+from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, exists, found_run, read_manifest
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.spec.manifest import Parent
@@ -24,9 +25,10 @@ logger = logging.getLogger(__name__)
 class Run:
     """A root and the job that saves into it."""
 
-    def __init__(self, store: Store, job: Job, framework: Framework) -> None:
+    def __init__(self, store: Store, job: Job, framework: Framework, references: Packs = none_allowed) -> None:
         require_no_checkpoint(store)
         self._store, self._job, self._framework = store, job, framework
+        self._home = Place(store, "", None, references=references)
         self._writer = PackWriter(store, job.settings)
         self._latest = _Link(None, None)
         self._pending: list[SaveHandle] = []
@@ -38,7 +40,7 @@ class Run:
         """Begin a save of a step."""
         self._require_open()
         _require_step(step)
-        place = Place(self._store, step_folder(step), step)
+        place = self._place_of(step)
         before, own = self._latest, _Link(None, self._latest)
         save = Save(self._job, self._framework, place, self._writer, self._identify, before.parent, own.settle)
         handle = save.begin(state, selection)
@@ -58,7 +60,7 @@ class Run:
             job.clock,
             job.settings,
             self._framework,
-            Place(self._store, "", None),
+            self._home,
             lambda: self._choose(step),
             request,
         )
@@ -112,10 +114,13 @@ class Run:
         clock = self._job.clock
         return found_run(self._store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
 
+    def _place_of(self, step: int) -> Place:
+        return replace(self._home, folder=step_folder(step), step=step)
+
     def _choose(self, step: int | None) -> Place | None:
         require_no_checkpoint(self._store)
         if step is not None:
-            place = Place(self._store, step_folder(step), step)
+            place = self._place_of(step)
             if not exists(self._store, place.folder + MANIFEST_FILE):
                 raise MissingError(f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}")
             return place
@@ -126,7 +131,7 @@ class Run:
             except CorruptError as error:
                 logger.warning("step %d is damaged and passed over, older steps are tried: %s", newest, error)
             else:
-                return Place(self._store, step_folder(newest), newest)
+                return self._place_of(newest)
         if steps:
             raise CorruptError(f"{self._store.url}: the manifests of all {len(steps)} steps are damaged")
         return None
