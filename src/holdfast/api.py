@@ -11,10 +11,12 @@ from holdfast import wiring
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.importing import ImportReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
 from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
 from holdfast.ports.framework import Selection
+from holdfast.ports.observer import Observer
 from holdfast.settings import Settings
 from holdfast.spec.damage import Damage
 from holdfast.spec.forecast import Forecast
@@ -29,12 +31,14 @@ __all__ = [
     "Sharded",
     "CheckpointManager",
     "Damage",
+    "ImportReport",
     "LoadReport",
     "RunRecord",
     "SaveHandle",
     "SaveReport",
     "StepRecord",
     "async_save",
+    "import_checkpoint",
     "list_steps",
     "load",
     "open_checkpoint",
@@ -168,6 +172,39 @@ def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SE
         CorruptError: The manifest is damaged.
     """
     return wiring.checkpoint_at(path, settings)
+
+
+def import_checkpoint(
+    src: wiring.Path,
+    root: wiring.Path,
+    *,
+    step: int | None = None,
+    copy: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+    observer: Observer | None = None,
+) -> ImportReport:
+    """Make a checkpoint of another system a step of a run; needs no torch, and this process alone calls.
+
+    Its bytes stay where they are: the step names each file, its size and the digest of every chunk, for which all of it
+    is read once. Whoever loads it must allow the folder of the files, `Settings(reference_roots=(…,))`, and a file that
+    changed since is `CorruptError`. With `copy` they are copied into packs of the run, and the source may go; a
+    checkpoint of Holdfast's can be imported so, too.
+
+    Args:
+        src: The checkpoint: a folder or file of any format that Holdfast reads.
+        root: The folder of the run; it becomes one if it is none.
+        step: Which step it becomes; None for the one that the checkpoint tells.
+        copy: Whether to copy its bytes.
+        settings: Bytes of a chunk, and reads in flight.
+        observer: Told of progress.
+    Raises:
+        ConflictError: The step exists; it was not touched.
+        InvalidError: It tells no step, or cannot be imported so.
+        MissingError: There is no checkpoint.
+        CorruptError: The checkpoint is damaged; nothing was committed.
+        UnavailableError: Storage failed, or the outcome is unknown.
+    """
+    return wiring.imported(src, root, step, copy, settings, observer)
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:

@@ -7,7 +7,9 @@ import weakref
 
 from holdfast.errors import InvalidError
 from holdfast.formats.safetensors import SafetensorsFormat
+from holdfast.frameworks.alone import AloneComm
 from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.importing import ImportReport, import_step
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place
 from holdfast.manager.run import Run
@@ -15,6 +17,7 @@ from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.comm import Comm
 from holdfast.ports.format import Format
 from holdfast.ports.framework import Framework
+from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.spec.listing import Listing
@@ -124,6 +127,18 @@ def framework_of(comm: Comm) -> Framework:
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return a job of its own over a group; a collective of its ranks."""
     return Job(comm_of(process_group), clock(), settings)
+
+
+def imported(
+    source: object, root: object, step: int | None, copied: bool, settings: Settings, observer: Observer | None
+) -> ImportReport:
+    """Make a checkpoint a step of a run, by this process alone."""
+    store = store_at(root, settings)
+    job = Job(AloneComm(), clock(), settings)
+    try:
+        return import_step(checkpoint_at(source, settings), store, job, step, copied=copied, observer=observer)
+    finally:
+        job.close()
 
 
 _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()

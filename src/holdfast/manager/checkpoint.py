@@ -88,8 +88,13 @@ class Checkpoint:
 
     @property
     def origin(self) -> str | None:
-        """What wrote it, with a version where it says one; None for Holdfast."""
+        """What wrote it, or what it was imported from, with a version where it says one; None for Holdfast."""
         return self.manifest.origin
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """URLs of files elsewhere that it references, as an import without `copy` leaves them."""
+        return tuple(pack.name for pack in self.manifest.packs if is_file_url(pack.name))
 
     @property
     def remarks(self) -> tuple[str, ...]:
