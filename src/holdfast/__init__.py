@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.api import CheckpointManager, SaveHandle, async_save, load, open_checkpoint, save
+    from holdfast.api import CheckpointManager, SaveHandle, async_save, diff, load, open_checkpoint, save
     from holdfast.errors import (
         CheckpointError,
         ConflictError,
@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "import_checkpoint",
+    "diff",
     "CheckpointManager",
     "SaveHandle",
     "PerRank",
@@ -52,6 +53,7 @@ _HOME = {
     "load": "holdfast.api",
     "open_checkpoint": "holdfast.api",
     "import_checkpoint": "holdfast.api",
+    "diff": "holdfast.api",
     "CheckpointManager": "holdfast.api",
     "SaveHandle": "holdfast.api",
     "PerRank": "holdfast.spec.per_rank",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import holdfast
+from holdfast.cli.diff import diff
 from holdfast.cli.importing import import_
 from holdfast.cli.inspect import inspect
 from holdfast.cli.ls import ls
@@ -14,8 +15,8 @@ from holdfast.cli.verify import verify
 
 app = typer.Typer(
     name="holdfast",
-    help="Look at checkpoints of training runs, check and import them. Needs no PyTorch.",
-    epilog="Exit status: 0 as expected, 1 damaged, 2 could not be done, 130 interrupted.",
+    help="Look at checkpoints of training runs; check, compare and import them. Needs no PyTorch.",
+    epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 could not be done, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     # Tracebacks of our own bugs are plain: rich prints local variables, and with them whatever a state holds.
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command(name="ls")(ls)
 app.command(name="inspect")(inspect)
 app.command(name="verify")(verify)
+app.command(name="diff")(diff)
 app.command(name="import")(import_)
 
 

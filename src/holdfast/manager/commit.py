@@ -55,7 +55,7 @@ def assembled(
     """
     whole = merged(place, attempt, votes, settings.chunk_bytes)
     indexes, overview = written_index(place, attempt, whole.index, settings, written)
-    origin = note.get("origin")
+    origin, masters = note.get("origin"), note.get("masters")
     return encode_manifest(
         Manifest(
             run_id=str(note["run_id"]),
@@ -76,6 +76,7 @@ def assembled(
             indexes=indexes,
             overview=overview,
             origin=None if origin is None else str(origin),
+            masters=masters if isinstance(masters, dict) else {},
         )
     )
 

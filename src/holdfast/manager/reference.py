@@ -124,6 +124,7 @@ def _manifest(
             indexes=indexes,
             overview=overview,
             origin=listed.origin,
+            masters=listed.masters,
         )
     )
 

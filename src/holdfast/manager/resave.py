@@ -56,7 +56,8 @@ def saved_again(
         return _collected(source, model_only, observer)
 
     writer = PackWriter(place.store, job.settings)
-    save = Save(job, place, writer, identify, lambda: None, lambda *_: None, awaited=True, origin=source.origin)
+    inherited = {"origin": source.origin, "masters": _masters(source, model_only)}
+    save = Save(job, place, writer, identify, lambda: None, lambda *_: None, awaited=True, inherited=inherited)
     report = save.begin(collect).wait()
     assert report is not None, "committed comes with a report"
     return report
@@ -64,7 +65,7 @@ def saved_again(
 
 def _collected(source: Checkpoint, model_only: bool, observer: Observer | None) -> Collected:
     def takes_part(name: str) -> bool:
-        return not model_only or name == MODEL or name.startswith(f"{MODEL}.")
+        return _takes_part(name, model_only)
 
     manifest = source.manifest
     tree = Group("dict", {key: value for key, value in manifest.tree.items.items() if takes_part(key)})
@@ -83,6 +84,19 @@ def _collected(source: Checkpoint, model_only: bool, observer: Observer | None) 
         skipped=[],
         per_rank={path: value for path, value in source.per_rank(0).items() if path in kept} if kept else {},
     )
+
+
+def _takes_part(name: str, model_only: bool) -> bool:
+    return not model_only or name == MODEL or name.startswith(f"{MODEL}.")
+
+
+def _masters(source: Checkpoint, model_only: bool) -> dict[str, str]:
+    """Return the master copies that are saved again, by what was cast from them."""
+    return {
+        fqn: master
+        for fqn, master in source.manifest.masters.items()
+        if all(_takes_part(each, model_only) for each in (fqn, master))
+    }
 
 
 def _per_rank_paths(value: Value) -> Iterator[str]:

@@ -49,9 +49,9 @@ class Save:
         on_commit: Callable[[Place, str, str], None],
         *,
         awaited: bool = False,
-        origin: str | None = None,
+        inherited: Mapping[str, object] | None = None,
     ) -> None:
-        self._job, self._place, self._writer, self._origin = job, place, writer, origin
+        self._job, self._place, self._writer, self._inherited = job, place, writer, inherited or {}
         self._identify, self._parent_of, self._on_commit = identify, parent_of, on_commit
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
@@ -134,7 +134,7 @@ class Save:
         return {
             "run_id": self._identify(),
             "created": told_time(self._job.clock),
-            "origin": self._origin,
+            **self._inherited,
         }
 
     def _plan(self, collected: Collected, digests: Digests, agreement: Agreement) -> tuple[SavePlan, bool]:

@@ -81,6 +81,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "indexes": [_record(each) for each in manifest.indexes],
             **({} if manifest.overview is None else {"overview": _record(manifest.overview)}),
             **({} if manifest.origin is None else {"origin": manifest.origin}),
+            **({"masters": manifest.masters} if manifest.masters else {}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -122,14 +123,15 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         indexes=_records(field.of("indexes", list), is_index_name, where),
         overview=_overview(document.get("overview"), where),
         origin=field.of("origin", str, values.plain) if document.get("origin") is not None else None,
+        masters=field.texts("masters") if document.get("masters") is not None else {},
         digest=digest,
     )
 
 
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has everything a manifest says."""
-    is_imported = manifest.origin is not None or any(is_file_url(pack.name) for pack in manifest.packs)
-    return FORMAT_MINOR_IMPORTED if is_imported else 0
+    is_referencing = any(is_file_url(pack.name) for pack in manifest.packs)
+    return FORMAT_MINOR_IMPORTED if manifest.origin is not None or manifest.masters or is_referencing else 0
 
 
 def check_format(document: Mapping[str, object], kind: str, where: str) -> None:

@@ -10,7 +10,7 @@ FORMAT_MAJOR = 1
 """Version of the format on disk; another major version is refused."""
 
 FORMAT_MINOR_IMPORTED = 1
-"""Minor version that brought `origin` and referenced files; what has neither is of minor version 0."""
+"""Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,9 @@ class Manifest:
 
     origin: str | None = None
     """What wrote it, where that was not Holdfast."""
+
+    masters: dict[str, str] = field(default_factory=dict)
+    """FQN to that of its master copy, of higher precision, where what wrote it kept both."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
