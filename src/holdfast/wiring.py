@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.errors import InvalidError
+from holdfast.formats.deepspeed.format import DeepSpeedFormat
 from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.safetensors_writer import SafetensorsWriter
 from holdfast.manager.checkpoint import Checkpoint
@@ -66,7 +67,7 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (SafetensorsFormat(),)
+FORMATS: tuple[Format, ...] = (DeepSpeedFormat(), SafetensorsFormat())
 """Other systems' checkpoints that are read in place; the first that knows one lists it."""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import holdfast
+from holdfast.cli.diff import diff
 from holdfast.cli.export import export
 from holdfast.cli.inspect import inspect
 from holdfast.cli.ls import ls
@@ -15,7 +16,7 @@ from holdfast.cli.verify import verify
 app = typer.Typer(
     name="holdfast",
     help="Look at checkpoints of training runs, check them, and write them for others. Needs no PyTorch.",
-    epilog="Exit status: 0 as expected, 1 damaged, 2 could not be done, 130 interrupted.",
+    epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 could not be done, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     # Tracebacks of our own bugs are plain: rich prints local variables, and with them whatever a state holds.
@@ -26,6 +27,7 @@ app.command(name="ls")(ls)
 app.command(name="inspect")(inspect)
 app.command(name="verify")(verify)
 app.command(name="export")(export)
+app.command(name="diff")(diff)
 
 
 def _version(wanted: bool) -> None:

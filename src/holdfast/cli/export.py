@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.bar import progress_bar
 from holdfast.cli.ending import complain, ended_well
+from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, printable, shown_bytes, stdout
 from holdfast.cli.sizes import bytes_of
 
@@ -33,7 +33,7 @@ def export(
     """Write a checkpoint as another system's files, all at once. Stopped, the same command goes on where it was."""
     with ended_well():
         try:
-            with progress_bar("exporting") as bar:
+            with shown_progress("exporting") as bar:
                 report = api.export(
                     src,
                     dst,

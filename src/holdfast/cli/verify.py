@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.bar import progress_bar
 from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import opened
+from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, printable, shown_bytes, stdout
 from holdfast.errors import CorruptError
 
@@ -39,7 +39,7 @@ def verify(
 
 def _checked(checkpoint: api.Checkpoint) -> tuple[list[api.Damage], int]:
     """Return what is damaged, and how many bytes the manifest names."""
-    with progress_bar("verifying") as bar:
+    with shown_progress("verifying") as bar:
         verification = checkpoint.verification(bar)
         return list(verification.damages()), verification.total_bytes
 
