@@ -51,8 +51,7 @@ class TorchSaveFormat:
         if is_module_state(found.value):
             tree = Group("dict", {"model": module_state(found.value, "model", tensors, remarks)})
         else:
-            state = found.value if _is_branch(found.value) else {"value": found.value}
-            tree = _branch(state, "", tensors, remarks)
+            tree = _branch(found.value if _goes_by_name(found.value) else {"value": found.value}, "", tensors, remarks)
         if not len(tensors) and isinstance(found.value, Instance):
             raise InvalidError(
                 f"{files.url}/{name}: holds a {found.value.qualname} as a whole; expected its state: "
@@ -84,9 +83,13 @@ def module_state(value: dict[str, object], path: str, tensors: TorchTensors, rem
     return Group("module", {key: each for key, each in extra.items() if not isinstance(each, Skipped)})
 
 
+def _goes_by_name(value: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(value, dict) and all(type(key) is str for key in value)
+
+
 def _is_branch(value: object) -> TypeGuard[dict[str, object]]:
     """Return whether a value is a dict that holds tensors under names."""
-    return isinstance(value, dict) and all(type(key) is str for key in value) and holds_tensor(value)
+    return _goes_by_name(value) and holds_tensor(value)
 
 
 def _branch(value: dict[str, object], path: str, tensors: TorchTensors, remarks: list[str]) -> Group:
