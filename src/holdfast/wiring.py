@@ -13,8 +13,10 @@ from typing import Any
 
 from holdfast.errors import InvalidError
 from holdfast.formats.deepspeed.format import DeepSpeedFormat
+from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
 from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.safetensors_writer import SafetensorsWriter
+from holdfast.formats.torchsave import TorchSaveFormat
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.export import Crew, Export
 from holdfast.manager.export_crew import answer, have_carried_out
@@ -67,7 +69,7 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (DeepSpeedFormat(), SafetensorsFormat())
+FORMATS: tuple[Format, ...] = (DeepSpeedFormat(), SafetensorsFormat(), HuggingFaceBinFormat(), TorchSaveFormat())
 """Other systems' checkpoints that are read in place; the first that knows one lists it."""
 
 
