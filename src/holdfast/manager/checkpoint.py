@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
@@ -174,7 +176,7 @@ class Checkpoint:
     @property
     def source(self) -> Source:
         """What windows of its tensors are read from."""
-        return Source(self.index.pieces_near, self._place.packs_of(self.manifest), self._settings)
+        return Source(self.index.pieces_near, self.packs, self._settings)
 
     def _at_hand(self) -> Index | SplitIndex:
         """Return the index, or as much of one in several files as was read; of that at least every tensor."""
@@ -211,6 +213,25 @@ class Checkpoint:
                 known = self._pack_bytes[run.pack] = stored_bytes(stored.files, stored.key)
             if run.stop > known or (is_file_url(run.pack) and known != records[run.pack].bytes):
                 check_size(stored.files, stored.key, records[run.pack])
+
+    @property
+    def settings(self) -> Settings:
+        """How it is read."""
+        return self._settings
+
+    @cached_property
+    def identity(self) -> str:
+        """What is another text for any other content: the digest of the manifest, or what the files look like."""
+        if self._listing is None or self._place.foreign is None:
+            return self.manifest.digest
+        stamps = [(key, self._place.foreign.stamp(key)) for key in sorted(self._listing.files)]
+        return hashlib.sha256(json.dumps([self.url, stamps]).encode()).hexdigest()
+
+    def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
+        """Return what must be read to fill boxes of stored tensors, known to be there."""
+        plan = load_plan(wanted, self.index.pieces_near, run_bytes_max)
+        self._require_there(plan)
+        return plan
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
