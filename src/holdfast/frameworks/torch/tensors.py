@@ -237,12 +237,20 @@ def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
         stride = (total - run_bytes) / max(blocks - 1, 1)
         starts = (int(number * stride) // itemsize * itemsize for number in range(blocks))
         runs = [(start, start + run_bytes) for start in starts]
+    if not local.is_cpu and _is_one_run(local):
+        return _gathered(local, runs)
     data = memoryview(bytearray(sum(stop - start for start, stop in runs)))
     at = 0
     for start, stop in runs:
         _copy_run(local, start, stop, data[at : at + stop - start])
         at += stop - start
     return data.tobytes()
+
+
+def _gathered(local: torch.Tensor, runs: Sequence[tuple[int, int]]) -> bytes:
+    """Return runs of a tensor's bytes, brought together where it lies: one wait for a device, and not one a run."""
+    whole = _bytes(local)
+    return torch.cat([whole[start:stop] for start, stop in runs]).cpu().numpy().tobytes()
 
 
 def _first_element(held: Region, piece: Region) -> int:

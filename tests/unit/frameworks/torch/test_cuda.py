@@ -18,6 +18,8 @@ import holdfast
 from holdfast.engine.arena import Arena
 from holdfast.engine.slabs import new_slab
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.frameworks.torch.collect import collect
+from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.side_stream import SideStream, side_stream
 from holdfast.manager.handle import SaveReport
 from holdfast.manager.run import Run
@@ -320,3 +322,13 @@ def test_a_forked_child_leaves_pinned_memory_alone(tmp_path: Path, gate: Gate) -
     handle.wait(timeout=60.0)
     require_equal(loaded(tmp_path, 1), expected)
     run.close()
+
+
+def test_a_tensor_is_sampled_alike_wherever_it_lies(tmp_path: Path) -> None:
+    """Ranks of one job may hold copies in host memory and on a GPU, and then these agree."""
+    whole = torch.randn(700, 900)
+    found = []
+    for each in (whole, whole.cuda(), whole.T, whole.cuda().T, whole[0, :5], whole.cuda()[0, :5]):
+        (shard,) = collect({"t": each}, Selection(), Ranks(0, 1, lambda rank: rank)).shards
+        found.append(shard.source.sample(64, 1024))
+    assert found[::2] == found[1::2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.tensors import _copy_run, _queue_run
+from holdfast.frameworks.torch.tensors import _copy_run, _gathered, _queue_run
 from holdfast.spec.dtype import DTYPES
 
 
@@ -264,3 +264,11 @@ def test_runs_are_queued_as_they_are_copied(dtype: torch.dtype, show: str) -> No
             slab = memoryview(bytearray(b"?" * (whole.nbytes + 3)))
             run(whole, start * size, stop * size, slab)
             assert bytes(slab) == expected[start * size : stop * size].ljust(whole.nbytes + 3, b"?"), run
+
+
+def test_samples_are_gathered_as_they_are_copied() -> None:
+    """As a device is asked for them, here on the host."""
+    whole = torch.nn.Parameter(random_bits(torch.float32, 1000).reshape(10, 100))
+    runs = [(0, 8), (8, 12), (400, 800), (3996, 4000)]
+    assert _gathered(whole, runs) == b"".join(bits(whole)[start:stop] for start, stop in runs)
+    assert _gathered(whole[3:4, 2], [(0, 4)]) == bits(whole[3:4, 2])
