@@ -66,7 +66,7 @@ class SideStream:
         """
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         with torch.cuda.device(self._device):
-            error = int(_runtime().cudaHostRegister(address, memory.nbytes, _DEFAULT))
+            error = int(_runtime().cudaHostRegister(address, memory.nbytes, _PORTABLE))
         if error:
             self._forget_error()
             raise UnavailableError(f"CUDA error {error} at page-locking {memory.nbytes} bytes of host memory")
@@ -128,8 +128,8 @@ def _runtime() -> _Runtime:
     return runtime
 
 
-_DEFAULT = 0
-"""`cudaHostRegisterDefault`: with unified addresses, for every device's context."""
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: for every device's context, as torch's own saving pins."""
 
 
 @cache
