@@ -33,6 +33,7 @@ from holdfast.frameworks.torch.selection import selected, selected_whole
 from holdfast.frameworks.torch.tensors import (
     Ties,
     TorchTarget,
+    dtype_name,
     require_storable,
     storable_dtype,
     torch_dtype,
@@ -103,6 +104,9 @@ class TorchRestoration:
             if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
                 self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
+        master = self._catalog.tensors.get(self._catalog.masters.get(stored, ""))
+        if master is not None and spec.dtype != master.dtype == dtype_name(tensor.dtype):
+            stored, spec = master.fqn, master
         held = self._held(fqn, tensor, declared)
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
@@ -373,8 +377,9 @@ class TorchRestoration:
         return on_leaf
 
     def _find_unexpected_tensors(self, state: Mapping[str, object]) -> None:
+        masters = set(self._catalog.masters.values())
         for fqn in self._catalog.tensors:
-            if fqn in self._used or not selected(self._selection, fqn):
+            if fqn in self._used or fqn in masters or not selected(self._selection, fqn):
                 continue
             if any(fqn == key or fqn.startswith(f"{key}.") for key in state):
                 self.unexpected.append(fqn)
