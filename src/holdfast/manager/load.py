@@ -234,6 +234,7 @@ def _catalog(place: Place, manifest: Manifest, index: Index | SplitIndex, requir
         world_size=manifest.world_size,
         per_rank=lambda rank: per_rank_values(place.store, place.folder, manifest, rank),
         same_content=same_content,
+        masters=manifest.masters,
         require_stored=require_stored,
     )
 
