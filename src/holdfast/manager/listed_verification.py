@@ -114,11 +114,10 @@ class ListedVerification:
     def _casts_to_judge(self) -> Iterator[_Judged]:
         listing = self._listing
         for master, weight in listing.casts.items():
-            own, other = (listing.tensors.get(listing.aliases.get(each, each)) for each in (weight, master))
-            if own is None or other is None or own.global_shape != other.global_shape:
-                shapes = [None if each is None else list(each.global_shape) for each in (own, other)]
-                text = f"of shape {shapes[0]}; its master copy {master} is of shape {shapes[1]}; expected one shape"
-                self._impossible.append(Damage("", None, None, weight, text))
+            own, other = listing.tensors[weight], listing.tensors[master]
+            if own.global_shape != other.global_shape:
+                shapes = f"{list(own.global_shape)}; its master copy {master} is of shape {list(other.global_shape)}"
+                self._impossible.append(Damage("", None, None, weight, f"of shape {shapes}; expected one shape"))
                 continue
             for piece in self._index.pieces_of(own.fqn):
                 yield _Judged(piece, other.fqn, other.dtype)
