@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
@@ -23,6 +25,7 @@ from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs
 from holdfast.repository import values
 from holdfast.repository.adopted import adopted
 from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
@@ -156,7 +159,7 @@ class Checkpoint:
         )
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
-        carry_out(plan, self._place.packs_of(self.manifest), [target], self._settings)
+        carry_out(plan, self.packs, [target], self._settings)
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
@@ -197,6 +200,30 @@ class Checkpoint:
                 self._pack_bytes[run.pack] = stored_bytes(self._place.store, prefix + run.pack)
             if run.stop > self._pack_bytes[run.pack]:
                 check_size(self._place.store, prefix + run.pack, records[run.pack])
+
+    @property
+    def settings(self) -> Settings:
+        """How it is read."""
+        return self._settings
+
+    @property
+    def packs(self) -> Packs:
+        """Where its packs lie."""
+        return self._place.packs_of(self.manifest)
+
+    @cached_property
+    def identity(self) -> str:
+        """What is another text for any other content: the digest of the manifest, or what the files look like."""
+        if self._listing is None or self._place.foreign is None:
+            return self.manifest.digest
+        stamps = [(key, self._place.foreign.stamp(key)) for key in sorted(self._listing.files)]
+        return hashlib.sha256(json.dumps([self.url, stamps]).encode()).hexdigest()
+
+    def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
+        """Return what must be read to fill boxes of stored tensors, known to be there."""
+        plan = load_plan(wanted, self.index.pieces_near, run_bytes_max)
+        self._require_there(plan)
+        return plan
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
