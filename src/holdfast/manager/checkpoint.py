@@ -15,6 +15,7 @@ from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
 from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.manager.listed_verification import ListedVerification
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.resolve import index_for, listing_at, split_index_at
@@ -271,8 +272,13 @@ class Checkpoint:
             described, [stored[fqn] for fqn in names], self.index.pieces_near, self._settings.read_window_bytes
         )
 
-    def verification(self, observer: Observer | None = None) -> Verification:
-        """Return the work of reading everything back."""
+    def verification(
+        self, observer: Observer | None = None, *, deep: bool = False
+    ) -> Verification | ListedVerification:
+        """Return the work of reading everything back; of another system's checkpoint, what it holds twice."""
+        if self._listing is not None and self._place.foreign is not None:
+            files = self._place.foreign.files
+            return ListedVerification(self._listing, self.index, files, self._settings, observer, deep=deep)
         try:
             chunk_bytes = self.index.chunk_bytes
         except CheckpointError:
@@ -288,9 +294,17 @@ class Checkpoint:
             observer,
         )
 
-    def verify(self, observer: Observer | None = None) -> Iterator[Damage]:
-        """Yield everything that is not as it was saved; nothing for a whole checkpoint."""
-        yield from self.verification(observer).damages()
+    def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
+        """Yield everything that is not as it was saved; nothing for a whole checkpoint.
+
+        Another system's checkpoint carries no digests: its sizes and structure are checked, and what it holds twice is
+        compared, copies bit for bit, casts of master copies in samples, or wholly if `deep`.
+
+        Args:
+            observer: Told of progress.
+            deep: Compare casts wholly.
+        """
+        yield from self.verification(observer, deep=deep).damages()
 
 
 def _box_of(
