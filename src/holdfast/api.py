@@ -155,9 +155,9 @@ def load(
     """
     _require_state(state, "load(path, state)")
     comm = wiring.comm_of(process_group)
-    store = wiring.store_at(path, settings)
+    place = wiring.place_at(path, settings)
     request = LoadRequest(state, _selection(only, skip, grads), strict, cast)
-    return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), store, request)
+    return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), place, request)
 
 
 def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:

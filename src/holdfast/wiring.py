@@ -6,14 +6,18 @@ import os
 import weakref
 
 from holdfast.errors import InvalidError
+from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.comm import Comm
+from holdfast.ports.format import Format
 from holdfast.ports.framework import Framework
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
+from holdfast.spec.listing import Listing
+from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 
@@ -49,6 +53,35 @@ def store_at(path: object, settings: Settings) -> Store:
     if scheme == "memory" and rest:
         return MemoryStore(rest)
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
+
+
+FORMATS: tuple[Format, ...] = (SafetensorsFormat(),)
+"""Other systems' checkpoints that are read in place; the first that knows one lists it."""
+
+
+class _Foreign:
+    """What lies at a path of a file system and Holdfast did not write."""
+
+    def __init__(self, path: str) -> None:
+        self.name = os.path.basename(path) if os.path.isfile(path) else ""
+        self.files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if self.name else path)
+
+    def listing(self) -> Listing | None:
+        """Return what it holds; None if no format knows it."""
+        known = next((each for each in FORMATS if each.recognises(self.files, self.name)), None)
+        return None if known is None else known.listing(self.files, self.name)
+
+
+def place_at(path: object, settings: Settings) -> Place:
+    """Return the place of one checkpoint to be read: of Holdfast's, or of another system's.
+
+    Raises:
+        InvalidError: It is no path, or of a scheme not supported.
+    """
+    store = store_at(path, settings)
+    if not isinstance(store, LocalStore):
+        return Place(store, "", None)
+    return Place(store, "", None, _Foreign(store.url.removeprefix("file://")))
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -109,7 +142,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
 
 def checkpoint_at(path: object, settings: Settings) -> Checkpoint:
     """Return the checkpoint at a path."""
-    return Checkpoint(Place(store_at(path, settings), "", None), settings, _to_torch)
+    return Checkpoint(place_at(path, settings), settings, _to_torch)
 
 
 def _to_torch(array: object, dtype: str) -> object:

@@ -88,25 +88,32 @@ def _natural(fqn: str) -> list[tuple[int, str]]:
 
 def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     manifest = checkpoint.manifest
-    what = "checkpoint saved by path" if manifest.step is None else f"step {manifest.step}"
+    saved = "another system's checkpoint" if checkpoint.origin else "checkpoint saved by path"
+    what = saved if manifest.step is None else f"step {manifest.step}"
     screen.line(what, style="bold")
     screen.field("path", printable(checkpoint.url.removeprefix("file://")))
-    screen.field("run", printable(manifest.run_id))
-    screen.field("created", shown_time(manifest.created))
+    if checkpoint.origin is not None:
+        screen.field("format", printable(checkpoint.origin))
+    if manifest.attempt:
+        screen.field("run", printable(manifest.run_id))
+        screen.field("created", shown_time(manifest.created))
     parent = manifest.parent
     if parent is not None:
         run = "" if parent.run_id == manifest.run_id else f" of run {printable(parent.run_id)}"
         screen.field("continues", f"step {parent.step}{run} (manifest {printable(parent.digest)})")
     pack_bytes = sum(pack.bytes for pack in manifest.packs)
-    count = len(manifest.packs)
+    count, kind = len(manifest.packs), "pack" if manifest.attempt else "file"
     screen.field("size", f"{manifest.tensors:,} tensors of {shown_bytes(manifest.tensor_bytes)}")
-    screen.field("stored", f"{shown_bytes(pack_bytes)} in {count:,} pack{'s' * (count != 1)}")
+    screen.field("stored", f"{shown_bytes(pack_bytes)} in {count:,} {kind}{'s' * (count != 1)}")
     screen.field("saved by", f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}")
     for layout in _layouts(manifest.layouts):
         screen.field("layout", layout)
-    screen.field("software", printable(", ".join(f"{name} {each}" for name, each in manifest.software.items())))
-    screen.field("attempt", manifest.attempt)
-    screen.field("digest", manifest.digest)
+    if manifest.attempt:
+        screen.field("software", printable(", ".join(f"{name} {each}" for name, each in manifest.software.items())))
+        screen.field("attempt", manifest.attempt)
+        screen.field("digest", manifest.digest)
+    for remark in checkpoint.remarks:
+        screen.field("remark", printable(remark))
 
 
 def _layouts(layouts: tuple[dict[str, object], ...]) -> Iterator[str]:
@@ -137,7 +144,7 @@ def _show_tensors(screen: Screen, checkpoint: api.Checkpoint, names: list[str], 
                 info.dtype,
                 f"[{', '.join(map(str, info.shape))}]",
                 shown_bytes(info.bytes),
-                str(sum(writers.values())),
+                str(len(checkpoint.pieces(fqn))),
                 f"rank{'s' * (len(writers) != 1)} {ranks}" if writers else "-",
             ]
         )
@@ -175,6 +182,8 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
     chosen = set(names)
     document: dict[str, object] = {
         "url": checkpoint.url,
+        "origin": checkpoint.origin,
+        "remarks": list(checkpoint.remarks),
         "step": manifest.step,
         "run_id": manifest.run_id,
         "attempt": manifest.attempt,

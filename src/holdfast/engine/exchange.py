@@ -16,7 +16,7 @@ from holdfast.engine.slabs import new_slab
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
-from holdfast.ports.store import Store
+from holdfast.ports.store import Packs
 from holdfast.settings import Settings
 from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take, give_slot_bytes, take_slot_bytes
 from holdfast.spec.plan import LoadPlan, ReadRun
@@ -57,8 +57,7 @@ def carry_out_exchange(
     weighing: Weighing | None,
     comm: Comm,
     clock: Clock,
-    store: Store,
-    prefix: str,
+    packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
 ) -> Moved:
@@ -72,8 +71,7 @@ def carry_out_exchange(
         weighing: Whether exchanging may end before; None: never.
         comm: The ranks.
         clock: For the paces.
-        store: Where from.
-        prefix: Folder of the attempt.
+        packs: Where from.
         targets: Where to, by wanted number.
         settings: Reads in flight.
     Raises:
@@ -82,7 +80,7 @@ def carry_out_exchange(
     """
     with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
         try:
-            passing = _Passing(threads, clock, store, prefix, targets, weighing.after_rounds if weighing else 0)
+            passing = _Passing(threads, clock, packs, targets, weighing.after_rounds if weighing else 0)
             rest = _exchange(planned, round_count, weighing, comm, passing)
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
@@ -91,7 +89,7 @@ def carry_out_exchange(
         return Moved(0, 0, whole=False)
     runs, given_bytes, received_bytes = rest
     plan = LoadPlan(tuple(_joined(runs, settings.read_window_bytes)))
-    carry_out(plan, store, prefix, targets, settings)
+    carry_out(plan, packs, targets, settings)
     return Moved(given_bytes + plan.bytes, received_bytes)
 
 
@@ -150,13 +148,12 @@ class _Passing:
         self,
         threads: ThreadPoolExecutor,
         clock: Clock,
-        store: Store,
-        prefix: str,
+        packs: Packs,
         targets: Sequence[Target],
         probe_rounds: int,
     ) -> None:
-        self._threads, self._clock, self._store, self._probe_rounds = threads, clock, store, probe_rounds
-        self._prefix, self._targets = prefix, targets
+        self._threads, self._clock, self._probe_rounds = threads, clock, probe_rounds
+        self._packs, self._targets = packs, targets
         self._rounds: Sequence[ExchangeRound] = ()
         self._reads: dict[int, list[Future[memoryview]]] = {}
         self._places: dict[int, list[Future[None]]] = {}
@@ -210,9 +207,7 @@ class _Passing:
         this = self._rounds[number]
         slots = _slots(self._give_areas[self._area(number)], _give_sizes(this))
         self._reads[number] = [
-            self._threads.submit(
-                read_through, give.run, self._store, f"{self._prefix}{give.run.pack}", self._targets, slot
-            )
+            self._threads.submit(read_through, give.run, self._packs(give.run.pack), self._targets, slot)
             for give, slot in zip(this.gives, slots, strict=True)
         ]
 
@@ -238,7 +233,7 @@ class _Passing:
         ]
 
     def _way_of(self, take: Take) -> str:
-        return f"{self._store.url}/{self._prefix}{take.run.pack}, as rank {take.reader} read and passed it on"
+        return f"{self._packs(take.run.pack).url}, as rank {take.reader} read and passed it on"
 
     def _measure_reading(self, number: int, start: float) -> None:
         read_bytes = sum(_bytes(give.run) for give in self._rounds[number].gives)

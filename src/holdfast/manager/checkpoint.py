@@ -15,17 +15,18 @@ from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
-from holdfast.manager.resolve import index_for, split_index_at
+from holdfast.manager.resolve import index_for, listing_at, split_index_at
 from holdfast.manager.soundness import require_covered
 from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
 from holdfast.repository import values
+from holdfast.repository.adopted import adopted
 from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
-from holdfast.repository.names import rank_of_pack
+from holdfast.repository.names import is_pack_name, rank_of_pack
 from holdfast.repository.split_index import SplitIndex
 from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
@@ -65,8 +66,14 @@ class Checkpoint:
         self._pack_bytes: dict[str, int] = {}
         self._split: SplitIndex | None = None
         self._partly_bytes = 0
-        self.manifest: Manifest = decode_manifest(manifest_bytes_at(place), f"{place.url}/manifest.json")
-        """The commit record."""
+        self._listing = listing_at(place)
+        if self._listing is None:
+            self.manifest: Manifest = decode_manifest(manifest_bytes_at(place), f"{place.url}/manifest.json")
+            """The commit record; of another system's checkpoint, what it would be."""
+        else:
+            self.manifest, index = adopted(self._listing, place.url)
+            require_covered(index, self._clock, place.url)
+            self.__dict__["index"] = index
 
     @property
     def url(self) -> str:
@@ -77,6 +84,16 @@ class Checkpoint:
     def step(self) -> int | None:
         """Its step; None if it was saved by path."""
         return self.manifest.step
+
+    @property
+    def origin(self) -> str | None:
+        """What wrote it, with a version where it says one; None for Holdfast."""
+        return self.manifest.origin
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was left out or ignored of another system's checkpoint, and why."""
+        return () if self._listing is None else tuple(self._listing.remarks)
 
     @cached_property
     def index(self) -> Index:
@@ -137,8 +154,7 @@ class Checkpoint:
         )
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
-        prefix = f"{self._place.folder}{self.manifest.attempt}/"
-        carry_out(plan, self._place.store, prefix, [target], self._settings)
+        carry_out(plan, self._place.packs_of(self.manifest), [target], self._settings)
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
@@ -165,6 +181,8 @@ class Checkpoint:
 
     def _require_there(self, plan: LoadPlan) -> None:
         """Refuse to read past the end of a pack, before memory is allocated for it."""
+        if self._listing is not None:
+            return  # Held against the sizes of the files as it was listed.
         records = {pack.name: pack for pack in self.manifest.packs}
         prefix = f"{self._place.folder}{self.manifest.attempt}/"
         for run in plan.runs:
@@ -186,8 +204,10 @@ class Checkpoint:
         return list(self.index.pieces_of(self.aliases.get(fqn, fqn)))
 
     def written_by(self, fqn: str) -> Mapping[int, int]:
-        """Return how many pieces of a tensor each rank wrote; ranks that wrote none are left out."""
-        return Counter(rank_of_pack(piece.pack) for piece in self.pieces(fqn))
+        """Return how many pieces of a tensor each rank wrote; ranks that wrote none are left out, and so are files of
+        another system, of which no rank is known.
+        """
+        return Counter(rank_of_pack(piece.pack) for piece in self.pieces(fqn) if is_pack_name(piece.pack))
 
     def plan_for(self, mesh: str, fqns: Iterable[str] | None = None) -> Forecast:
         """Return what each rank of a job would read of this checkpoint; reads nothing but the index.

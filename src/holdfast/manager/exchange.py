@@ -20,7 +20,7 @@ from holdfast.plan.exchange import (
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
-from holdfast.ports.store import Store
+from holdfast.ports.store import Packs
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.settings import Settings
 from holdfast.spec.exchange import ExchangePlan
@@ -88,8 +88,7 @@ def carried_out(
     manifest: Manifest,
     comm: Comm,
     clock: Clock,
-    store: Store,
-    prefix: str,
+    packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
 ) -> Moved:
@@ -100,12 +99,12 @@ def carried_out(
         UnavailableError: The store failed.
     """
     if agreed is None:
-        carry_out(plan, store, prefix, targets, settings)
+        carry_out(plan, packs, targets, settings)
         return Moved(plan.bytes, 0)
     job = agreed.job
     weighing = None if agreed.forced else Weighing(PROBE_ROUNDS, partial(exchanging_beats_reading, job.left))
     planned = partial(_planned, job, comm.rank, plan, _numbers(manifest))
-    return carry_out_exchange(planned, job.round_count, weighing, comm, clock, store, prefix, targets, settings)
+    return carry_out_exchange(planned, job.round_count, weighing, comm, clock, packs, targets, settings)
 
 
 def _planned(job: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:

@@ -97,7 +97,7 @@ def load(
     clock: Clock,
     settings: Settings,
     framework: Framework,
-    store: Store,
+    home: Place,
     choose: Callable[[], Place | None],
     request: LoadRequest,
 ) -> tuple[Place, LoadReport, Manifest] | None:
@@ -108,8 +108,8 @@ def load(
         clock: For the report.
         settings: Windows in flight, and whether ranks exchange what they read.
         framework: Fills the state.
-        store: Where checkpoints lie.
-        choose: Called on rank 0: the place in `store` to load from, or None if there is nothing.
+        home: Where checkpoints lie, on every rank.
+        choose: Called on rank 0: the place there to load from, or None if there is nothing.
         request: What and how.
     Returns:
         Place, report and manifest, or None if there was nothing to load.
@@ -121,7 +121,7 @@ def load(
     with ExitStack() as pause:
         # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
         pause.enter_context(collector_paused())
-        return _load(comm, clock, settings, framework, store, choose, request, pause)
+        return _load(comm, clock, settings, framework, home, choose, request, pause)
 
 
 def _load(
@@ -129,13 +129,13 @@ def _load(
     clock: Clock,
     settings: Settings,
     framework: Framework,
-    store: Store,
+    home: Place,
     choose: Callable[[], Place | None],
     request: LoadRequest,
     pause: ExitStack,
 ) -> tuple[Place, LoadReport, Manifest] | None:
     start = clock.monotonic_seconds()
-    resolved = resolve(comm, clock, store, choose)
+    resolved = resolve(comm, clock, home, choose)
     if resolved is None:
         return None
     place, manifest, stored, require_stored = resolved
@@ -161,10 +161,9 @@ def _load(
     targets = [wanted.target for wanted in restoration.wanted]
     own, moved = None, Moved(0, 0)
     try:
-        prefix = f"{place.folder}{manifest.attempt}/"
         if plan.bytes > settings.window_bytes:
             pause.close()
-        moved = carried_out(plan, agreed, manifest, comm, clock, place.store, prefix, targets, settings)
+        moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings)
         if moved.whole:
             restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
@@ -190,10 +189,10 @@ def _load(
 
 
 def load_checkpoint(
-    comm: Comm, clock: Clock, settings: Settings, framework: Framework, store: Store, request: LoadRequest
+    comm: Comm, clock: Clock, settings: Settings, framework: Framework, place: Place, request: LoadRequest
 ) -> LoadReport:
-    """Fill a state from the one checkpoint that lies in `store`. Arguments and errors as `load`."""
-    done = load(comm, clock, settings, framework, store, lambda: Place(store, "", None), request)
+    """Fill a state from the one checkpoint at a place. Arguments and errors as `load`."""
+    done = load(comm, clock, settings, framework, place, lambda: place, request)
     assert done is not None, "a place was chosen"
     return done[1]
 
@@ -220,8 +219,9 @@ def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) ->
 
 def _catalog(place: Place, manifest: Manifest, index: Index | SplitIndex, require_stored: RequireStored) -> Catalog:
     def same_content(first: str, second: str) -> bool:
-        def content(fqn: str) -> list[tuple[object, bytes]]:
-            return [(piece.region, piece.digests) for piece in index.pieces_of(fqn)]
+        def content(fqn: str) -> list[tuple[object, object]]:
+            # Of what no digest is known, only the very same bytes are known to be alike.
+            return [(piece.region, piece.digests or (piece.pack, piece.offset)) for piece in index.pieces_of(fqn)]
 
         return content(first) == content(second)
 

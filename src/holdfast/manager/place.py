@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.store import Store
+from holdfast.ports.format import Foreign
+from holdfast.ports.store import Packs, Store, packs_under
 from holdfast.repository.catalog import exists, read_manifest_bytes, step_folders
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder
+from holdfast.spec.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,26 @@ class Place:
     step: int | None
     """Its step; None for a checkpoint saved by path."""
 
+    foreign: Foreign | None = None
+    """What another system may have left there instead."""
+
     @property
     def url(self) -> str:
         """The place, for messages."""
+        if self.foreign is not None and self.foreign.name:
+            return f"{self.foreign.files.url}/{self.foreign.name}"
         return f"{self.store.url}/{self.folder}".rstrip("/")
 
     @property
     def manifest_key(self) -> str:
         """Key of the manifest."""
         return self.folder + MANIFEST_FILE
+
+    def packs_of(self, manifest: Manifest) -> Packs:
+        """Return where the packs of the checkpoint lie."""
+        if not manifest.attempt and self.foreign is not None:
+            return packs_under(self.foreign.files, "")
+        return packs_under(self.store, f"{self.folder}{manifest.attempt}/")
 
     def require_empty(self) -> None:
         """Refuse to save onto something.

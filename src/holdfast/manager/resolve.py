@@ -3,53 +3,71 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.engine.in_flight import each_in_flight
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, InvalidError
 from holdfast.manager.job import error_from, error_text
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.soundness import RequireStored, require_covered, require_wanted_covered, stored_by
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import index_from, manifest_in, overview_from, read_file, short_packs
+from holdfast.repository.adopted import adopted, decode_adopted, encode_adopted
+from holdfast.repository.catalog import exists, index_from, manifest_in, overview_from, read_file, short_packs
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.split_index import SplitIndex
 from holdfast.spec.box import Box
+from holdfast.spec.listing import Listing
 from holdfast.spec.manifest import FileRecord, Manifest
+
+logger = logging.getLogger(__name__)
 
 
 def resolve(
-    comm: Comm, clock: Clock, store: Store, choose: Callable[[], Place | None]
+    comm: Comm, clock: Clock, home: Place, choose: Callable[[], Place | None]
 ) -> tuple[Place, Manifest, Index | SplitIndex, RequireStored] | None:
     """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
 
-    Of an index in several files it gives the overview, and each rank reads and judges what it needs.
+    Of an index in several files it gives the overview, and each rank reads and judges what it needs. Of another
+    system's checkpoint it gives what a format listed.
+
+    Args:
+        comm: The ranks that load together.
+        clock: For chance.
+        home: Where checkpoints lie, on every rank.
+        choose: Called on rank 0: the place there, or None if there is nothing.
     """
     frames: list[bytes] = []
     own = None
     read: tuple[Manifest, Index | SplitIndex] | None = None
     short: dict[str, tuple[int, CheckpointError]] = {}
+    listed = None
     if comm.rank == 0:
         place = None
         try:
             place = choose()
             if place is not None:
-                frames = given_frames(place)
+                listed = listing_at(place)
                 # Judged before it is given away, so that damage is one rank's error and not every rank's.
-                read = resolved_frames(frames, place)
+                if listed is None:
+                    frames = given_frames(place)
+                    read = resolved_frames(frames, place)
+                    short = short_packs(place.store, place.folder, read[0])
+                else:
+                    read = adopted(listed, place.url)
+                    frames = encode_adopted(*read)
                 if isinstance(read[1], Index):
                     require_covered(read[1], clock, place.url)
-                short = short_packs(place.store, place.folder, read[0])
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
             own = error
         head = {
             "error": error_text(own) if own else None,
             "folder": place.folder if place else None,
             "step": place.step if place else None,
+            "listed": listed is not None,
             "short": {name: [there, error_text(error)] for name, (there, error) in short.items()},
         }
         frames = [json.dumps(head).encode(), *frames]
@@ -59,10 +77,31 @@ def resolve(
         raise own if own is not None else error_from(head["error"], "rank 0: ")
     if head["folder"] is None:
         return None
-    place = Place(store, head["folder"], head["step"])
-    manifest, index = read if read is not None else resolved_frames(frames[1:], place)
+    place = Place(home.store, head["folder"], head["step"], home.foreign)
+    if read is None:
+        given = frames[1:]
+        read = decode_adopted(given, place.url) if head["listed"] else resolved_frames(given, place)
+    manifest, index = read
     told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
     return place, manifest, index, stored_by(index, told)
+
+
+def listing_at(place: Place) -> Listing | None:
+    """Return what another system left at a place, if no checkpoint of Holdfast's is there and a format knows it.
+
+    Raises:
+        InvalidError: It is a file that no format knows.
+        CheckpointError: A format knows it, and it cannot be read.
+    """
+    foreign = place.foreign
+    if foreign is None or (not foreign.name and exists(place.store, place.manifest_key)):
+        return None
+    listing = foreign.listing()
+    if listing is None and foreign.name:
+        raise InvalidError(f"{place.url}: a file of no format that Holdfast reads; docs/formats.md lists them")
+    for remark in listing.remarks if listing is not None else ():
+        logger.warning("%s: %s", place.url, remark)
+    return listing
 
 
 def given_frames(place: Place) -> list[bytes]:

@@ -54,7 +54,13 @@ class Run:
             _require_step(step)
         job = self._job
         done = load(
-            job.comm, job.clock, job.settings, self._framework, self._store, lambda: self._choose(step), request
+            job.comm,
+            job.clock,
+            job.settings,
+            self._framework,
+            Place(self._store, "", None),
+            lambda: self._choose(step),
+            request,
         )
         if done is None:
             return None

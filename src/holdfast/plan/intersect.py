@@ -33,20 +33,22 @@ def load_plan(
         pieces_near: Stored pieces of an FQN, all that share an element with a box among them.
         run_bytes_max: Neighbouring chunks are read together up to this many bytes.
     """
-    chunks: dict[tuple[str, int], tuple[Piece, int, list[Part]]] = {}
+    # Tied tensors of another system's files share bytes, not always as many or of one type.
+    chunks: dict[tuple[str, int, int, int], tuple[Piece, int, list[Part]]] = {}
     for number, each in enumerate(wanted):
         for box in each.boxes:
             for piece in pieces_near(each.stored_fqn, box):
                 for chunk_number, part in _parts(number, piece, box):
-                    key = piece.pack, piece.offset + chunk_number * piece.chunk_bytes
+                    start = chunk_number * piece.chunk_bytes
+                    chunk_bytes = min(piece.bytes - start, piece.chunk_bytes)
+                    key = piece.pack, piece.offset + start, chunk_bytes, piece.tensor.itemsize
                     known = chunks.get(key)
                     if known is None:
                         chunks[key] = piece, chunk_number, [part]
                     else:
                         known[2].append(part)
     reads = []
-    for (pack, offset), (piece, chunk_number, parts) in sorted(chunks.items(), key=itemgetter(0)):
-        chunk_bytes = min(piece.bytes - chunk_number * piece.chunk_bytes, piece.chunk_bytes)
+    for (pack, offset, chunk_bytes, _), (piece, chunk_number, parts) in sorted(chunks.items(), key=itemgetter(0)):
         reads.append((pack, ChunkRead(piece, chunk_number, offset, chunk_bytes, tuple(parts))))
     return LoadPlan(tuple(_runs(reads, run_bytes_max)))
 

@@ -37,3 +37,25 @@ class Format(Protocol):
             MissingError: A file that it speaks of is not there.
         """
         ...
+
+
+class Foreign(Protocol):
+    """What lies at a path and Holdfast did not write, if anything."""
+
+    @property
+    def files(self) -> Readable:
+        """The files of it."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Key of the file, where the path is that of one and so of no checkpoint of Holdfast's; else empty."""
+        ...
+
+    def listing(self) -> Listing | None:
+        """Return what it holds; None if no format knows it.
+
+        Raises:
+            CheckpointError: A format knows it, and it cannot be read.
+        """
+        ...

@@ -132,6 +132,31 @@ class Readable(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where the bytes of a pack lie."""
+
+    files: Readable
+    """The store that holds it, or files of another system."""
+
+    key: str
+    """Its key there."""
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+        return f"{self.files.url}/{self.key}"
+
+
+Packs = Callable[[str], Stored]
+"""Where each pack of a checkpoint lies, by its name in the index."""
+
+
+def packs_under(files: Readable, prefix: str) -> Packs:
+    """Return packs that lie in one folder under their names."""
+    return lambda name: Stored(files, prefix + name)
+
+
 class Store(Readable, Protocol):
     """Keys to bytes. Keys are relative, `/`-separated, each part matching `[A-Za-z0-9._-]{1,128}` without a
     leading dot; anything else is `InvalidError`.

@@ -8,7 +8,7 @@ import numpy as np
 from holdfast.errors import CorruptError
 from holdfast.repository.columns import Ints, packed, unpacked
 from holdfast.repository.index import Index
-from holdfast.repository.names import is_pack_name
+from holdfast.repository.names import is_file_url, is_pack_name
 from holdfast.repository.pieces import Bools, PieceColumns, bounds_of, numels
 from holdfast.repository.tensors import Column, TensorTable, TensorTables, decode_tensors
 from holdfast.settings import MIB, PAGE_BYTES
@@ -16,6 +16,9 @@ from holdfast.spec.chunking import DIGEST_BYTES
 
 _BOX, _FLAT = 0, 1
 """Kinds of pieces in the column `piece_kinds`."""
+
+_OWN, _FILE = "own", "file"
+"""Kinds of packs: written by this checkpoint's attempt, or a file that another system wrote."""
 
 _CHUNK_BYTES_MAX = 4 * MIB
 """What one digest may vouch for; also what bounds the tensors that a small index can claim."""
@@ -58,7 +61,7 @@ def document_of(index: Index) -> IndexDocument:
         dtype_numbers=dtype_numbers,
         ndims=ndims,
         shapes=shapes,
-        packs=[("own", index.packs[int(used[number])]) for number in by_name],
+        packs=[(_kind_of(index.packs[int(used[number])]), index.packs[int(used[number])]) for number in by_name],
         piece_tensors=packed(pieces.tensors),
         piece_packs=packed(number_of[packs]),
         piece_offsets=packed(pieces.offsets),
@@ -69,13 +72,20 @@ def document_of(index: Index) -> IndexDocument:
     )
 
 
-def index_of(document: IndexDocument, where: str, tables: TensorTables | None = None) -> Index:
+def _kind_of(pack: str) -> str:
+    return _OWN if is_pack_name(pack) else _FILE
+
+
+def index_of(
+    document: IndexDocument, where: str, tables: TensorTables | None = None, *, unhashed: bool = False
+) -> Index:
     """Return a stored index, every number of it checked.
 
     Args:
         document: The index as it is stored.
         where: What it is, for messages.
         tables: Tables of tensors that were decoded before.
+        unhashed: Whether it is one of another system's files, as they lie: without digests, and of any names.
     Raises:
         CorruptError: A count, name, shape or range is impossible; the message says which.
     """
@@ -87,8 +97,12 @@ def index_of(document: IndexDocument, where: str, tables: TensorTables | None = 
         document.fqns, document.dtypes, document.dtype_numbers, document.ndims, document.shapes, where
     )  # fmt: skip
     for origin, name in document.packs:
-        if origin != "own" or not is_pack_name(name):
-            raise CorruptError(f"{where}: pack {name!r} of kind {origin!r}; expected a pack of this checkpoint")
+        known = is_pack_name(name) if origin == _OWN else origin == _FILE and (unhashed or is_file_url(name))
+        if not known:
+            raise CorruptError(
+                f"{where}: pack {name[:200]!r} of kind {origin[:80]!r}; expected a pack of this checkpoint, or the URL "
+                "of a file"
+            )
     if len({name for _, name in document.packs}) < len(document.packs):
         # Under two numbers, pieces of one pack would not be seen to share bytes.
         raise CorruptError(f"{where}: a pack is listed twice; expected each once")
@@ -114,7 +128,7 @@ def index_of(document: IndexDocument, where: str, tables: TensorTables | None = 
     stops = unpacked(document.piece_stops, where, coordinates)
     _require_inside(table, tensors, flat, widths, starts, stops, where)
     piece_bytes = numels(widths, starts, stops) * table.itemsizes[tensors]
-    chunks = -(-piece_bytes // document.chunk_bytes)
+    chunks = np.zeros(count, dtype=np.int64) if unhashed else -(-piece_bytes // document.chunk_bytes)
     _require_digests(table, tensors, chunks, len(document.digests), where)
     digests = memoryview(document.digests)
     pieces = PieceColumns(tensors, packs, offsets, flat, widths, starts, stops, piece_bytes, chunks, digests)
@@ -169,8 +183,16 @@ def decode_index(data: bytes, where: str) -> Index:
     Raises:
         CorruptError: It is not an index, or not a possible one.
     """
+    return index_of(_document_in(data, where), where)
+
+
+def decode_unhashed(data: bytes, where: str) -> Index:
+    """Return the index of another system's files that `encode_index` wrote down; errors as `decode_index`."""
+    return index_of(_document_in(data, where), where, unhashed=True)
+
+
+def _document_in(data: bytes, where: str) -> IndexDocument:
     try:
-        document = _DECODER.decode(data)
+        return _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptError(f"{where}: not an index of format 1 ({error})") from error
-    return index_of(document, where)

@@ -52,6 +52,12 @@ def is_pack_name(name: str) -> bool:
     return _PACK.fullmatch(name) is not None
 
 
+def is_file_url(name: str) -> bool:
+    """Return whether a name is the URL of a file on a file system, as packs that were imported by reference have it."""
+    path = name.removeprefix("file://")
+    return path != name and path.startswith("/") and "\0" not in path and not {"", ".", ".."} & set(path.split("/")[1:])
+
+
 def is_part_name(name: str) -> bool:
     """Return whether a name is that of a part inside an attempt's folder."""
     return _PART.fullmatch(name) is not None

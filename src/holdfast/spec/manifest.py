@@ -90,5 +90,8 @@ class Manifest:
     overview: FileRecord | None = None
     """Every tensor, and which index file holds what; None where there is a single index file."""
 
+    origin: str | None = None
+    """What wrote it, where that was not Holdfast."""
+
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""

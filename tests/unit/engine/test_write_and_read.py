@@ -27,6 +27,7 @@ from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import LocalShard, Selection
+from holdfast.ports.store import packs_under
 from holdfast.repository.digest import digest_of
 from holdfast.repository.pack import header_of
 from holdfast.settings import PAGE_BYTES, Settings
@@ -137,7 +138,7 @@ def test_what_is_written_is_read_back(
         targets.append((HostTarget("uint8", each.shard.pieces[0]), bytes(expected)))
         wanted.append(WantedBoxes(each.shard.tensor.fqn, each.shard.pieces))
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
-    carry_out(plan, store, "0123456789abcdef/", [target for target, _ in targets], chosen)
+    carry_out(plan, packs_under(store, "0123456789abcdef/"), [target for target, _ in targets], chosen)
     assert [target.array.tobytes() for target, _ in targets] == [expected for _, expected in targets]
 
 
@@ -177,7 +178,7 @@ def test_any_part_of_a_run_may_lie_at_hand(in_place_bytes_min: int) -> None:
     for count in range(0, plan.bytes + 500, 499):
         store.count = count
         targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
-        carry_out(plan, store, "0123456789abcdef/", targets, chosen)
+        carry_out(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
         for target, each in zip(targets, shards, strict=True):
             expected = bytearray(each.shard.tensor.global_bytes)
             each.source.copy_into(each.shard.pieces[0], 0, len(expected), memoryview(expected)).wait()
@@ -201,9 +202,8 @@ def test_targets_that_overlap_are_no_damage() -> None:
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
-    carry_out(
-        plan, store, "0123456789abcdef/", [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])], chosen
-    )  # fmt: skip
+    targets = [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])]
+    carry_out(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
     assert memory_of_both.any()
 
 
@@ -219,7 +219,7 @@ def test_damage_in_what_lies_at_hand_is_found() -> None:
     plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=r"t0.*r00000\.safetensors: bytes .* hash to"):
         carry_out(
-            plan, store, "0123456789abcdef/", [HostTarget("uint8", shards[0].shard.pieces[0])],
+            plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", shards[0].shard.pieces[0])],
             replace(SMALL, in_place_bytes_min=1),
         )  # fmt: skip
 
@@ -385,11 +385,11 @@ def test_a_damaged_chunk_is_named_and_not_placed() -> None:
     target.array[:] = 0
     plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=rf"t0: .*{KEY}: bytes {at - 77}–{at - 77 + PAGE_BYTES}"):
-        carry_out(plan, store, "0123456789abcdef/", [target], SMALL)
+        carry_out(plan, packs_under(store, "0123456789abcdef/"), [target], SMALL)
     assert not target.array[2 * PAGE_BYTES : 3 * PAGE_BYTES].any()
     untouched = HostTarget("uint8", Box((0,), (PAGE_BYTES,)))
     beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
-    carry_out(beside, store, "0123456789abcdef/", [untouched], SMALL)
+    carry_out(beside, packs_under(store, "0123456789abcdef/"), [untouched], SMALL)
 
 
 def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
@@ -401,13 +401,13 @@ def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
     for change in (lambda: store.put(KEY, raw[:-1]), lambda: store.delete([KEY])):
         change()
         with pytest.raises(CorruptError, match="r00000"):
-            carry_out(plan, store, "0123456789abcdef/", [HostTarget("uint8", Box((0,), (30000,)))], SMALL)
+            carry_out(plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", Box((0,), (30000,)))], SMALL)
 
 
 def test_an_empty_plan_reads_nothing() -> None:
     faults = Faults()
     plan = load_plan([WantedBoxes("t0", (Box((0,), (0,)),))], lambda *_: [], 4096)
-    carry_out(plan, FaultyStore(memory(), faults), "x/", [HostTarget("uint8", Box((0,), (0,)))], SMALL)
+    carry_out(plan, packs_under(FaultyStore(memory(), faults), "x/"), [HostTarget("uint8", Box((0,), (0,)))], SMALL)
     assert faults.seen == []
 
 

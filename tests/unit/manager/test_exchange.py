@@ -19,7 +19,7 @@ from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, off
 from holdfast.manager.load import LoadReport, LoadRequest
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import SystemClock
-from holdfast.ports.store import Store
+from holdfast.ports.store import Store, packs_under
 from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.repository.names import step_folder
 from holdfast.settings import Settings
@@ -341,8 +341,7 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
             Weighing(after_rounds, goes_on),
             comm,
             SystemClock(),
-            store,
-            f"{step_folder(1)}{manifest.attempt}/",
+            packs_under(store, f"{step_folder(1)}{manifest.attempt}/"),
             targets,
             ALWAYS,
         )
@@ -365,16 +364,16 @@ def test_a_rank_that_cannot_plan_stops_all(store: MemoryStore) -> None:
         offers = [Offer.decoded(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encoded())]
         agreed = agreed_on(offers)
         assert agreed is not None
-        prefix = f"{step_folder(1)}{manifest.attempt}/"
+        packs = packs_under(store, f"{step_folder(1)}{manifest.attempt}/")
         targets = [Filled() for _ in copies()]
         if comm.rank != 1:
-            return carried_out(plan, agreed, manifest, comm, SystemClock(), store, prefix, targets, ALWAYS)
+            return carried_out(plan, agreed, manifest, comm, SystemClock(), packs, targets, ALWAYS)
 
         def planned() -> ExchangePlan:
             raise InvalidError("no memory")
 
         count = agreed.job.round_count
-        return carry_out_exchange(planned, count, None, comm, SystemClock(), store, prefix, targets, ALWAYS)
+        return carry_out_exchange(planned, count, None, comm, SystemClock(), packs, targets, ALWAYS)
 
     first, second, third = outcomes_of_ranks(RANKS, load)
     assert isinstance(second, InvalidError)

@@ -1,0 +1,485 @@
+"""Pickles read without running anything: a machine of our own for protocols 0 to 5.
+
+It makes plain values, `Instance` for objects of classes we do not have, and calls only functions of our own
+(`formats.allowed`). What it makes is in proportion to the bytes it reads: about a hundred bytes for each at most.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.formats.allowed import KNOWN_CALLS, resolved
+from holdfast.formats.callables import require_keys
+from holdfast.formats.inert import DTypeRef, Instance, Named, Refusal
+from holdfast.formats.numpy_calls import DTypeInPickle, fill
+from holdfast.formats.sharing import DEPTH_MAX, require_walkable
+from holdfast.formats.stored_tensor import StoredTensor
+
+__all__ = ["DEPTH_MAX", "DTypeRef", "Instance", "Named", "Refusal", "unpickled"]
+
+_PROTOCOL_MAX = 5
+_INT_BYTES_MAX = 8192
+_DIGITS_MAX = 4300
+_SAME_HASH_MAX = 64
+"""Keys of one dict that may have the same hash: more are chosen to take time."""
+
+_COPIED_BYTES_PER_BYTE = 64
+_COPIED_BYTES_MIN = 1 << 20
+
+
+def unpickled(
+    data: bytes,
+    where: str,
+    *,
+    persistent: Callable[[object], object] | None = None,
+    also: Collection[str] = (),
+) -> object:
+    """Return the value of a pickle; nothing is imported or run.
+
+    Lists, dicts, tuples and sets in it hold no cycle, nest at most `DEPTH_MAX` deep, and a walk that enters what is
+    shared ever again ends soon; what an `Instance` holds is bounded likewise, but a walk from one into the next may
+    come back to where it began.
+
+    Args:
+        data: The pickle; bytes after its end are ignored.
+        where: Its file, for messages.
+        persistent: Returns what stands for a persistent id; raises ValueError for one that cannot be, `Refusal` for
+            one that is not read.
+        also: Names of classes, as `module.name`, that become an `Instance` beside those that are known.
+    Raises:
+        CorruptError: It is damaged, or no pickle.
+        InvalidError: It names what is not on the list, or nests too deep; the message names it.
+    """
+    machine = _Machine(data, where, persistent, also)
+    value = machine.run()
+    require_walkable(value, machine.instances, where, len(data))
+    return value
+
+
+class _Machine:
+    """One reading of one pickle: its stack, what it has set marks at, and its memo."""
+
+    def __init__(
+        self, data: bytes, where: str, persistent: Callable[[object], object] | None, also: Collection[str]
+    ) -> None:
+        self._data, self._where, self._persistent, self._also = data, where, persistent, also
+        self._at = 0
+        self._stack: list[object] = []
+        self._below: list[list[object]] = []
+        self._memo: dict[int, object] = {}
+        self._left = _COPIED_BYTES_MIN + _COPIED_BYTES_PER_BYTE * len(data)
+        self._hashes: dict[int, tuple[object, dict[int, int]]] = {}
+        self.instances: list[Instance] = []
+
+    def run(self) -> object:
+        """Return the value that the pickle ends with."""
+        data, begun = self._data, 0
+        try:
+            while True:
+                begun = self._at
+                self._at = begun + 1
+                code = data[begun]
+                if code == 0x2E:  # STOP
+                    return self._stack.pop()
+                operation = _OPERATIONS[code]
+                if operation is None:
+                    raise ValueError(f"code {code:#04x}; expected one of a pickle's")
+                operation(self)
+        except Refusal as refusal:
+            raise InvalidError(f"{self._where}, byte {begun}: {refusal}") from refusal
+        except IndexError:
+            problem = "ends too early" if self._at > len(data) else "takes from an empty stack"
+            raise CorruptError(f"{self._where}, byte {begun}: the pickle {problem}; expected a whole one") from None
+        except (ValueError, TypeError, OverflowError, struct.error) as error:
+            raise CorruptError(f"{self._where}, byte {begun}: the pickle is damaged: {error}") from error
+
+    # -- bytes
+
+    def _take(self, count: int) -> bytes:
+        start = self._at
+        self._at = start + count
+        if self._at > len(self._data):
+            raise ValueError(f"{count} bytes are stated, {len(self._data) - start} are left")
+        return self._data[start : self._at]
+
+    def _number(self, width: int) -> int:
+        return int.from_bytes(self._take(width), "little")
+
+    def _line(self) -> bytes:
+        stop = self._data.find(b"\n", self._at)
+        if stop < 0:
+            self._at = len(self._data) + 1
+            raise IndexError
+        line = self._data[self._at : stop]
+        self._at = stop + 1
+        return line
+
+    def _spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise Refusal("it copies the same content ever again; expected values in proportion to the file")
+
+    # -- stack
+
+    def push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def marked(self) -> list[object]:
+        if not self._below:
+            raise ValueError("it goes back to a mark that it has not set")
+        items = self._stack
+        self._stack = self._below.pop()
+        return items
+
+    def pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self.marked()
+
+    def pop_mark(self) -> None:
+        self.marked()
+
+    def dup(self) -> None:
+        self.push(self._stack[-1])
+
+    # -- memo
+
+    def _remember(self, index: int) -> None:
+        if not 0 <= index <= len(self._data):
+            raise ValueError(f"memo index {index}; expected less than the bytes of the pickle")
+        self._memo[index] = self._stack[-1]
+
+    def _recall(self, index: int) -> None:
+        if index not in self._memo:
+            raise ValueError(f"memo index {index}, which it has not set")
+        self.push(self._memo[index])
+
+    def remember(self, width: int) -> None:
+        self._remember(self._number(width))
+
+    def recall(self, width: int) -> None:
+        self._recall(self._number(width))
+
+    def put(self) -> None:
+        self._remember(_decimal(self._line()))
+
+    def get(self) -> None:
+        self._recall(_decimal(self._line()))
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    # -- plain values
+
+    def proto(self) -> None:
+        version = self._number(1)
+        if version > _PROTOCOL_MAX:
+            raise Refusal(f"pickle protocol {version}; expected {_PROTOCOL_MAX} at most")
+
+    def frame(self) -> None:
+        length = self._number(8)
+        if length > len(self._data) - self._at:
+            raise ValueError(f"a frame of {length} bytes, {len(self._data) - self._at} are left")
+
+    def binint(self) -> None:
+        self.push(int.from_bytes(self._take(4), "little", signed=True))
+
+    def count(self, width: int) -> None:
+        self.push(self._number(width))
+
+    def binfloat(self) -> None:
+        self._stack += struct.unpack(">d", self._take(8))
+
+    def integer(self) -> None:
+        line = self._line()
+        self.push(line == b"01" if line in (b"00", b"01") else _decimal(line))
+
+    def long_text(self) -> None:
+        self.push(_decimal(self._line().removesuffix(b"L")))
+
+    def long(self, width: int) -> None:
+        count = self._number(width)
+        if count > _INT_BYTES_MAX:
+            raise ValueError(f"an integer of {count} bytes; expected {_INT_BYTES_MAX} at most")
+        self.push(int.from_bytes(self._take(count), "little", signed=True))
+
+    def float_text(self) -> None:
+        self.push(float(self._line().decode("ascii")))
+
+    def string_text(self) -> None:
+        """Read text as Python 2 wrote it: the way it is written in a program."""
+        line = self._line().strip()
+        if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":
+            raise ValueError("text without quotes")
+        content, _ = codecs.escape_decode(line[1:-1])
+        self.push(_old_text(content))
+
+    def unicode_text(self) -> None:
+        self.push(self._line().decode("raw-unicode-escape"))
+
+    def old_string(self, width: int) -> None:
+        count = self._number(width)
+        self.push(_old_text(self._take(count)))
+
+    def unicode(self, width: int) -> None:
+        self.push(self._take(self._number(width)).decode("utf-8", "surrogatepass"))
+
+    def bytes_(self, width: int) -> None:
+        self.push(self._take(self._number(width)))
+
+    def bytearray_(self) -> None:
+        self.push(bytearray(self._take(self._number(8))))
+
+    def tuple_(self, count: int) -> None:
+        if count > len(self._stack):
+            raise IndexError
+        items = tuple(self._stack[-count:])
+        del self._stack[-count:]
+        self.push(items)
+
+    # -- containers
+
+    def append(self) -> None:
+        item = self._stack.pop()
+        self._extend([item])
+
+    def appends(self) -> None:
+        self._extend(self.marked())
+
+    def _extend(self, items: list[object]) -> None:
+        into = self._stack[-1]
+        if isinstance(into, Instance):
+            if into.items is None:
+                into.items = []
+            into = into.items
+        if type(into) is not list:
+            raise ValueError(f"it appends to {type(into).__name__}; expected a list")
+        into += items
+
+    def setitem(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._update([key, value])
+
+    def setitems(self) -> None:
+        self._update(self.marked())
+
+    def dict_(self) -> None:
+        items = self.marked()
+        self.push({})
+        self._update(items)
+
+    def _update(self, items: list[object]) -> None:
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        into = self._stack[-1]
+        if isinstance(into, Instance):
+            if into.items is None:
+                into.items = {}
+            into = into.items
+        if not isinstance(into, dict):
+            raise ValueError(f"it sets items of {type(into).__name__}; expected a dict")
+        keys = items[::2]
+        self._require_keys(into, keys)
+        update = dict.update if type(into) is Counter else type(into).update  # That of a Counter would add.
+        update(into, zip(keys, items[1::2], strict=True))
+
+    def additems(self) -> None:
+        items = self.marked()
+        into = self._stack[-1]
+        if type(into) is not set:
+            raise ValueError(f"it adds to {type(into).__name__}; expected a set")
+        self._require_keys(into, items)
+        into.update(items)
+
+    def empty_set(self) -> None:
+        self._spend(256)
+        self.push(set())
+
+    def frozenset_(self) -> None:
+        items = self.marked()
+        self._spend(256)
+        self._require_keys(items, items)
+        self.push(frozenset(items))
+
+    def _require_keys(self, into: object, keys: list[object]) -> None:
+        """Refuse keys that take long to hash, or that were made to have one hash."""
+        for key in require_keys(keys):
+            kind = type(key)
+            if kind is str or kind is bytes or kind is Instance or (kind is int and -_SMALL < key < _SMALL):
+                continue
+            _, counts = self._hashes.setdefault(id(into), (into, {}))
+            seen = counts[hash(key)] = counts.get(hash(key), 0) + 1
+            if seen > _SAME_HASH_MAX:
+                raise ValueError(f"over {_SAME_HASH_MAX} keys with one hash in one container")
+
+    # -- what would be code elsewhere
+
+    def global_(self) -> None:
+        module, name = self._line().decode("utf-8"), self._line().decode("utf-8")
+        self.push(resolved(module, name, self._also))
+
+    def stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("a global whose name is no text")
+        self.push(resolved(module, name, self._also))
+
+    def extension(self) -> None:
+        raise Refusal("a class by its number in the registry of another program; save it as plain values")
+
+    def out_of_band(self) -> None:
+        raise Refusal("a buffer kept outside the pickle; save it without buffer_callback")
+
+    def persid(self) -> None:
+        self.push(self._persisted(self._line().decode("ascii")))
+
+    def binpersid(self) -> None:
+        self.push(self._persisted(self._stack.pop()))
+
+    def _persisted(self, identifier: object) -> object:
+        if self._persistent is None:
+            raise Refusal("a tensor or another object kept outside the pickle; expected values alone")
+        return self._persistent(identifier)
+
+    def inst(self) -> None:
+        arguments = tuple(self.marked())
+        self.global_()
+        self.push(self._called(self._stack.pop(), arguments))
+
+    def obj(self) -> None:
+        kind, *arguments = self.marked()
+        self.push(self._called(kind, tuple(arguments)))
+
+    def reduce(self) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        self.push(self._called(function, arguments))
+
+    def newobj_ex(self) -> None:
+        keywords = self._stack.pop()
+        if type(keywords) is not dict:
+            raise ValueError("keywords of a call that are no dict")
+        self.reduce()
+        made = self._stack[-1]
+        if keywords and not isinstance(made, Instance):
+            raise ValueError("a plain value made with keywords")
+        if isinstance(made, Instance):
+            made.state = keywords or None
+
+    def _called(self, function: object, arguments: object) -> object:
+        """Return what stands for the result of a call."""
+        if not isinstance(function, Named) or type(arguments) is not tuple:
+            raise ValueError(f"it calls {type(function).__name__} with {type(arguments).__name__}")
+        call = KNOWN_CALLS.get(function.qualname)
+        if call is not None:
+            made = call(arguments, self._spend)
+        elif function.qualname == "copyreg._reconstructor":
+            made = self._reconstructed(arguments)
+        else:
+            made = Instance(function.qualname, arguments)
+        if isinstance(made, Instance):
+            self.instances.append(made)
+        return made
+
+    def _reconstructed(self, arguments: tuple[object, ...]) -> Instance:
+        """Stand in for the function by which protocols 0 and 1 make objects."""
+        if len(arguments) != 3 or not isinstance(arguments[0], Named):
+            raise ValueError("an object without class, base and state")
+        made = Instance(arguments[0].qualname)
+        if type(arguments[2]) is list or type(arguments[2]) is dict:
+            self._spend(64 * len(arguments[2]))
+            made.items = arguments[2].copy()
+        elif arguments[2] is not None:
+            made.args = (arguments[2],)
+        return made
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        made = self._stack[-1]
+        if isinstance(made, DTypeInPickle):
+            made.build(state)
+        elif isinstance(made, np.ndarray):
+            fill(made, state, self._spend)
+        elif isinstance(made, Instance):
+            made.state = self._attributes(state, made.state)
+        elif not isinstance(made, OrderedDict | StoredTensor):
+            raise ValueError(f"it sets attributes of {type(made).__name__}")
+
+    def _attributes(self, state: object, present: object) -> object:
+        """Return attributes by name where they are given so: a dict, or one and another for slots."""
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)
+        named = [each for each in parts if type(each) is dict]
+        if len(named) + parts.count(None) != len(parts) or not named:
+            return state
+        if present is None and len(named) == 1:
+            return named[0]
+        merged: dict[object, object] = {}
+        for each in (*([present] if type(present) is dict else ()), *named):
+            self._spend(128 * len(each))
+            merged |= each
+        return merged
+
+
+_SMALL = 1 << 60
+"""Integers below it are their own hash."""
+
+
+def _decimal(line: bytes) -> int:
+    text = line.strip()
+    if len(text) > _DIGITS_MAX:
+        raise ValueError(f"an integer of {len(text)} digits; expected {_DIGITS_MAX} at most")
+    return int(text)
+
+
+def _old_text(content: bytes) -> str | bytes:
+    """Return text of Python 2, which kept text and bytes as one, as text where it can be."""
+    return content.decode("ascii") if content.isascii() else content
+
+
+_Operation = Callable[[_Machine], None]
+
+
+def _pushes(value: object) -> _Operation:
+    return lambda machine: machine.push(value)
+
+
+def _operations() -> list[_Operation | None]:
+    """Return what each code of protocols 0 to 5 does, but STOP."""
+    machine = _Machine
+    named: dict[bytes, _Operation] = {
+        b"(": machine.mark, b"0": machine.pop, b"1": machine.pop_mark, b"2": machine.dup,
+        b"F": machine.float_text, b"I": machine.integer, b"L": machine.long_text,
+        b"J": machine.binint, b"K": lambda m: m.count(1), b"M": lambda m: m.count(2), b"G": machine.binfloat,
+        b"N": _pushes(None), b"\x88": _pushes(True), b"\x89": _pushes(False), b")": _pushes(()),
+        b"]": lambda m: m.push([]), b"}": lambda m: m.push({}), b"\x8f": machine.empty_set,
+        b"P": machine.persid, b"Q": machine.binpersid, b"R": machine.reduce, b"b": machine.build,
+        b"S": machine.string_text, b"T": lambda m: m.old_string(4), b"U": lambda m: m.old_string(1),
+        b"V": machine.unicode_text, b"X": lambda m: m.unicode(4), b"\x8c": lambda m: m.unicode(1),
+        b"\x8d": lambda m: m.unicode(8), b"B": lambda m: m.bytes_(4), b"C": lambda m: m.bytes_(1),
+        b"\x8e": lambda m: m.bytes_(8), b"\x96": machine.bytearray_,
+        b"a": machine.append, b"e": machine.appends, b"s": machine.setitem, b"u": machine.setitems,
+        b"d": machine.dict_, b"l": lambda m: m.push(m.marked()), b"t": lambda m: m.push(tuple(m.marked())),
+        b"\x85": lambda m: m.tuple_(1), b"\x86": lambda m: m.tuple_(2), b"\x87": lambda m: m.tuple_(3),
+        b"\x90": machine.additems, b"\x91": machine.frozenset_,
+        b"c": machine.global_, b"\x93": machine.stack_global, b"i": machine.inst, b"o": machine.obj,
+        b"\x81": machine.reduce, b"\x92": machine.newobj_ex,
+        b"g": machine.get, b"h": lambda m: m.recall(1), b"j": lambda m: m.recall(4),
+        b"p": machine.put, b"q": lambda m: m.remember(1), b"r": lambda m: m.remember(4), b"\x94": machine.memoize,
+        b"\x80": machine.proto, b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4), b"\x95": machine.frame,
+        b"\x82": machine.extension, b"\x83": machine.extension, b"\x84": machine.extension,
+        b"\x97": machine.out_of_band, b"\x98": machine.out_of_band,
+    }  # fmt: skip
+    return [named.get(bytes([code])) for code in range(256)]
+
+
+_OPERATIONS = _operations()

@@ -1,0 +1,212 @@
+"""Files of safetensors: a Hugging Face model in one or several, a PEFT adapter, or any single file.
+
+The format: https://github.com/huggingface/safetensors#format. Names of a model's state dict stand under `model.`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.formats.reading import read_bytes
+from holdfast.ports.store import Readable
+from holdfast.settings import MIB
+from holdfast.spec.box import Box
+from holdfast.spec.dtype import BY_SAFETENSORS
+from holdfast.spec.listing import ListedPiece, Listing
+from holdfast.spec.tensor import TensorSpec
+from holdfast.spec.values import Group
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+HEADER_BYTES_MAX = 100_000_000
+"""What the reference implementation takes."""
+
+_INDEX_BYTES_MAX = 256 * MIB
+_NDIM_MAX = 64
+
+
+class SafetensorsFormat:
+    """Lists safetensors files where they lie."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "safetensors"
+
+    def recognises(self, files: Readable, name: str) -> bool:
+        """Return whether it is a file of this kind, an index of such files, or a folder that holds any."""
+        if name:
+            return name.endswith((SUFFIX, INDEX_SUFFIX))
+        return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in _names(files))
+
+    def listing(self, files: Readable, name: str) -> Listing:
+        """Return every tensor of the files that were named, or that the folder's index names."""
+        remarks: list[str] = []
+        index = name if name.endswith(INDEX_SUFFIX) else "" if name else _one(files, INDEX_SUFFIX)
+        weights = _weight_map(files, index) if index else None
+        keys = sorted(set(weights.values())) if weights is not None else [name] if name else _names(files, SUFFIX)
+        tensors: dict[str, TensorSpec] = {}
+        pieces: dict[str, list[ListedPiece]] = {}
+        sizes: dict[str, int] = {}
+        listed_in: dict[str, str] = {}
+        metadata: dict[str, str] = {}
+        for key in keys:
+            sizes[key] = files.size(key)
+            header = _header(files, key, sizes[key])
+            metadata.update(header.metadata)
+            for entry in header.entries:
+                if weights is not None and weights.get(entry.name) != key:
+                    remarks.append(f"{key}: {entry.name} is left out; {index} does not say that it lies there")
+                    continue
+                fqn = f"model.{entry.name}"
+                if fqn in tensors:
+                    raise CorruptError(
+                        f"{files.url}/{key}: {entry.name} lies in {listed_in[fqn]} too; expected each tensor once. "
+                        "Name one of the files, or remove those that do not belong to this checkpoint"
+                    )
+                tensors[fqn] = TensorSpec(fqn, entry.dtype, entry.shape)
+                pieces[fqn] = [ListedPiece(Box.whole(entry.shape), key, entry.start)]
+                listed_in[fqn] = key
+        if weights is not None:
+            _require_all_there(files, index, weights, tensors)
+        return Listing(
+            format="safetensors",
+            tensors=tensors,
+            pieces=pieces,
+            files=sizes,
+            tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),
+            remarks=remarks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    entries: list[_Entry]
+    metadata: dict[str, str]
+
+
+def _names(files: Readable, suffix: str = "") -> list[str]:
+    """Return the files directly in the folder, sorted."""
+    return sorted(entry.key for entry in files.list("") if "/" not in entry.key and entry.key.endswith(suffix))
+
+
+def _one(files: Readable, suffix: str) -> str:
+    """Return the file of a kind, or nothing.
+
+    Raises:
+        InvalidError: There are several.
+    """
+    found = _names(files, suffix)
+    if len(found) > 1:
+        raise InvalidError(f"{files.url}: {', '.join(found[:5])}; expected one index. Name the one that is meant")
+    return found[0] if found else ""
+
+
+def _weight_map(files: Readable, key: str) -> dict[str, str]:
+    """Return the file of each tensor, as an index has it.
+
+    Raises:
+        CorruptError: It is no index.
+    """
+    document = _json(files.get(key, _INDEX_BYTES_MAX), f"{files.url}/{key}")
+    weights = document.get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise CorruptError(f"{files.url}/{key}: weight_map is {str(weights)[:80]!r}; expected file by tensor")
+    for file in set(weights.values()):
+        if "/" in file or not file.endswith(SUFFIX):
+            raise InvalidError(f"{files.url}/{key}: names {file[:200]!r}; expected *{SUFFIX} files beside it")
+    return weights
+
+
+def _require_all_there(files: Readable, index: str, weights: Mapping[str, str], tensors: Mapping[str, object]) -> None:
+    lacking = [name for name in weights if f"model.{name}" not in tensors]
+    if lacking:
+        raise MissingError(
+            f"{files.url}/{index}: {len(lacking)} tensors are not in the files it names: {lacking[:5]}. "
+            "Fetch them again"
+        )
+
+
+def _header(files: Readable, key: str, size: int) -> _Header:
+    """Return what a file says of itself, every number of it checked.
+
+    Raises:
+        CorruptError: It is cut short, or is no safetensors file.
+        InvalidError: It holds an element type that Holdfast does not store.
+    """
+    where = f"{files.url}/{key}"
+    if size < 8:
+        raise CorruptError(f"{where}: {size} bytes; expected a safetensors file")
+    length = int.from_bytes(read_bytes(files, key, 0, 8, 8), "little")
+    if length > min(HEADER_BYTES_MAX, size - 8):
+        raise CorruptError(
+            f"{where}: bytes 0–8 state a header of {length} bytes in a file of {size}; expected at most "
+            f"{min(HEADER_BYTES_MAX, size - 8)}. Is it cut short, or a pointer of Git LFS?"
+        )
+    document = _json(read_bytes(files, key, 8, 8 + length, HEADER_BYTES_MAX), where)
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
+        raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
+    return _Header(list(_entries(document, 8 + length, size, where)), metadata)
+
+
+def _entries(document: Mapping[str, object], first: int, size: int, where: str) -> Iterator[_Entry]:
+    for name, entry in document.items():
+        dtype, shape, bounds = (
+            (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
+            if isinstance(entry, dict)
+            else (None, None, None)
+        )
+        if not isinstance(dtype, str) or not _whole_numbers(shape, _NDIM_MAX) or not _whole_numbers(bounds, 2):
+            raise CorruptError(f"{where}: {name[:200]}: {str(entry)[:80]!r}; expected dtype, shape and data_offsets")
+        known = BY_SAFETENSORS.get(dtype)
+        if known is None:
+            raise InvalidError(
+                f"{where}: {name[:200]}: dtype {dtype[:20]}; expected one of {', '.join(BY_SAFETENSORS)}. "
+                "Holdfast stores no other"
+            )
+        assert isinstance(shape, list) and isinstance(bounds, list)
+        if len(bounds) != 2 or bounds[1] - bounds[0] != math.prod(shape) * known.itemsize or first + bounds[1] > size:
+            raise CorruptError(
+                f"{where}: {name[:200]}: {dtype} of shape {shape[:8]} at bytes {bounds} of {size - first}; expected "
+                "as many as the shape takes, inside the file. Was it cut short?"
+            )
+        yield _Entry(name, known.name, tuple(shape), first + bounds[0])
+
+
+def _whole_numbers(found: object, count_max: int) -> bool:
+    """Return whether this is a list of a few whole numbers that 63 bits hold."""
+    return (
+        isinstance(found, list)
+        and len(found) <= count_max
+        and all(type(each) is int and 0 <= each < 1 << 63 for each in found)
+    )
+
+
+def _json(data: bytes, where: str) -> dict[str, object]:
+    try:
+        document = json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{where}: not the JSON that it should hold ({str(error)[:200]})") from error
+    if not isinstance(document, dict):
+        raise CorruptError(f"{where}: {type(document).__name__}; expected a JSON object")
+    return document
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
