@@ -56,7 +56,7 @@ class SafetensorsFormat:
         metadata: dict[str, str] = {}
         for key in keys:
             sizes[key] = files.size(key)
-            header = _header(files, key, sizes[key])
+            header = read_header(files, key, 0, sizes[key])
             metadata.update(header.metadata)
             for entry in header.entries:
                 if weights is not None and weights.get(entry.name) != key:
@@ -84,17 +84,31 @@ class SafetensorsFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class SafetensorsEntry:
+    """A tensor of a file."""
+
     name: str
+    """As the file has it."""
+
     dtype: str
+    """Element type, a key of `DTYPES`."""
+
     shape: tuple[int, ...]
+    """Elements along each dimension."""
+
     start: int
+    """Byte of the file where its first element lies."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
-    entries: list[_Entry]
+class SafetensorsHeader:
+    """What a file says of itself."""
+
+    entries: list[SafetensorsEntry]
+    """Its tensors."""
+
     metadata: dict[str, str]
+    """Text by name, of whoever wrote it."""
 
 
 def _names(files: Readable, suffix: str = "") -> list[str]:
@@ -139,30 +153,34 @@ def _require_all_there(files: Readable, index: str, weights: Mapping[str, str], 
         )
 
 
-def _header(files: Readable, key: str, size: int) -> _Header:
+def read_header(files: Readable, key: str, start: int, stop: int) -> SafetensorsHeader:
     """Return what a file says of itself, every number of it checked.
 
+    Args:
+        files: Where it lies.
+        key: The file.
+        start, stop: Which bytes of it are safetensors: all, or a part that another format has put there.
     Raises:
         CorruptError: It is cut short, or is no safetensors file.
         InvalidError: It holds an element type that Holdfast does not store.
     """
     where = f"{files.url}/{key}"
-    if size < 8:
-        raise CorruptError(f"{where}: {size} bytes; expected a safetensors file")
-    length = int.from_bytes(read_bytes(files, key, 0, 8, 8), "little")
-    if length > min(HEADER_BYTES_MAX, size - 8):
+    if stop - start < 8:
+        raise CorruptError(f"{where}: {stop - start} bytes; expected a safetensors file")
+    length = int.from_bytes(read_bytes(files, key, start, start + 8, 8), "little")
+    if length > min(HEADER_BYTES_MAX, stop - start - 8):
         raise CorruptError(
-            f"{where}: bytes 0–8 state a header of {length} bytes in a file of {size}; expected at most "
-            f"{min(HEADER_BYTES_MAX, size - 8)}. Is it cut short, or a pointer of Git LFS?"
+            f"{where}: bytes {start}–{start + 8} state a header of {length} bytes in {stop - start}; expected at most "
+            f"{min(HEADER_BYTES_MAX, stop - start - 8)}. Is it cut short, or a pointer of Git LFS?"
         )
-    document = _json(read_bytes(files, key, 8, 8 + length, HEADER_BYTES_MAX), where)
+    document = _json(read_bytes(files, key, start + 8, start + 8 + length, HEADER_BYTES_MAX), where)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
-    return _Header(list(_entries(document, 8 + length, size, where)), metadata)
+    return SafetensorsHeader(list(_entries(document, start + 8 + length, stop, where)), metadata)
 
 
-def _entries(document: Mapping[str, object], first: int, size: int, where: str) -> Iterator[_Entry]:
+def _entries(document: Mapping[str, object], first: int, size: int, where: str) -> Iterator[SafetensorsEntry]:
     for name, entry in document.items():
         dtype, shape, bounds = (
             (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
@@ -183,7 +201,7 @@ def _entries(document: Mapping[str, object], first: int, size: int, where: str) 
                 f"{where}: {name[:200]}: {dtype} of shape {shape[:8]} at bytes {bounds} of {size - first}; expected "
                 "as many as the shape takes, inside the file. Was it cut short?"
             )
-        yield _Entry(name, known.name, tuple(shape), first + bounds[0])
+        yield SafetensorsEntry(name, known.name, tuple(shape), first + bounds[0])
 
 
 def _whole_numbers(found: object, count_max: int) -> bool:

@@ -8,13 +8,13 @@ from holdfast.errors import CorruptError
 from holdfast.formats.dcp.metadata import Path
 from holdfast.formats.dcp.optimizers import OptimizerState, flattened_optimizer, nested_optimizer
 from holdfast.formats.optimizers import optimizer_group
-from holdfast.spec.values import Group, TensorRef, Value
+from holdfast.spec.values import Group, Skipped, TensorRef, Value
 
 _HOLES_MAX = 1 << 16
 """Places of lists, in all, of which nothing was saved: an empty dict in a list leaves one."""
 
 SmallTensor = Callable[[str], Value]
-"""Gives a tensor of a few elements, by FQN, as a value that is no longer listed among the tensors."""
+"""Gives a tensor of a few elements, by FQN, as a value that is no longer listed; None where it is not small."""
 
 
 def nested_of(leaves: Iterable[tuple[Path, Value]], where: str) -> dict[str, Value]:
@@ -84,7 +84,7 @@ def tree_of(nested: Mapping[str, Value], small_tensor: SmallTensor, remarks: lis
         if key == "model" and _is_module(value):
             assert isinstance(value, dict)
             items[key] = Group("module", {name: each for name, each in value.items() if type(each) is not TensorRef})
-        elif not isinstance(value, TensorRef):
+        elif not isinstance(value, TensorRef | Skipped):
             items[key] = _node(value, key, small_tensor, remarks)
     return Group("dict", items)
 
@@ -104,21 +104,31 @@ def _node(value: Value, path: str, small_tensor: SmallTensor, remarks: list[str]
         return value
     if "param_groups" in value and "state" in value:
         remarks.append(f"{path}: holds its state by number, not by name: it can be read, but no optimizer takes it")
-    children = {key: each for key, each in value.items() if not isinstance(each, TensorRef)}
+    children = {key: each for key, each in value.items() if not isinstance(each, TensorRef | Skipped)}
     return Group("dict", {key: _node(each, f"{path}.{key}", small_tensor, remarks) for key, each in children.items()})
 
 
 def _optimizer(found: OptimizerState, path: str, small_tensor: SmallTensor, remarks: list[str]) -> Group:
-    hyperparameters = {
-        fqn: {
-            name: small_tensor(value.fqn) if isinstance(value, TensorRef) else value for name, value in values.items()
-        }
-        for fqn, values in found.hyperparameters.items()
-    }
+    hyperparameters: dict[str, Mapping[str, Value]] = {}
+    known: dict[int, Mapping[str, Value]] = {}
+    for fqn, shared in found.hyperparameters.items():
+        if id(shared) not in known:
+            known[id(shared)] = _without_tensors(shared, small_tensor)
+        hyperparameters[fqn] = known[id(shared)]
     unknown = sorted(found.names - hyperparameters.keys())
     if unknown:
         remarks.append(f"{path}: {len(unknown)} parameters have state and are in no group, {unknown[0]} among them")
     return optimizer_group(hyperparameters, found.values)
+
+
+def _without_tensors(shared: Mapping[str, Value], small_tensor: SmallTensor) -> Mapping[str, Value]:
+    kept: dict[str, Value] = {}
+    for name, value in shared.items():
+        found = small_tensor(value.fqn) if isinstance(value, TensorRef) else value
+        if isinstance(value, TensorRef) and found is None:
+            continue
+        kept[name] = found
+    return kept
 
 
 def holds_tensor(value: Value) -> bool:

@@ -33,7 +33,7 @@ def nested_optimizer(value: Mapping[object, Value]) -> OptimizerState | None:
     for group in groups:
         if not isinstance(group, dict) or not all(type(name) is str for name in group):
             return None
-        names = group.get("params", [])  # An empty list stands there as such; a group without it has no members.
+        names = group.get("params")
         if not isinstance(names, list) or not all(type(name) is str for name in names):
             return None
         shared = {name: each for name, each in group.items() if name != "params"}
