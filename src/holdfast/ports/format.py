@@ -1,10 +1,12 @@
-"""The format: another system's checkpoint, read in place."""
+"""The format: another system's checkpoint, read in place or written."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from holdfast.ports.store import Readable
+from holdfast.spec.export import ExportContent, ExportFile, ExportOptions
 from holdfast.spec.listing import Listing
 
 
@@ -35,6 +37,23 @@ class Format(Protocol):
             CorruptError: A file is damaged, cut short, or states what cannot be; the message names it and the byte.
             InvalidError: It holds what Holdfast does not read; the message names what, and what to do.
             MissingError: A file that it speaks of is not there.
+        """
+        ...
+
+
+class Writer(Protocol):
+    """Another system's layout on storage that Holdfast writes: where every byte of every file comes from."""
+
+    @property
+    def name(self) -> str:
+        """What it is called on the command line, e.g. `dcp`."""
+        ...
+
+    def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
+        """Return the files to be written; the same for the same arguments, in every process.
+
+        Raises:
+            InvalidError: The format cannot hold a tensor, name or value; the message names it, and what to do.
         """
         ...
 
