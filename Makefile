@@ -4,6 +4,7 @@
 #   make test    the whole test suite
 #   make check   ruff, mypy, import-linter
 #   make bench   the benchmark (15 to 25 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
+#   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make clean   remove the environment, caches and runs
@@ -12,7 +13,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-scale fuzz clean
+.PHONY: help demo test check bench bench-interop bench-scale fuzz clean
 
 TORCH := torch==2.13.0
 VENV := .venv
@@ -63,6 +64,10 @@ check: $(READY)
 bench: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench]'
 	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m bench
+
+bench-interop: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench,interop]'
+	@$(PY) -m bench.interop
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale

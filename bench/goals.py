@@ -72,5 +72,11 @@ GOALS = (
     _less("load_plan_seconds_16384", "load plan of one rank of 16,384, seconds", 0.5, 2),
     _less("index_bytes_read_per_rank_16384", "share of the whole index that one rank reads", 0.01, 0.1),
     _less("commit_peak_mib_16384", "memory of the committing rank of 16,384, MiB", 1024, 4096),
+    _more("index_vs_ds_to_universal", "DeepSpeed ZeRO-1, 124 M: ds_to_universal and load ÷ our load in place", 20, 6),
+    _more("index_vs_ds_to_universal_tiny", "the same, 2,000 parameters of 4,096 elements", 100, 30),
+    _more("export_vs_zero_to_fp32", "the same to safetensors: zero_to_fp32.py's seconds ÷ ours", 3, 1.2),
+    _more("export_vs_dcp_consolidate", "DCP to one file: the better of torch's two ways ÷ our export", 3, 1.2),
+    _less("export_peak_over_budget_mib", "peak memory of an export above its budget, MiB", 200, 200),
+    _less("read_amplification", "bytes read to load a DeepSpeed checkpoint in place ÷ bytes loaded", 1.00, 1.05),
 )
 """In the order in which they are shown."""

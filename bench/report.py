@@ -83,11 +83,16 @@ def software() -> dict[str, str | int | None]:
     """Return what the bench ran with."""
     found: dict[str, str | int | None] = {"python": platform.python_version(), "cores": os.cpu_count()}
     for name in ("holdfast", "torch", "torch_checkpointing", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
+        found[name] = version_of(name)
     return found
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def lines(latest: Latest) -> list[str]:

@@ -10,15 +10,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import holdfast
 from tests.distributed.launch import World
-from tests.distributed.networks import adamw, plain, sharded, train
+from tests.distributed.networks import adamw, digests, plain, sharded, train
 
 TRUTH = "truth.safetensors"
 """Beside a checkpoint's folder: every tensor whole, by the key it has in DCP."""
@@ -51,11 +52,23 @@ def save(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     state = {"model": model, "optimizer": optim, "scheduler": scheduler, "step": 2, "notes": {"tags": ["a", ("b", 1)]}}
     _leave_truth(world, path, {"model": model, "optimizer": optim})
-    storage = FileSystemWriter(path, **(writer or {}))  # type: ignore[arg-type]
+    options_of_writer = dict(writer or {})
+    if "serialization_format" in options_of_writer:
+        options_of_writer["serialization_format"] = SerializationFormat(options_of_writer["serialization_format"])
+    storage = FileSystemWriter(path, **options_of_writer)  # type: ignore[arg-type]
     if asynchronous:
         dcp.async_save(state, storage_writer=storage).result()  # type: ignore[union-attr]
     else:
         dcp.save(state, storage_writer=storage)
+
+
+def load(world: World, path: str) -> dict[str, str]:
+    """Load with Holdfast what other ranks saved with torch; return every digest."""
+    net = sharded(3)
+    optimizer = adamw(net)
+    report = holdfast.load(path, {"model": net, "optimizer": optimizer})
+    assert report.missing == report.unexpected == ()
+    return digests(net, optimizer)
 
 
 def _trained(mesh: list[int] | None, tensor_parallel: bool) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -1,4 +1,4 @@
-"""Files of safetensors: a Hugging Face model in one or several, a PEFT adapter, or any single file.
+"""Files of safetensors: a Hugging Face model in one or several, whole or in shards, a PEFT adapter, any single file.
 
 The format: https://github.com/huggingface/safetensors#format. Names of a model's state dict stand under `model.`.
 """
@@ -25,6 +25,9 @@ INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """What the reference implementation takes."""
 
+_SHARDING = "DCP_SHARDING_INFO"
+"""Where `torch.distributed.checkpoint.HuggingFaceStorageWriter` says which part of a tensor an entry is."""
+
 _INDEX_BYTES_MAX = 256 * MIB
 _NDIM_MAX = 64
 
@@ -49,30 +52,24 @@ class SafetensorsFormat:
         index = name if name.endswith(INDEX_SUFFIX) else "" if name else _one(files, INDEX_SUFFIX)
         weights = _weight_map(files, index) if index else None
         keys = sorted(set(weights.values())) if weights is not None else [name] if name else _names(files, SUFFIX)
-        tensors: dict[str, TensorSpec] = {}
-        pieces: dict[str, list[ListedPiece]] = {}
+        found: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
         sizes: dict[str, int] = {}
-        listed_in: dict[str, str] = {}
         metadata: dict[str, str] = {}
         for key in keys:
             sizes[key] = files.size(key)
             header = read_header(files, key, 0, sizes[key])
-            metadata.update(header.metadata)
+            metadata.update({name: text for name, text in header.metadata.items() if name != _SHARDING})
             for entry in header.entries:
                 if weights is not None and weights.get(entry.name) != key:
                     remarks.append(f"{key}: {entry.name} is left out; {index} does not say that it lies there")
                     continue
-                fqn = f"model.{entry.name}"
-                if fqn in tensors:
-                    raise CorruptError(
-                        f"{files.url}/{key}: {entry.name} lies in {listed_in[fqn]} too; expected each tensor once. "
-                        "Name one of the files, or remove those that do not belong to this checkpoint"
-                    )
-                tensors[fqn] = TensorSpec(fqn, entry.dtype, entry.shape)
-                pieces[fqn] = [ListedPiece(Box.whole(entry.shape), key, entry.start)]
-                listed_in[fqn] = key
+                found.setdefault(f"model.{entry.name}", []).append((key, entry))
         if weights is not None:
-            _require_all_there(files, index, weights, tensors)
+            _require_all_there(files, index, weights, found)
+        tensors = {fqn: _spec(files, fqn, entries) for fqn, entries in found.items()}
+        pieces = {
+            fqn: [ListedPiece(entry.box, key, entry.start) for key, entry in entries] for fqn, entries in found.items()
+        }
         return Listing(
             format="safetensors",
             tensors=tensors,
@@ -85,7 +82,7 @@ class SafetensorsFormat:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
-    """A tensor of a file."""
+    """A tensor of a file, or a part of one."""
 
     name: str
     """As the file has it."""
@@ -93,8 +90,11 @@ class SafetensorsEntry:
     dtype: str
     """Element type, a key of `DTYPES`."""
 
-    shape: tuple[int, ...]
-    """Elements along each dimension."""
+    box: Box
+    """Which part of the tensor it is."""
+
+    is_shard: bool
+    """Whether the file says which part of the tensor it is."""
 
     start: int
     """Byte of the file where its first element lies."""
@@ -109,6 +109,28 @@ class SafetensorsHeader:
 
     metadata: dict[str, str]
     """Text by name, of whoever wrote it."""
+
+
+def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]) -> TensorSpec:
+    """Return the whole tensor that entries of several files are of.
+
+    Raises:
+        CorruptError: A tensor is there twice, or in parts that do not agree.
+    """
+    (key, first), *others = entries
+    for other, entry in others:
+        if not (first.is_shard and entry.is_shard):
+            raise CorruptError(
+                f"{files.url}/{key}: {entry.name} lies in {other} too; expected each tensor once. "
+                "Name one of the files, or remove those that do not belong to this checkpoint"
+            )
+        if (entry.dtype, len(entry.box.stop)) != (first.dtype, len(first.box.stop)):
+            raise CorruptError(
+                f"{files.url}/{other}: {entry.name} is {entry.dtype} {list(entry.box.shape)}, and {first.dtype} "
+                f"{list(first.box.shape)} in {key}; expected parts of one tensor"
+            )
+    lengths = zip(*(entry.box.stop for _, entry in entries), strict=True)
+    return TensorSpec(fqn, first.dtype, tuple(map(max, lengths)))
 
 
 def _names(files: Readable, suffix: str = "") -> list[str]:
@@ -177,10 +199,28 @@ def read_header(files: Readable, key: str, start: int, stop: int) -> Safetensors
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
-    return SafetensorsHeader(list(_entries(document, start + 8 + length, stop, where)), metadata)
+    offsets = _offsets(metadata.get(_SHARDING), where)
+    return SafetensorsHeader(list(_entries(document, offsets, start + 8 + length, stop, where)), metadata)
 
 
-def _entries(document: Mapping[str, object], first: int, size: int, where: str) -> Iterator[SafetensorsEntry]:
+def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
+    """Return where each shard begins in its tensor, as DCP's Hugging Face writer and Holdfast's packs say it.
+
+    Raises:
+        CorruptError: It says something else.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, entry in _json(text.encode(), f"{where}: {_SHARDING}").items() if text is not None else ():
+        offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        if not isinstance(offsets, list) or not _whole_numbers(offsets, _NDIM_MAX):
+            raise CorruptError(f"{where}: {_SHARDING}: {name[:200]}: {str(entry)[:80]!r}; expected saved_offsets")
+        found[name] = tuple(offsets)
+    return found
+
+
+def _entries(
+    document: Mapping[str, object], offsets: Mapping[str, tuple[int, ...]], first: int, size: int, where: str
+) -> Iterator[SafetensorsEntry]:
     for name, entry in document.items():
         dtype, shape, bounds = (
             (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
@@ -201,7 +241,11 @@ def _entries(document: Mapping[str, object], first: int, size: int, where: str) 
                 f"{where}: {name[:200]}: {dtype} of shape {shape[:8]} at bytes {bounds} of {size - first}; expected "
                 "as many as the shape takes, inside the file. Was it cut short?"
             )
-        yield SafetensorsEntry(name, known.name, tuple(shape), first + bounds[0])
+        at = offsets.get(name, (0,) * len(shape))
+        if len(at) != len(shape):
+            raise CorruptError(f"{where}: {name[:200]}: a shard of shape {shape[:8]} at {at[:8]}; expected as many")
+        box = Box(at, tuple(start + length for start, length in zip(at, shape, strict=True)))
+        yield SafetensorsEntry(name, known.name, box, name in offsets, first + bounds[0])
 
 
 def _whole_numbers(found: object, count_max: int) -> bool:

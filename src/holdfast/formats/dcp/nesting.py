@@ -122,12 +122,12 @@ def _optimizer(found: OptimizerState, path: str, small_tensor: SmallTensor, rema
 
 
 def _without_tensors(shared: Mapping[str, Value], small_tensor: SmallTensor) -> Mapping[str, Value]:
+    """Return hyperparameters as values, in the order of their names: in what order they were saved is chance."""
     kept: dict[str, Value] = {}
-    for name, value in shared.items():
+    for name, value in sorted(shared.items()):
         found = small_tensor(value.fqn) if isinstance(value, TensorRef) else value
-        if isinstance(value, TensorRef) and found is None:
-            continue
-        kept[name] = found
+        if found is not None or value is None:
+            kept[name] = found
     return kept
 
 

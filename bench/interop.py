@@ -1,0 +1,297 @@
+"""Other systems' checkpoints, read in place and written, beside those systems' own tools: `make bench-interop`.
+
+Everything is a process of its own, timed from its start to the fsync of what it wrote, imports included, on files that
+the page cache has forgotten. Each contender runs in every round, in turn. What is written goes to
+`bench/results/interop.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench import conditions, report
+from bench.foreign import SHAPES, Parameters
+from bench.job import ROOT
+from bench.part import Round, Spread, in_turn, spread_of, times_as_fast
+
+RESULTS = report.RESULTS / "interop.json"
+EXPORT_MEMORY_MIB = 512
+"""The byte budget that our exports are given."""
+
+RANKS = {"zero1": 4, "zero1_tiny": 4, "dcp": 2, "dcp_hf": 2}
+MASTER_PORT = "29517"
+
+
+def made(kind: str, folder: Path) -> Path:
+    """Return a checkpoint of a kind, written by the system it is of unless it is there already."""
+    there = folder / kind
+    if (there / "whole").exists():
+        return there
+    shutil.rmtree(there, ignore_errors=True)
+    ranks = RANKS[kind]
+    command = [sys.executable, "-m", "bench.foreign", kind, str(there)]
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment(), **job, "MASTER_PORT": MASTER_PORT, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(ranks)
+    ]
+    statuses = [process.wait() for process in processes]
+    if any(statuses):
+        raise SystemExit(f"bench: {kind} could not be written; its error is above")
+    (there / "whole").touch()
+    return there
+
+
+def environment() -> dict[str, str]:
+    """Return what every contender runs with; DeepSpeed builds what it needs with tools beside this interpreter."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+
+
+class Contender:
+    """A command, or several one after the other, and the folder that they write."""
+
+    def __init__(self, *commands: Sequence[str], writes: Path | None = None) -> None:
+        self._commands, self._writes = commands, writes
+        self.said: dict[str, float] = {}
+        """What the last of them printed as JSON."""
+        self.peak_mib = 0.0
+        """The largest resident memory of any of their processes, in the last run."""
+
+    def seconds(self, source: Path) -> float:
+        """Run it on cold files; return the seconds until what it wrote is durable."""
+        if self._writes is not None:
+            shutil.rmtree(self._writes, ignore_errors=True)
+            self._writes.parent.mkdir(parents=True, exist_ok=True)
+        os.sync()
+        conditions.forget_pages(source)
+        self.peak_mib = 0.0
+        start = time.perf_counter()
+        for command in self._commands:
+            self._run([str(each) for each in command])
+        if self._writes is not None:
+            _make_durable(self._writes)
+        return time.perf_counter() - start
+
+    def _run(self, command: list[str]) -> None:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stderr is not None
+        said, complaint = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"bench: {' '.join(command)} failed:\n{complaint[-4000:]}")
+        last = said.strip().splitlines()[-1:] or [""]
+        self.said = json.loads(last[0]) if last[0].startswith('{"bench"') else {}
+        self.peak_mib = max(self.peak_mib, self.said.get("peak_mib", 0.0))
+
+
+def _make_durable(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def say(**found: float) -> None:
+    """Tell the process that measures what a contender found."""
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"bench": 1, "peak_mib": peak_mib, **found}), flush=True)
+
+
+def load_ours(kind: str, source: str) -> None:
+    """Fill a model and its optimizer from a DeepSpeed checkpoint where it lies."""
+    import torch
+
+    import holdfast
+
+    model = Parameters(SHAPES[kind]())
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = _bytes_read()
+    state = {"model": model, "optimizer": optimizer}
+    loaded = holdfast.load(source, state, skip="*.master", process_group=False)
+    say(read_amplification=(_bytes_read() - before) / loaded.loaded_bytes, loaded_bytes=loaded.loaded_bytes)
+
+
+def load_theirs(kind: str, source: str) -> None:
+    """Fill a model and its moments from a universal folder, as `load_hp_checkpoint_state` does for one rank.
+
+    Less than DeepSpeed's engine does: no engine is made, and no partition is looked for.
+    """
+    import deepspeed  # noqa: F401 - nobody loads a universal checkpoint without it
+    import torch
+
+    model = Parameters(SHAPES[kind]())
+    optimizer = torch.optim.AdamW(model.parameters())
+    atoms = next(Path(source).glob("global_step*")) / "zero"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found = {
+                key: torch.load(atoms / name / f"{key}.pt", weights_only=False)["param"]  # noqa: TID251 - as DeepSpeed reads it
+                for key in ("fp32", "exp_avg", "exp_avg_sq")
+            }
+            parameter.copy_(found.pop("fp32").view_as(parameter))
+            optimizer.state[parameter] = {key: each.view_as(parameter).clone() for key, each in found.items()}
+    say()
+
+
+def consolidate(source: str, target: str) -> None:
+    """Merge what DCP's Hugging Face writer left, as torch does it."""
+    from safetensors import safe_open
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    names: set[str] = set()
+    for path in Path(source).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    Path(target).mkdir(parents=True, exist_ok=True)
+    consolidate_safetensors_files(source, target, dict.fromkeys(names, 1), num_threads=os.cpu_count() or 1)
+    say()
+
+
+def export_ours(source: str, target: str, budget_mib: str) -> None:
+    """Export under a byte budget."""
+    import holdfast.api
+
+    holdfast.api.export(source, target, to="safetensors", memory_bytes=int(budget_mib) << 20)
+    say()
+
+
+def _bytes_read() -> int:
+    """Return the bytes that this process has asked the kernel for so far."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, _, count = line.partition(": ")
+        if name == "rchar":
+            return int(count)
+    raise AssertionError("the kernel counts no reads")
+
+
+def measure_loads(kind: str, folder: Path, rounds: int) -> list[Round]:
+    """Measure the time to the first usable load of a DeepSpeed checkpoint."""
+    source, converted = made(kind, folder), folder / "universal"
+    me = [sys.executable, "-m", "bench.interop"]
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    tag = next(source.glob("global_step*"))
+    theirs = Contender(
+        [*convert, "--input_folder", tag, "--output_folder", converted / tag.name],
+        [*me, "--work", "load_theirs", kind, converted],
+        writes=converted,
+    )
+    ours = Contender([*me, "--work", "load_ours", kind, source])
+    found = []
+    for number in range(rounds):
+        this: Round = {}
+        for name, each in in_turn([("ours", ours), ("ds_to_universal", theirs)], number):
+            this[name] = each.seconds(source)
+        this["read_amplification"] = ours.said["read_amplification"]
+        found.append(this)
+        print(f"    {kind}: loaded in place {this['ours']:.1f} s, converted and loaded {this['ds_to_universal']:.1f} s")
+    shutil.rmtree(converted, ignore_errors=True)
+    return found
+
+
+def measure_exports(
+    kind: str, folder: Path, rounds: int, rivals: Callable[[Path], dict[str, Contender]]
+) -> list[Round]:
+    """Measure exports to safetensors beside the rivals'."""
+    source, target = made(kind, folder), folder / "exported"
+    me = [sys.executable, "-m", "bench.interop"]
+    ours = Contender([*me, "--work", "export_ours", source, target, str(EXPORT_MEMORY_MIB)], writes=target)
+    found = []
+    for number in range(rounds):
+        this: Round = {}
+        for name, each in in_turn([("ours", ours), *rivals(target).items()], number):
+            this[name] = each.seconds(folder)
+        this["peak_over_budget_mib"] = ours.peak_mib - EXPORT_MEMORY_MIB
+        found.append(this)
+        said = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in this.items() if name.isidentifier())
+        print(f"    export of {kind}: {said}")
+    shutil.rmtree(target, ignore_errors=True)
+    return found
+
+
+def main() -> None:
+    """Measure all and write it down; or, with `--work`, be one contender."""
+    parser = argparse.ArgumentParser(prog="python -m bench.interop", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "interop")
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.work:
+        name, *arguments = chosen.work
+        WORKS[name](*arguments)
+        return
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    zero, dcp_hf = made("zero1", chosen.folder), made("dcp_hf", chosen.folder)
+    dcp = made("dcp", chosen.folder)
+    python = sys.executable
+
+    def zero_to_fp32(target: Path) -> dict[str, Contender]:
+        script = [python, zero / "zero_to_fp32.py", zero, target, "--safe_serialization"]
+        return {"zero_to_fp32": Contender(script, writes=target)}
+
+    def dcp_consolidate(target: Path) -> dict[str, Contender]:
+        to_torch = [python, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", dcp, target / "all.pt"]
+        merge = [python, "-m", "bench.interop", "--work", "consolidate", dcp_hf, target]
+        return {
+            "dcp_to_torch": Contender(["mkdir", target], to_torch, writes=target),
+            "dcp_consolidate": Contender(merge, writes=target),
+        }
+
+    loads = measure_loads("zero1", chosen.folder, chosen.rounds)
+    tiny = measure_loads("zero1_tiny", chosen.folder, chosen.rounds)
+    from_zero = measure_exports("zero1", chosen.folder, chosen.rounds, zero_to_fp32)
+    from_dcp = measure_exports("dcp", chosen.folder, chosen.rounds, dcp_consolidate)
+    keys = {
+        "index_vs_ds_to_universal": times_as_fast(loads, "ours", ["ds_to_universal"]),
+        "index_vs_ds_to_universal_tiny": times_as_fast(tiny, "ours", ["ds_to_universal"]),
+        "export_vs_zero_to_fp32": times_as_fast(from_zero, "ours", ["zero_to_fp32"]),
+        "export_vs_dcp_consolidate": times_as_fast(from_dcp, "ours", ["dcp_to_torch", "dcp_consolidate"]),
+        "export_peak_over_budget_mib": _spread(from_zero + from_dcp, "peak_over_budget_mib"),
+        "read_amplification": _spread(loads, "read_amplification"),
+    }
+    write(keys, {"loads": loads, "tiny": tiny, "from_zero": from_zero, "from_dcp": from_dcp})
+
+
+def _spread(rounds: Sequence[Round], name: str) -> Spread:
+    return spread_of([each[name] for each in rounds])
+
+
+def write(keys: dict[str, Spread], rounds: dict[str, list[Round]]) -> None:
+    """Write the results and show them."""
+    flat: dict[str, object] = {}
+    for key, spread in keys.items():
+        values = (round(value, 4) for value in asdict(spread).values())
+        flat |= dict(zip(report.names_of(key), values, strict=True))
+    versions = {"deepspeed": report.version_of("deepspeed"), **report.software()}
+    RESULTS.write_text(json.dumps({**flat, "with": versions, "rounds": rounds}, indent=1) + "\n")
+    print("\n".join(line for line in report.lines(flat)))
+    print(f"written to {RESULTS.relative_to(ROOT)}; python -m bench --readme brings the pages up to date")
+
+
+WORKS: dict[str, Callable[..., None]] = {
+    "load_ours": load_ours,
+    "load_theirs": load_theirs,
+    "consolidate": consolidate,
+    "export_ours": export_ours,
+}
+"""What a contender's process does, by the name that `--work` takes."""
+
+if __name__ == "__main__":
+    main()
