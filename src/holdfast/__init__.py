@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.api import CheckpointManager, SaveHandle, async_save, load, open_checkpoint, save
+    from holdfast.api import CheckpointManager, SaveHandle, async_save, diff, load, open_checkpoint, save
     from holdfast.errors import (
         CheckpointError,
         ConflictError,
@@ -30,6 +30,7 @@ __all__ = [
     "async_save",
     "load",
     "open_checkpoint",
+    "diff",
     "CheckpointManager",
     "SaveHandle",
     "PerRank",
@@ -50,6 +51,7 @@ _HOME = {
     "async_save": "holdfast.api",
     "load": "holdfast.api",
     "open_checkpoint": "holdfast.api",
+    "diff": "holdfast.api",
     "CheckpointManager": "holdfast.api",
     "SaveHandle": "holdfast.api",
     "PerRank": "holdfast.spec.per_rank",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from os import PathLike
 from types import TracebackType
 from typing import Self
@@ -10,20 +11,26 @@ from typing import Self
 from holdfast import wiring
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.differences import differences
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
 from holdfast.manager.run import Run
 from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
+from holdfast.manager.value_differences import value_document
 from holdfast.ports.framework import Selection
+from holdfast.ports.observer import Observer
 from holdfast.settings import Settings
 from holdfast.spec.damage import Damage
+from holdfast.spec.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.spec.forecast import Forecast
 from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.sharded import Sharded
 
 __all__ = [
+    "Change",
     "Checkpoint",
+    "Diff",
     "FlatRange",
     "Forecast",
     "Region",
@@ -31,15 +38,22 @@ __all__ = [
     "CheckpointManager",
     "Damage",
     "LoadReport",
+    "NameOnly",
     "RunRecord",
     "SaveHandle",
     "SaveReport",
     "StepRecord",
+    "TensorDiff",
+    "TieDiff",
+    "ValueDiff",
+    "Verdict",
     "async_save",
+    "diff",
     "list_steps",
     "load",
     "open_checkpoint",
     "save",
+    "value_document",
 ]
 
 Globs = Sequence[str] | str | None
@@ -179,6 +193,42 @@ def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTING
         InvalidError: The path is one checkpoint.
     """
     return run_record(wiring.store_at(root, settings))
+
+
+def diff(
+    a: wiring.Path | Checkpoint,
+    b: wiring.Path | Checkpoint,
+    *,
+    tensors: Globs = None,
+    cast: bool = False,
+    full: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> Diff:
+    """Return everything that differs between two checkpoints of any formats. Never communicates, needs no torch.
+
+    Of two checkpoints of Holdfast's only that is read which the digests in their indexes do not show to be the same.
+
+    Args:
+        a, b: Their paths, or the checkpoints themselves.
+        tensors: Compare only tensors of which a name matches one of these patterns, and no values.
+        cast: Compare tensors of different types by value, each widened exactly; otherwise they are only said to be of
+            different type.
+        full: Read what digests settle too, so that norms are those of whole tensors.
+        observer: Told of progress.
+        settings: How to read.
+    Raises:
+        MissingError: One is not there.
+        InvalidError: One is the root of a run.
+        CorruptError: One is damaged.
+    """
+    opened = [each if isinstance(each, Checkpoint) else open_checkpoint(each, settings=settings) for each in (a, b)]
+    patterns = None if tensors is None else _patterns("tensors", tensors)
+
+    def chosen(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns or ())
+
+    return differences(*opened, chosen=None if patterns is None else chosen, cast=cast, full=full, observer=observer)
 
 
 class CheckpointManager:

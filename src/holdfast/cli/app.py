@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import holdfast
+from holdfast.cli.diff import diff
 from holdfast.cli.inspect import inspect
 from holdfast.cli.ls import ls
 from holdfast.cli.verify import verify
@@ -14,7 +15,7 @@ from holdfast.cli.verify import verify
 app = typer.Typer(
     name="holdfast",
     help="Look at checkpoints of training runs and check them. Reads only; needs no PyTorch.",
-    epilog="Exit status: 0 as expected, 1 damaged, 2 could not be done, 130 interrupted.",
+    epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 could not be done, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     # Tracebacks of our own bugs are plain: rich prints local variables, and with them whatever a state holds.
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command(name="ls")(ls)
 app.command(name="inspect")(inspect)
 app.command(name="verify")(verify)
+app.command(name="diff")(diff)
 
 
 def _version(wanted: bool) -> None:

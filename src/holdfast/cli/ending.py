@@ -13,6 +13,7 @@ from holdfast.cli.screen import printable, stderr
 from holdfast.errors import CheckpointError, CorruptError
 
 DAMAGED = 1
+DIFFERENT = 1
 NOT_DONE = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
@@ -20,8 +21,12 @@ PIPE_CLOSED = 141
 
 
 @contextmanager
-def ended_well() -> Iterator[None]:
-    """Run the body of a command; an error of Holdfast becomes one line and a status, never a traceback."""
+def ended_well(corrupt: int = DAMAGED) -> Iterator[None]:
+    """Run the body of a command; an error of Holdfast becomes one line and a status, never a traceback.
+
+    Args:
+        corrupt: The status where a checkpoint is damaged.
+    """
     try:
         for stream in (sys.stdout, sys.stderr):
             # A character that the terminal cannot show must not end the command.
@@ -30,7 +35,7 @@ def ended_well() -> Iterator[None]:
         sys.stdout.flush()
     except CheckpointError as error:
         complain(str(error))
-        raise typer.Exit(DAMAGED if isinstance(error, CorruptError) else NOT_DONE) from error
+        raise typer.Exit(corrupt if isinstance(error, CorruptError) else NOT_DONE) from error
     except BrokenPipeError:
         # What is still buffered goes nowhere, so that the interpreter does not complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -32,6 +32,12 @@ def tree_lines(values: Mapping[str, object], *, whole_names: bool) -> list[str]:
     return _block(((_name(key), value) for key, value in values.items()), whole_names)
 
 
+def in_line(value: object) -> str:
+    """Return a value in one line, harmless to a terminal; what is long is cut."""
+    shown = _shown(value, whole_names=False)
+    return shown if isinstance(shown, str) else _clipped("; ".join(line.strip() for line in shown))
+
+
 def _block(items: Iterable[tuple[str, object]], whole_names: bool) -> list[str]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, value in items:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import opened
-from holdfast.cli.screen import Screen, printable, shown_bytes, stderr, stdout
+from holdfast.cli.progress import shown_progress
+from holdfast.cli.screen import Screen, printable, shown_bytes, stdout
 from holdfast.errors import CorruptError
 
 DAMAGES_MAX = 50
@@ -40,40 +39,9 @@ def verify(
 
 def _checked(checkpoint: api.Checkpoint) -> tuple[list[api.Damage], int]:
     """Return what is damaged, and how many bytes the manifest names."""
-    screen = stderr()
-    with ExitStack() as stack:
-        bar = _Bar(screen) if screen.interactive else None
-        if bar is not None:
-            # An interrupt in the middle of starting leaves nothing that could be stopped but a hidden cursor.
-            stack.callback(screen.console.show_cursor, True)
-            stack.enter_context(bar)
+    with shown_progress("verifying") as bar:
         verification = checkpoint.verification(bar)
         return list(verification.damages()), verification.total_bytes
-
-
-class _Bar:
-    """A progress bar that goes away when the work is done."""
-
-    def __init__(self, screen: Screen) -> None:
-        self._bar = Progress(
-            TextColumn("verifying"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=screen.console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._bar.update(self._task, completed=done_bytes, total=total_bytes)
 
 
 def _show(screen: Screen, damages: list[api.Damage], checked_bytes: int) -> None:

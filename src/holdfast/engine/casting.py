@@ -71,6 +71,26 @@ def cast(stored: NDArray[np.generic], source: str, target: str) -> NDArray[np.ge
         return single.astype(np.float16) if target == "float16" else _bfloat16(single)
 
 
+def common_type(a: str, b: str) -> str | None:
+    """Return the numpy type that holds every element of two types exactly; None where numpy has none.
+
+    Args:
+        a, b: Element types by name.
+    """
+    numbers = [_number_type(a), _number_type(b)]
+    if all(each.kind in "biu" for each in numbers):
+        both = np.promote_types(*numbers)
+        return both.name if both.kind in "biu" else None
+    if any(each.kind in "iu" and each.itemsize > 4 for each in numbers):
+        return None
+    return "complex128" if any(each.kind == "c" for each in numbers) else "float64"
+
+
+def _number_type(dtype: str) -> np.dtype[np.generic]:
+    """Return the numpy type of what `widened` makes of elements."""
+    return widened(np.zeros(0, DTYPES[dtype].numpy), dtype).dtype
+
+
 def _bfloat16(single: NDArray[np.generic]) -> NDArray[np.uint16]:
     """Return the upper halves of float32 elements, rounded to nearest even.
 

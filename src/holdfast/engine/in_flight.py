@@ -18,7 +18,9 @@ CALLS_AT_ONCE = 16
 """Enough to hide what a disk or a network takes to answer, few enough for a pool of connections."""
 
 
-def each_in_flight(act: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+def each_in_flight(
+    act: Callable[[_Item], _Result], items: Iterable[_Item], calls_at_once: int = CALLS_AT_ONCE
+) -> Iterator[_Result]:
     """Yield what `act` returns for each item, in their order, with several calls at once and as many results waiting.
 
     One item is acted on by the caller's own thread.
@@ -31,10 +33,10 @@ def each_in_flight(act: Callable[[_Item], _Result], items: Iterable[_Item]) -> I
     if len(first) < 2:
         yield from map(act, first)
         return
-    calls = _Calls(act)
+    calls = _Calls(act, calls_at_once)
     under_way = deque(map(calls.begin, first))
     try:
-        under_way.extend(map(calls.begin, islice(waiting, 2 * CALLS_AT_ONCE)))
+        under_way.extend(map(calls.begin, islice(waiting, 2 * calls_at_once)))
         while under_way:
             yield under_way.popleft().result()
             under_way.extend(map(calls.begin, islice(waiting, 1)))
@@ -51,8 +53,8 @@ class _Calls(Generic[_Item, _Result]):
     under way is to be finished then.
     """
 
-    def __init__(self, act: Callable[[_Item], _Result]) -> None:
-        self._act = act
+    def __init__(self, act: Callable[[_Item], _Result], calls_at_once: int) -> None:
+        self._act, self._calls_at_once = act, calls_at_once
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[_Item, Future[_Result]] | None] = queue.SimpleQueue()
         self._threads = self._idle = 0
@@ -62,7 +64,7 @@ class _Calls(Generic[_Item, _Result]):
         call: Future[_Result] = Future()
         with self._lock:
             self._waiting.put((item, call))
-            if self._waiting.qsize() <= self._idle or self._threads == CALLS_AT_ONCE:
+            if self._waiting.qsize() <= self._idle or self._threads == self._calls_at_once:
                 return call
             self._threads += 1
             self._idle += 1

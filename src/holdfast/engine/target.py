@@ -14,6 +14,8 @@ class HostTarget:
     """A box of a tensor as a numpy array."""
 
     def __init__(self, dtype: str, box: Box) -> None:
+        self.dtype = dtype
+        """Element type by name."""
         self._numpy = np.dtype(DTYPES[dtype].numpy)
         self._box = box
         try:

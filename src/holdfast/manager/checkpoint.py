@@ -17,6 +17,7 @@ from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.resolve import index_for, listing_at, split_index_at
 from holdfast.manager.soundness import require_covered
+from holdfast.manager.windows import Source
 from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
@@ -158,6 +159,11 @@ class Checkpoint:
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
+
+    @property
+    def source(self) -> Source:
+        """What windows of its tensors are read from."""
+        return Source(self.index.pieces_near, self._place.packs_of(self.manifest), self._settings)
 
     def _at_hand(self) -> Index | SplitIndex:
         """Return the index, or as much of one in several files as was read; of that at least every tensor."""

@@ -57,6 +57,17 @@ def region_boxes(region: Region, global_shape: tuple[int, ...]) -> tuple[Box, ..
     return tuple(flat_range_boxes(global_shape, region.start, region.stop))
 
 
+def flat_run(region: Region, global_shape: tuple[int, ...]) -> FlatRange | None:
+    """Return the run of row-major elements that a region is; None where its elements lie in several."""
+    if isinstance(region, FlatRange):
+        return region
+    if not region.numel:
+        return None
+    first = _row_major(region.start, global_shape)
+    last = _row_major(tuple(stop - 1 for stop in region.stop), global_shape)
+    return FlatRange(first, last + 1) if last + 1 - first == region.numel else None
+
+
 def elements_spanned(region: Region, global_shape: tuple[int, ...], wanted: Box) -> tuple[int, int]:
     """Return the first and past-the-last element of a region, in its own order, that a box may meet.
 

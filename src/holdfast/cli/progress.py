@@ -1,0 +1,51 @@
+"""A progress bar on stderr, where somebody looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from holdfast.cli.screen import Screen, stderr
+
+
+@contextmanager
+def shown_progress(doing: str) -> Iterator[Bar | None]:
+    """Show how far a piece of work has come while the block runs; nothing where stderr is no terminal."""
+    screen = stderr()
+    with ExitStack() as stack:
+        bar = Bar(screen, doing) if screen.interactive else None
+        if bar is not None:
+            # An interrupt in the middle of starting leaves nothing that could be stopped but a hidden cursor.
+            stack.callback(screen.console.show_cursor, True)
+            stack.enter_context(bar)
+        yield bar
+
+
+class Bar:
+    """A progress bar that goes away when the work is done."""
+
+    def __init__(self, screen: Screen, doing: str) -> None:
+        self._bar = Progress(
+            TextColumn(doing),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=screen.console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> None:
+        """Show it."""
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        """Take it away."""
+        self._bar.stop()
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Move on."""
+        self._bar.update(self._task, completed=done_bytes, total=total_bytes)
