@@ -213,7 +213,7 @@ class Catalog:
     """Reads what one of those ranks kept as its own, by path."""
 
     same_content: Callable[[str, str], bool]
-    """Whether two stored FQNs are known, by their digests, to hold the same bytes."""
+    """Whether two stored FQNs are known to hold the same bytes: by digests, or where there are none by reading."""
 
     require_stored: Callable[[str], None] = lambda _: None
     """Refuses a stored FQN whose packs are not there in full; asked before memory of its shape is allocated."""

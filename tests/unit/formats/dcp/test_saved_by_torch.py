@@ -200,6 +200,37 @@ def test_state_that_nests_and_state_that_is_a_number(tmp_path: Path, flatten: bo
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+class Tied(torch.nn.Module):
+    """A model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(700, 900)
+        self.head = torch.nn.Linear(900, 700, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_parameters_of_which_dcp_keeps_each_by_itself(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    net = Tied()
+    path = saved(tmp_path / "ck", {"model": net.state_dict()})
+    again = Tied()
+    report = holdfast.load(path, {"model": again})
+    assert report.missing == report.unexpected == ()
+    assert torch.equal(again.head.weight, net.head.weight)
+    assert again.head.weight is again.embedding.weight
+
+
+@pytest.mark.parametrize("differs", [0, 629_999])
+def test_parameters_that_are_tied_now_and_were_not(tmp_path: Path, differs: int) -> None:
+    net = Tied()
+    head = net.head.weight.detach().clone()
+    head.view(-1)[differs] += 1
+    path = saved(tmp_path / "ck", {"model": {**net.state_dict(), "head.weight": head}})
+    with pytest.raises(InvalidError, match="the checkpoint holds different values for the two"):
+        holdfast.load(path, {"model": Tied()})
+
+
 def test_torchtitans_names(tmp_path: Path) -> None:
     net = plain(1)
     optimizer = adamw(net)
