@@ -7,6 +7,7 @@ import weakref
 
 from holdfast.errors import InvalidError
 from holdfast.formats.dcp.format import DcpFormat
+from holdfast.formats.deepspeed.format import DeepSpeedFormat
 from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.job import Job
@@ -56,7 +57,7 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (DcpFormat(), SafetensorsFormat())
+FORMATS: tuple[Format, ...] = (DcpFormat(), DeepSpeedFormat(), SafetensorsFormat())
 """Other systems' checkpoints that are read in place; the first that knows one lists it."""
 
 

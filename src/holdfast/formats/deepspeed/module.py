@@ -1,0 +1,210 @@
+"""The weights, buffers and frozen parameters that files of model states hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.formats.deepspeed.layout import InexactError, Layout, Layouts
+from holdfast.formats.deepspeed.partition import Part, Shapes, parts_of_one
+from holdfast.formats.deepspeed.pieces import Run, Slice, runs_of
+from holdfast.formats.deepspeed.saved import ModelState
+from holdfast.formats.deepspeed.tensors import Held, Tensors
+from holdfast.formats.deepspeed.wording import CONVERT
+from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.spec.box import Box
+
+
+@dataclass(slots=True)
+class Parameters:
+    """The parameters of a model, as all files of model states tell of them together."""
+
+    states: Sequence[ModelState]
+    """By tensor-parallel rank, the state of data-parallel rank 0."""
+
+    layouts: Layouts
+    """What tells how each is cut."""
+
+    tensors: Tensors
+    """Where what is found goes."""
+
+    ties: dict[str, str] = field(default_factory=dict)
+    """Alias to the name that is kept."""
+
+    has_atoms: bool = False
+    """Whether whole parameters lie elsewhere too, so that one that no rank holds as it is can be had all the same."""
+
+    _known: dict[str, Layout | None] = field(default_factory=dict)
+
+    def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Layout | None:
+        """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
+
+        Args:
+            name: The parameter.
+            shapes: By tensor-parallel rank, the shape of what it holds.
+        """
+        if name not in self._known:
+            try:
+                self._known[name] = self.layouts.of(name, shapes)
+            except InexactError as error:
+                self._known[name] = None
+                if self.has_atoms:
+                    return None
+                self.tensors.remarks.append(
+                    f"{self.layouts.where}: {name} is left out, and its optimizer state: {error}. {CONVERT}"
+                )
+        return self._known[name]
+
+    def is_left_out(self, name: str) -> bool:
+        """Return whether a parameter was left out, as a remark says."""
+        return not self.has_atoms and name in self._known and self._known[name] is None
+
+    def unlisted(self) -> list[str]:
+        """Return the parameters whose layout nothing names."""
+        return [name for name, layout in self._known.items() if layout is not None and layout.unlisted]
+
+    def flat_shapes(self, number: int) -> list[Shapes]:
+        """Return the shapes of one flat buffer on every tensor-parallel rank.
+
+        Raises:
+            InvalidError: Ranks hold other parameters, as the stages of a pipeline do.
+        """
+        found = [state.groups[number] for state in self.states]
+        for state, shapes in zip(self.states, found, strict=True):
+            if shapes.keys() != found[0].keys():
+                other = sorted(shapes.keys() ^ found[0].keys())[:3]
+                raise InvalidError(
+                    f"{self.tensors.where}/{state.file}: holds other parameters than {self.states[0].file}: {other}; "
+                    "expected the same names on every tensor-parallel rank. Stages of a pipeline are not read"
+                )
+        return found
+
+    @property
+    def trained(self) -> set[str]:
+        """Names of parameters that lie in flat buffers."""
+        return {name for shapes in self.states[0].groups for name in shapes}
+
+
+def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
+    """List the tensors of the module's state dict, and return what in it is none.
+
+    Args:
+        parameters: Where they are looked for, and what is known of them.
+        weights: Whether parameters are there in full; else only buffers are (ZeRO-3).
+    """
+    first = parameters.states[0]
+    parameters.ties = _ties(first, parameters.trained, by_memory=weights)
+    others = {}
+    for name, value in first.module.items():
+        if not isinstance(value, StoredTensor):
+            others[name] = value
+            continue
+        if name in parameters.ties or (not weights and name not in first.buffers):
+            continue
+        found = [_tensor_of(state, name, parameters.tensors.where) for state in parameters.states]
+        shapes = [each.shape for each in found]
+        layout = _same_everywhere(shapes) if name in first.buffers else parameters.layout(name, shapes)
+        if layout is None:
+            continue
+        where = f"{parameters.tensors.where}/{first.file}: {name}"
+        parameters.tensors.add(f"model.{name}", layout, [Held(t.dtype, t.shape, runs_of(t, where)) for t in found])
+    return others
+
+
+def list_frozen(parameters: Parameters, fragments: Sequence[Sequence[ModelState]], ranks: int) -> None:
+    """List parameters that ZeRO-3 cut and no optimizer has.
+
+    Args:
+        parameters: Where they go.
+        fragments: By tensor-parallel and data-parallel rank, files of model states.
+        ranks: Data-parallel ranks.
+    """
+    for name in parameters.states[0].frozen:
+        shapes = [_frozen_shape(state, name, parameters.tensors.where) for state in parameters.states]
+        layout = None if name in parameters.ties else parameters.layout(name, shapes)
+        if layout is None:
+            continue
+        held = []
+        for of_rank, shape in zip(fragments, shapes, strict=True):
+            runs = list(_fragment_runs(of_rank, name, shape, ranks, parameters.tensors.where))
+            held.append(Held(_dtype_of(of_rank, name), shape, runs))
+        parameters.tensors.add(f"model.{name}", layout, held)
+
+
+def list_ties(parameters: Parameters) -> None:
+    """List tied names of what is listed."""
+    for alias, name in parameters.ties.items():
+        if f"model.{name}" in parameters.tensors.specs:
+            parameters.tensors.aliases[f"model.{alias}"] = f"model.{name}"
+
+
+def _ties(state: ModelState, trained: set[str], *, by_memory: bool) -> dict[str, str]:
+    """Return the tied names of a module: those the file states, and those that are the same memory in it."""
+    same: dict[object, list[str]] = {}
+    for name, value in state.module.items():
+        if isinstance(value, StoredTensor):
+            tensor = value if by_memory and value.numel else None
+            memory = (tensor.storage, tensor.offset, tensor.dtype, tensor.shape, tensor.strides) if tensor else name
+            same.setdefault(memory, []).append(name)
+    found: dict[str, str] = {}
+    for names in same.values():
+        kept = next((name for name in names if name in trained), names[0])
+        found |= {name: kept for name in names if name != kept}
+    shapes = {name: value.shape for name, value in state.module.items() if isinstance(value, StoredTensor)}
+    for stated in state.shared.items():
+        alias, name = stated if stated[1] in trained or stated[0] not in trained else (stated[1], stated[0])
+        # DeepSpeed takes parameters without elements for tied: all lie at address 0.
+        empty = by_memory and (shapes.get(alias) != shapes.get(name) or 0 in shapes.get(alias, (0,)))
+        if alias in shapes and alias not in trained and alias != name and not empty:
+            found[alias] = name
+    return found
+
+
+def _tensor_of(state: ModelState, name: str, where: str) -> StoredTensor:
+    value = state.module.get(name)
+    if not isinstance(value, StoredTensor):
+        raise CorruptError(
+            f"{where}/{state.file}: holds no tensor {name}, which tensor-parallel rank 0 holds; expected the same "
+            "names on every rank. Stages of a pipeline are not read"
+        )
+    return value
+
+
+def _same_everywhere(shapes: Sequence[tuple[int, ...]]) -> Layout:
+    """Return the layout of a buffer: whole on the first rank, and on the others a copy if it has the same shape."""
+    shape = shapes[0]
+    whole = Slice(Box.whole(shape), (0,) * len(shape))
+    copy = Slice(whole.local, whole.start, copy=True)
+    return Layout(shape, [[whole if not rank else copy] if each == shape else [] for rank, each in enumerate(shapes)])
+
+
+def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
+    if name not in state.frozen:
+        raise CorruptError(f"{where}/{state.file}: frozen_param_shapes lacks {name}; expected it on every rank")
+    return state.frozen[name]
+
+
+def _dtype_of(states: Sequence[ModelState], name: str) -> str:
+    return next((state.fragments[name].dtype for state in states if name in state.fragments), "float32")
+
+
+def _fragment_runs(
+    states: Sequence[ModelState], name: str, shape: tuple[int, ...], ranks: int, where: str
+) -> Iterator[Run]:
+    parts: list[Part] = parts_of_one(math.prod(shape), ranks)
+    for part in parts:
+        if part.rank >= len(states):
+            raise MissingError(
+                f"{where}: no model states of data-parallel rank {part.rank}, which holds a part of {name}"
+            )
+        state = states[part.rank]
+        tensor = state.fragments.get(name)
+        if tensor is None or not tensor.is_contiguous or tensor.numel < part.stop - part.start:
+            held = "nothing" if tensor is None else list(tensor.shape)
+            raise CorruptError(
+                f"{where}/{state.file}: frozen_param_fragments holds {held} of {name}, shape {list(shape)} over "
+                f"{ranks} ranks; expected {part.stop - part.start} elements"
+            )
+        yield Run(part.start, part.stop, tensor.file, tensor.offset)

@@ -1,0 +1,121 @@
+"""What a checkpoint holds besides tensors: hyperparameters by parameter, counters, schedulers, the caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from holdfast.formats.deepspeed.layout import whole_layout
+from holdfast.formats.deepspeed.module import Parameters
+from holdfast.formats.deepspeed.optimizer import OptimizerState
+from holdfast.formats.deepspeed.pieces import runs_of
+from holdfast.formats.deepspeed.tensors import Held
+from holdfast.formats.inert import Instance
+from holdfast.formats.optimizers import optimizer_group
+from holdfast.formats.reading import read_bytes
+from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.values_in import plain
+from holdfast.ports.store import Readable
+from holdfast.spec.values import FrameworkValue, Group, TensorRef, Value
+
+_SMALL_BYTES_MAX = 4096
+"""Of a tensor that is kept as a value: a learning rate."""
+
+_SCHEDULER = "lr_scheduler"
+
+
+class Values:
+    """Turns what files hold into the non-tensor state; tensors among it are listed too."""
+
+    def __init__(self, files: Readable, parameters: Parameters) -> None:
+        """Remember where what is found goes."""
+        self._files, self._parameters = files, parameters
+        self._tensors = parameters.tensors
+
+    def tree(
+        self,
+        extra_state: Mapping[str, object],
+        scaling: Mapping[str, object],
+        optimizer: OptimizerState | None,
+        groups: Sequence[Mapping[str, object]] | None,
+    ) -> Group:
+        """Return the non-tensor state.
+
+        Args:
+            extra_state: What the module's state dict holds besides tensors.
+            scaling: Loss scaling and clipping, by name.
+            optimizer: What is known of the optimizer; None where there is none.
+            groups: Hyperparameters by parameter group; None where nothing tells.
+        """
+        extra = {name: self._value(value, f"model.{name}") for name, value in extra_state.items()}
+        items: dict[str, Value] = {"model": Group("module", extra)}
+        if optimizer is not None and not optimizer.unread:
+            items["optimizer"] = self._optimizer(optimizer, groups)
+        elif optimizer is not None:
+            self._tensors.remarks.append(
+                f"{self._tensors.where}: the optimizer's state is left out, but for master copies: {optimizer.unread}"
+            )
+        for name, value in {**scaling, **self._parameters.states[0].rest}.items():
+            if value is None or name in items:
+                continue
+            if isinstance(value, Instance) and isinstance(value.state, dict):
+                value = value.state  # A loss scaler: its numbers are all there is to it.
+            kept = self._value(value, name)
+            items[name] = Group("stateful", {"state": kept}) if name == _SCHEDULER and isinstance(kept, dict) else kept
+        return Group("dict", items)
+
+    def _optimizer(self, state: OptimizerState, groups: Sequence[Mapping[str, object]] | None) -> Group:
+        """Return the optimizer's part; hyperparameters go by parameter, whatever the order of groups."""
+        if groups is None:
+            self._tensors.remarks.append(
+                f"{self._tensors.where}: holds no hyperparameters, as elastic checkpoints do; an optimizer that is "
+                "loaded keeps its own"
+            )
+        known = [
+            {
+                name: plain(value, f"optimizer.param_groups.{number}.{name}", self._small, self._tensors.remarks)
+                for name, value in group.items()
+                if name != "params"
+            }
+            for number, group in enumerate(groups or [])
+        ]
+        nothing: dict[str, Value] = {}
+        hyperparameters = {}
+        values = {}
+        for name, number in state.groups.items():
+            if self._parameters.is_left_out(name):
+                continue
+            for each in (name, *self._aliases_of(name)):
+                hyperparameters[each] = known[number] if groups is not None else nothing
+                path = f"optimizer.state.{each}"
+                own = state.values.get(name, {})
+                values[each] = {
+                    key: plain(v, f"{path}.{key}", self._small, self._tensors.remarks) for key, v in own.items()
+                }
+        return optimizer_group(hyperparameters, values)
+
+    def _aliases_of(self, name: str) -> list[str]:
+        """Return the tied names of a trained parameter, under which its optimizer state goes too."""
+        found = [alias for alias, kept in self._parameters.ties.items() if kept == name]
+        prefix = f"optimizer.state.{name}."
+        keys = [fqn for fqn in self._tensors.specs if found and fqn.startswith(prefix)]
+        for alias in found:
+            for fqn in keys:
+                self._tensors.aliases[f"optimizer.state.{alias}.{fqn.removeprefix(prefix)}"] = fqn
+        return found
+
+    def _value(self, value: object, path: str) -> Value:
+        return plain(value, path, self._large, self._tensors.remarks)
+
+    def _large(self, path: str, tensor: StoredTensor) -> Value:
+        """List a tensor among the values under the path where it stands."""
+        held = [Held(tensor.dtype, tensor.shape, runs_of(tensor, path))]
+        self._tensors.add(path, whole_layout([tensor.shape]), held)
+        return TensorRef(path)
+
+    def _small(self, path: str, tensor: StoredTensor) -> Value:
+        """Read a hyperparameter that is a tensor, as a value; larger ones are listed."""
+        size = tensor.numel * tensor.itemsize
+        if size > _SMALL_BYTES_MAX or not tensor.is_contiguous:
+            return self._large(path, tensor)
+        data = read_bytes(self._files, tensor.file, tensor.offset, tensor.offset + size, _SMALL_BYTES_MAX)
+        return FrameworkValue("torch.tensor", {"dtype": tensor.dtype, "shape": tensor.shape, "data": data})
