@@ -8,7 +8,9 @@ import weakref
 from holdfast.errors import InvalidError
 from holdfast.formats.dcp.format import DcpFormat
 from holdfast.formats.deepspeed.format import DeepSpeedFormat
+from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
 from holdfast.formats.safetensors import SafetensorsFormat
+from holdfast.formats.torchsave import TorchSaveFormat
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place
@@ -57,7 +59,13 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (DcpFormat(), DeepSpeedFormat(), SafetensorsFormat())
+FORMATS: tuple[Format, ...] = (
+    DcpFormat(),
+    DeepSpeedFormat(),
+    SafetensorsFormat(),
+    HuggingFaceBinFormat(),
+    TorchSaveFormat(),
+)
 """Other systems' checkpoints that are read in place; the first that knows one lists it."""
 
 

@@ -5,15 +5,14 @@ The format: https://github.com/huggingface/safetensors#format. Names of a model'
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import CorruptError, InvalidError
 from holdfast.formats.reading import read_bytes
+from holdfast.formats.weight_map import json_object, names_in, one_index, require_all_there, weight_map
 from holdfast.ports.store import Readable
-from holdfast.settings import MIB
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import BY_SAFETENSORS
 from holdfast.spec.listing import ListedPiece, Listing
@@ -28,7 +27,6 @@ HEADER_BYTES_MAX = 100_000_000
 _SHARDING = "DCP_SHARDING_INFO"
 """Where `torch.distributed.checkpoint.HuggingFaceStorageWriter` says which part of a tensor an entry is."""
 
-_INDEX_BYTES_MAX = 256 * MIB
 _NDIM_MAX = 64
 
 
@@ -44,14 +42,14 @@ class SafetensorsFormat:
         """Return whether it is a file of this kind, an index of such files, or a folder that holds any."""
         if name:
             return name.endswith((SUFFIX, INDEX_SUFFIX))
-        return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in _names(files))
+        return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in names_in(files))
 
     def listing(self, files: Readable, name: str) -> Listing:
         """Return every tensor of the files that were named, or that the folder's index names."""
         remarks: list[str] = []
-        index = name if name.endswith(INDEX_SUFFIX) else "" if name else _one(files, INDEX_SUFFIX)
-        weights = _weight_map(files, index) if index else None
-        keys = sorted(set(weights.values())) if weights is not None else [name] if name else _names(files, SUFFIX)
+        index = name if name.endswith(INDEX_SUFFIX) else "" if name else one_index(files, INDEX_SUFFIX)
+        weights = weight_map(files, index, SUFFIX) if index else None
+        keys = sorted(set(weights.values())) if weights is not None else [name] if name else names_in(files, SUFFIX)
         found: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, str] = {}
@@ -65,7 +63,7 @@ class SafetensorsFormat:
                     continue
                 found.setdefault(f"model.{entry.name}", []).append((key, entry))
         if weights is not None:
-            _require_all_there(files, index, weights, found)
+            require_all_there(files, index, weights, found)
         tensors = {fqn: _spec(files, fqn, entries) for fqn, entries in found.items()}
         pieces = {
             fqn: [ListedPiece(entry.box, key, entry.start) for key, entry in entries] for fqn, entries in found.items()
@@ -133,48 +131,6 @@ def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]
     return TensorSpec(fqn, first.dtype, tuple(map(max, lengths)))
 
 
-def _names(files: Readable, suffix: str = "") -> list[str]:
-    """Return the files directly in the folder, sorted."""
-    return sorted(entry.key for entry in files.list("") if "/" not in entry.key and entry.key.endswith(suffix))
-
-
-def _one(files: Readable, suffix: str) -> str:
-    """Return the file of a kind, or nothing.
-
-    Raises:
-        InvalidError: There are several.
-    """
-    found = _names(files, suffix)
-    if len(found) > 1:
-        raise InvalidError(f"{files.url}: {', '.join(found[:5])}; expected one index. Name the one that is meant")
-    return found[0] if found else ""
-
-
-def _weight_map(files: Readable, key: str) -> dict[str, str]:
-    """Return the file of each tensor, as an index has it.
-
-    Raises:
-        CorruptError: It is no index.
-    """
-    document = _json(files.get(key, _INDEX_BYTES_MAX), f"{files.url}/{key}")
-    weights = document.get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
-        raise CorruptError(f"{files.url}/{key}: weight_map is {str(weights)[:80]!r}; expected file by tensor")
-    for file in set(weights.values()):
-        if "/" in file or not file.endswith(SUFFIX):
-            raise InvalidError(f"{files.url}/{key}: names {file[:200]!r}; expected *{SUFFIX} files beside it")
-    return weights
-
-
-def _require_all_there(files: Readable, index: str, weights: Mapping[str, str], tensors: Mapping[str, object]) -> None:
-    lacking = [name for name in weights if f"model.{name}" not in tensors]
-    if lacking:
-        raise MissingError(
-            f"{files.url}/{index}: {len(lacking)} tensors are not in the files it names: {lacking[:5]}. "
-            "Fetch them again"
-        )
-
-
 def read_header(files: Readable, key: str, start: int, stop: int) -> SafetensorsHeader:
     """Return what a file says of itself, every number of it checked.
 
@@ -195,7 +151,7 @@ def read_header(files: Readable, key: str, start: int, stop: int) -> Safetensors
             f"{where}: bytes {start}–{start + 8} state a header of {length} bytes in {stop - start}; expected at most "
             f"{min(HEADER_BYTES_MAX, stop - start - 8)}. Is it cut short, or a pointer of Git LFS?"
         )
-    document = _json(read_bytes(files, key, start + 8, start + 8 + length, HEADER_BYTES_MAX), where)
+    document = json_object(read_bytes(files, key, start + 8, start + 8 + length, HEADER_BYTES_MAX), where)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
@@ -210,7 +166,7 @@ def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
         CorruptError: It says something else.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for name, entry in _json(text.encode(), f"{where}: {_SHARDING}").items() if text is not None else ():
+    for name, entry in json_object(text.encode(), f"{where}: {_SHARDING}").items() if text is not None else ():
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
         if not isinstance(offsets, list) or not _whole_numbers(offsets, _NDIM_MAX):
             raise CorruptError(f"{where}: {_SHARDING}: {name[:200]}: {str(entry)[:80]!r}; expected saved_offsets")
@@ -255,20 +211,3 @@ def _whole_numbers(found: object, count_max: int) -> bool:
         and len(found) <= count_max
         and all(type(each) is int and 0 <= each < 1 << 63 for each in found)
     )
-
-
-def _json(data: bytes, where: str) -> dict[str, object]:
-    try:
-        document = json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{where}: not the JSON that it should hold ({str(error)[:200]})") from error
-    if not isinstance(document, dict):
-        raise CorruptError(f"{where}: {type(document).__name__}; expected a JSON object")
-    return document
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name stands there twice")
-    return found

@@ -235,6 +235,7 @@ def _catalog(
         world_size=manifest.world_size,
         per_rank=lambda rank: per_rank_values(place.store, place.folder, manifest, rank),
         same_content=partial(same_content, index, place.packs_of(manifest), settings),
+        masters=manifest.masters,
         require_stored=require_stored,
     )
 

@@ -215,6 +215,10 @@ class Catalog:
     same_content: Callable[[str, str], bool]
     """Whether two stored FQNs are known to hold the same bytes: by digests, or where there are none by reading."""
 
+    masters: Mapping[str, str] = field(default_factory=dict)
+    """Stored FQN to that of its master copy, of higher precision, where another system kept both: a target of the
+    master's dtype is filled from the master. Nobody need have a place for a master itself."""
+
     require_stored: Callable[[str], None] = lambda _: None
     """Refuses a stored FQN whose packs are not there in full; asked before memory of its shape is allocated."""
 

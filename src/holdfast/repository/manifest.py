@@ -79,6 +79,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "parts": [_record(each) for each in manifest.parts],
             "indexes": [_record(each) for each in manifest.indexes],
             **({} if manifest.overview is None else {"overview": _record(manifest.overview)}),
+            **({"masters": manifest.masters} if manifest.masters else {}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -119,6 +120,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         parts=_records(field.of("parts", list), is_part_name, where),
         indexes=_records(field.of("indexes", list), is_index_name, where),
         overview=_overview(document.get("overview"), where),
+        masters=field.texts("masters") if document.get("masters") is not None else {},
         digest=digest,
     )
 

@@ -93,5 +93,8 @@ class Manifest:
     origin: str | None = None
     """What wrote it, where that was not Holdfast."""
 
+    masters: dict[str, str] = field(default_factory=dict)
+    """FQN to that of its master copy, of higher precision, where what wrote it kept both."""
+
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
