@@ -24,6 +24,12 @@ INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """What the reference implementation takes."""
 
+NAMES_KEPT = "holdfast.names_kept"
+"""In a file's metadata: its names are those of a whole training state, not of a model."""
+
+_REST = "optimizer"
+"""What the names of files begin with that hold what is not the model, beside a model with an index."""
+
 _SHARDING = "DCP_SHARDING_INFO"
 """Where `torch.distributed.checkpoint.HuggingFaceStorageWriter` says which part of a tensor an entry is."""
 
@@ -50,18 +56,26 @@ class SafetensorsFormat:
         index = name if name.endswith(INDEX_SUFFIX) else "" if name else one_index(files, INDEX_SUFFIX)
         weights = weight_map(files, index, SUFFIX) if index else None
         keys = sorted(set(weights.values())) if weights is not None else [name] if name else names_in(files, SUFFIX)
+        beside = [] if name or weights is None else [key for key in names_in(files, SUFFIX) if key.startswith(_REST)]
         found: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
+        aliases: dict[str, str] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, str] = {}
-        for key in keys:
-            sizes[key] = files.size(key)
-            header = read_header(files, key, 0, sizes[key])
-            metadata.update({name: text for name, text in header.metadata.items() if name != _SHARDING})
+        for key in [*keys, *(key for key in beside if key not in keys)]:
+            size = files.size(key)
+            header = read_header(files, key, 0, size)
+            whole = NAMES_KEPT in header.metadata
+            if key not in keys and not whole:
+                continue
+            sizes[key], prefix, ties = size, "" if whole else "model.", header.ties()
+            aliases.update({prefix + alias: prefix + kept for alias, kept in ties.items()})
+            apart = {_SHARDING, NAMES_KEPT, *ties}
+            metadata.update({name: text for name, text in header.metadata.items() if name not in apart})
             for entry in header.entries:
-                if weights is not None and weights.get(entry.name) != key:
+                if weights is not None and not whole and weights.get(entry.name) != key:
                     remarks.append(f"{key}: {entry.name} is left out; {index} does not say that it lies there")
                     continue
-                found.setdefault(f"model.{entry.name}", []).append((key, entry))
+                found.setdefault(prefix + entry.name, []).append((key, entry))
         if weights is not None:
             require_all_there(files, index, weights, found)
         tensors = {fqn: _spec(files, fqn, entries) for fqn, entries in found.items()}
@@ -73,6 +87,7 @@ class SafetensorsFormat:
             tensors=tensors,
             pieces=pieces,
             files=sizes,
+            aliases={alias: kept for alias, kept in aliases.items() if kept in tensors and alias not in tensors},
             tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),
             remarks=remarks,
         )
@@ -107,6 +122,11 @@ class SafetensorsHeader:
 
     metadata: dict[str, str]
     """Text by name, of whoever wrote it."""
+
+    def ties(self) -> dict[str, str]:
+        """Return the tied names that the file speaks of, as `safetensors.torch.save_model` leaves them."""
+        names = {entry.name for entry in self.entries}
+        return {alias: kept for alias, kept in self.metadata.items() if kept in names and alias not in names}
 
 
 def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]) -> TensorSpec:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
@@ -13,6 +15,7 @@ from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
 from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.manager.listed_verification import ListedVerification
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.resolve import index_for, listing_at, split_index_at
@@ -22,6 +25,7 @@ from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs
 from holdfast.repository import values
 from holdfast.repository.adopted import adopted
 from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
@@ -155,7 +159,7 @@ class Checkpoint:
         )
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
-        carry_out(plan, self._place.packs_of(self.manifest), [target], self._settings)
+        carry_out(plan, self.packs, [target], self._settings)
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
@@ -197,6 +201,30 @@ class Checkpoint:
             if run.stop > self._pack_bytes[run.pack]:
                 check_size(self._place.store, prefix + run.pack, records[run.pack])
 
+    @property
+    def settings(self) -> Settings:
+        """How it is read."""
+        return self._settings
+
+    @property
+    def packs(self) -> Packs:
+        """Where its packs lie."""
+        return self._place.packs_of(self.manifest)
+
+    @cached_property
+    def identity(self) -> str:
+        """What is another text for any other content: the digest of the manifest, or what the files look like."""
+        if self._listing is None or self._place.foreign is None:
+            return self.manifest.digest
+        stamps = [(key, self._place.foreign.stamp(key)) for key in sorted(self._listing.files)]
+        return hashlib.sha256(json.dumps([self.url, stamps]).encode()).hexdigest()
+
+    def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
+        """Return what must be read to fill boxes of stored tensors, known to be there."""
+        plan = load_plan(wanted, self.index.pieces_near, run_bytes_max)
+        self._require_there(plan)
+        return plan
+
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
 
@@ -235,8 +263,13 @@ class Checkpoint:
             described, [stored[fqn] for fqn in names], self.index.pieces_near, self._settings.read_window_bytes
         )
 
-    def verification(self, observer: Observer | None = None) -> Verification:
-        """Return the work of reading everything back."""
+    def verification(
+        self, observer: Observer | None = None, *, deep: bool = False
+    ) -> Verification | ListedVerification:
+        """Return the work of reading everything back; of another system's checkpoint, what it holds twice."""
+        if self._listing is not None and self._place.foreign is not None:
+            files = self._place.foreign.files
+            return ListedVerification(self._listing, self.index, files, self._settings, observer, deep=deep)
         try:
             chunk_bytes = self.index.chunk_bytes
         except CheckpointError:
@@ -251,9 +284,17 @@ class Checkpoint:
             observer,
         )
 
-    def verify(self, observer: Observer | None = None) -> Iterator[Damage]:
-        """Yield everything that is not as it was saved; nothing for a whole checkpoint."""
-        yield from self.verification(observer).damages()
+    def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
+        """Yield everything that is not as it was saved; nothing for a whole checkpoint.
+
+        Another system's checkpoint carries no digests: its sizes and structure are checked, and what it holds twice is
+        compared, copies bit for bit, casts of master copies in samples, or wholly if `deep`.
+
+        Args:
+            observer: Told of progress.
+            deep: Compare casts wholly.
+        """
+        yield from self.verification(observer, deep=deep).damages()
 
 
 def _box_of(

@@ -54,6 +54,16 @@ class Verification:
         """Bytes of all files the manifest names."""
         return self._total
 
+    @property
+    def sampled(self) -> bool:
+        """Whether something was looked at in samples only."""
+        return False
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was left out: nothing."""
+        return ()
+
     def damages(self) -> Iterator[Damage]:
         """Yield everything that is damaged, missing or surplus; nothing for a whole checkpoint."""
         manifest = self._manifest
