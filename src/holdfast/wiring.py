@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.errors import InvalidError
+from holdfast.formats.dcp.format import DcpFormat
 from holdfast.formats.deepspeed.format import DeepSpeedFormat
 from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
 from holdfast.formats.safetensors import SafetensorsFormat
@@ -74,7 +75,13 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (DeepSpeedFormat(), SafetensorsFormat(), HuggingFaceBinFormat(), TorchSaveFormat())
+FORMATS: tuple[Format, ...] = (
+    DcpFormat(),
+    DeepSpeedFormat(),
+    SafetensorsFormat(),
+    HuggingFaceBinFormat(),
+    TorchSaveFormat(),
+)
 """Other systems' checkpoints that are read in place; the first that knows one lists it."""
 
 
