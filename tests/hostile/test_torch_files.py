@@ -84,8 +84,8 @@ def test_code_is_refused(code: bytes, tmp_path: Path) -> None:
 def test_a_class_of_a_known_package_is_only_named(tmp_path: Path) -> None:
     code = b"cdeepspeed.utils\nrun_anything\n(" + text("true") + b"tR"
     listing = listed(archive(state(named(code))), tmp_path)
-    assert listing.remarks == ["w: left out; it is a deepspeed.utils.run_anything, of which only plain values and "
-                               "tensors are read"]  # fmt: skip
+    [remark] = listing.remarks
+    assert remark.startswith("w: left out: it is a deepspeed.utils.run_anything")
 
 
 # ------------------------------------------------------------------------------------------ pickles out of proportion
