@@ -24,6 +24,12 @@ INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """What the reference implementation takes."""
 
+NAMES_KEPT = "holdfast.names_kept"
+"""In a file's metadata: its names are those of a whole training state, not of a model."""
+
+_REST = "optimizer"
+"""What the names of files begin with that hold what is not the model, beside a model with an index."""
+
 _SHARDING = "DCP_SHARDING_INFO"
 """Where `torch.distributed.checkpoint.HuggingFaceStorageWriter` says which part of a tensor an entry is."""
 
@@ -50,18 +56,26 @@ class SafetensorsFormat:
         index = name if name.endswith(INDEX_SUFFIX) else "" if name else one_index(files, INDEX_SUFFIX)
         weights = weight_map(files, index, SUFFIX) if index else None
         keys = sorted(set(weights.values())) if weights is not None else [name] if name else names_in(files, SUFFIX)
-        found: dict[str, list[tuple[str, _Entry]]] = {}
+        beside = [] if name or weights is None else [key for key in names_in(files, SUFFIX) if key.startswith(_REST)]
+        found: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
+        aliases: dict[str, str] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, str] = {}
-        for key in keys:
-            sizes[key] = files.size(key)
-            header = _header(files, key, sizes[key])
-            metadata.update({name: text for name, text in header.metadata.items() if name != _SHARDING})
+        for key in [*keys, *(key for key in beside if key not in keys)]:
+            size = files.size(key)
+            header = read_header(files, key, 0, size)
+            whole = NAMES_KEPT in header.metadata
+            if key not in keys and not whole:
+                continue
+            sizes[key], prefix, ties = size, "" if whole else "model.", header.ties()
+            aliases.update({prefix + alias: prefix + kept for alias, kept in ties.items()})
+            apart = {_SHARDING, NAMES_KEPT, *ties}
+            metadata.update({name: text for name, text in header.metadata.items() if name not in apart})
             for entry in header.entries:
-                if weights is not None and weights.get(entry.name) != key:
+                if weights is not None and not whole and weights.get(entry.name) != key:
                     remarks.append(f"{key}: {entry.name} is left out; {index} does not say that it lies there")
                     continue
-                found.setdefault(f"model.{entry.name}", []).append((key, entry))
+                found.setdefault(prefix + entry.name, []).append((key, entry))
         if weights is not None:
             require_all_there(files, index, weights, found)
         tensors = {fqn: _spec(files, fqn, entries) for fqn, entries in found.items()}
@@ -73,28 +87,49 @@ class SafetensorsFormat:
             tensors=tensors,
             pieces=pieces,
             files=sizes,
+            aliases={alias: kept for alias, kept in aliases.items() if kept in tensors and alias not in tensors},
             tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),
             remarks=remarks,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class SafetensorsEntry:
+    """A tensor of a file, or a part of one."""
+
     name: str
+    """As the file has it."""
+
     dtype: str
+    """Element type, a key of `DTYPES`."""
+
     box: Box
+    """Which part of the tensor it is."""
+
     is_shard: bool
     """Whether the file says which part of the tensor it is."""
+
     start: int
+    """Byte of the file where its first element lies."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
-    entries: list[_Entry]
+class SafetensorsHeader:
+    """What a file says of itself."""
+
+    entries: list[SafetensorsEntry]
+    """Its tensors."""
+
     metadata: dict[str, str]
+    """Text by name, of whoever wrote it."""
+
+    def ties(self) -> dict[str, str]:
+        """Return the tied names that the file speaks of, as `safetensors.torch.save_model` leaves them."""
+        names = {entry.name for entry in self.entries}
+        return {alias: kept for alias, kept in self.metadata.items() if kept in names and alias not in names}
 
 
-def _spec(files: Readable, fqn: str, entries: list[tuple[str, _Entry]]) -> TensorSpec:
+def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]) -> TensorSpec:
     """Return the whole tensor that entries of several files are of.
 
     Raises:
@@ -116,28 +151,32 @@ def _spec(files: Readable, fqn: str, entries: list[tuple[str, _Entry]]) -> Tenso
     return TensorSpec(fqn, first.dtype, tuple(map(max, lengths)))
 
 
-def _header(files: Readable, key: str, size: int) -> _Header:
+def read_header(files: Readable, key: str, start: int, stop: int) -> SafetensorsHeader:
     """Return what a file says of itself, every number of it checked.
 
+    Args:
+        files: Where it lies.
+        key: The file.
+        start, stop: Which bytes of it are safetensors: all, or a part that another format has put there.
     Raises:
         CorruptError: It is cut short, or is no safetensors file.
         InvalidError: It holds an element type that Holdfast does not store.
     """
     where = f"{files.url}/{key}"
-    if size < 8:
-        raise CorruptError(f"{where}: {size} bytes; expected a safetensors file")
-    length = int.from_bytes(read_bytes(files, key, 0, 8, 8), "little")
-    if length > min(HEADER_BYTES_MAX, size - 8):
+    if stop - start < 8:
+        raise CorruptError(f"{where}: {stop - start} bytes; expected a safetensors file")
+    length = int.from_bytes(read_bytes(files, key, start, start + 8, 8), "little")
+    if length > min(HEADER_BYTES_MAX, stop - start - 8):
         raise CorruptError(
-            f"{where}: bytes 0–8 state a header of {length} bytes in a file of {size}; expected at most "
-            f"{min(HEADER_BYTES_MAX, size - 8)}. Is it cut short, or a pointer of Git LFS?"
+            f"{where}: bytes {start}–{start + 8} state a header of {length} bytes in {stop - start}; expected at most "
+            f"{min(HEADER_BYTES_MAX, stop - start - 8)}. Is it cut short, or a pointer of Git LFS?"
         )
-    document = json_object(read_bytes(files, key, 8, 8 + length, HEADER_BYTES_MAX), where)
+    document = json_object(read_bytes(files, key, start + 8, start + 8 + length, HEADER_BYTES_MAX), where)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
     offsets = _offsets(metadata.get(_SHARDING), where)
-    return _Header(list(_entries(document, offsets, 8 + length, size, where)), metadata)
+    return SafetensorsHeader(list(_entries(document, offsets, start + 8 + length, stop, where)), metadata)
 
 
 def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
@@ -157,7 +196,7 @@ def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
 
 def _entries(
     document: Mapping[str, object], offsets: Mapping[str, tuple[int, ...]], first: int, size: int, where: str
-) -> Iterator[_Entry]:
+) -> Iterator[SafetensorsEntry]:
     for name, entry in document.items():
         dtype, shape, bounds = (
             (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
@@ -182,7 +221,7 @@ def _entries(
         if len(at) != len(shape):
             raise CorruptError(f"{where}: {name[:200]}: a shard of shape {shape[:8]} at {at[:8]}; expected as many")
         box = Box(at, tuple(start + length for start, length in zip(at, shape, strict=True)))
-        yield _Entry(name, known.name, box, name in offsets, first + bounds[0])
+        yield SafetensorsEntry(name, known.name, box, name in offsets, first + bounds[0])
 
 
 def _whole_numbers(found: object, count_max: int) -> bool:

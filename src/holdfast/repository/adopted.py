@@ -120,7 +120,7 @@ def _columns(listing: Listing, table: TensorTable, where: str) -> PieceColumns:
     for fqn, number in table.numbers.items():
         spec = table.specs[fqn]
         for piece in listing.pieces.get(fqn, ()):
-            _require_within(piece, spec, listing.files, where)
+            require_within(piece, spec, listing.files, where)
             tensors.append(number)
             found.append(piece)
     starts = [_corner(piece.region, first=True) for piece in found]
@@ -163,7 +163,7 @@ def _require_possible(fqn: str, spec: TensorSpec, where: str) -> None:
         raise CorruptError(f"{where}: {fqn}: {spec.dtype} of shape {shape}; expected under 2**62 bytes")
 
 
-def _require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
+def require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
     """Refuse a piece that lies outside its tensor or its file.
 
     Raises:

@@ -85,6 +85,12 @@ class ForeignFiles:
             check_buffers(where, size, start, buffers)
             return take_cached(self._syscalls, fd, start, buffers, where, arrived)
 
+    def stamp(self, key: str) -> str:
+        """Return size, time of change and number of a file: another text once it was written again."""
+        with translated("look at", self._where(key)), self._opened(key) as (fd, _):
+            found = self._syscalls.fstat(fd)
+            return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
         with translated("list", self._where(prefix)), self._scanned(prefix) as entries:

@@ -108,6 +108,7 @@ class TorchRestoration:
             return False
         master = self._catalog.tensors.get(self._catalog.masters.get(stored, ""))
         if master is not None and spec.dtype != master.dtype == dtype_name(tensor.dtype):
+            self._used.add(stored)
             stored, spec = master.fqn, master
         held = self._held(fqn, tensor, declared)
         if fqn in self._names:
