@@ -101,6 +101,9 @@ class _Entry:
     is_shard: bool
     """Whether the file says which part of the tensor it is."""
     start: int
+    """First byte in the file."""
+    stop: int
+    """Byte past the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,26 @@ def _header(files: Readable, key: str, size: int) -> _Header:
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
     offsets = _offsets(metadata.get(_SHARDING), where)
-    return _Header(list(_entries(document, offsets, 8 + length, size, where)), metadata)
+    entries = list(_entries(document, offsets, 8 + length, size, where))
+    _require_gapless(entries, 8 + length, size, where)
+    return _Header(entries, metadata)
+
+
+def _require_gapless(entries: list[_Entry], first: int, size: int, where: str) -> None:
+    """Refuse entries that share bytes, and bytes that belong to none, as the format and its own library do.
+
+    Raises:
+        CorruptError: Names the entry.
+    """
+    at, before = first, "the header"
+    for entry in sorted(entries, key=lambda each: (each.start, each.stop)):
+        if entry.start != at:
+            raise CorruptError(
+                f"{where}: {entry.name[:200]} begins at byte {entry.start}; expected {at}, where {before[:200]} ends"
+            )
+        at, before = entry.stop, entry.name
+    if at != size:
+        raise CorruptError(f"{where}: {size} bytes; expected {at}, where {before[:200]} ends. Was it written twice?")
 
 
 def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
@@ -202,7 +224,7 @@ def _entries(
         if len(at) != len(shape):
             raise CorruptError(f"{where}: {name[:200]}: a shard of shape {shape[:8]} at {at[:8]}; expected as many")
         box = Box(at, tuple(start + length for start, length in zip(at, shape, strict=True)))
-        yield _Entry(name, known.name, box, name in offsets, first + bounds[0])
+        yield _Entry(name, known.name, box, name in offsets, first + bounds[0], first + bounds[1])
 
 
 def _whole_numbers(found: object, count_max: int) -> bool:
