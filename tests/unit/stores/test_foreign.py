@@ -61,7 +61,7 @@ class TestNames:
         (tmp_path / "root" / "a").mkdir(parents=True)
         for call in every_call(ForeignFiles(tmp_path / "root"), key).values():
             with pytest.raises(
-                (InvalidError, MissingError), match="a path that stays in the folder|a folder of that name"
+                (InvalidError, MissingError), match=r"a path that stays in the folder|a folder of that name"
             ):
                 call()
 
