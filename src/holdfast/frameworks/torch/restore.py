@@ -288,35 +288,34 @@ class TorchRestoration:
             return
         own = node.stateful.state_dict()
         if isinstance(saved, Group) and saved.kind == "stateful":
-            current: dict[str, object] = {}
-            take_apart(own, node.path, lambda path, tensor: current.setdefault(path, tensor))
-            loaded = put_together(saved.items.get("state"), self._leaf(current))
+            saved = saved.items.get("state")
         elif isinstance(saved, dict) or (isinstance(saved, Group) and saved.kind == "dict"):
             # Systems that keep nothing but dicts do not tell an object's state from one.
-            loaded = self._state_in_dict(saved, own, node.path)
+            saved = self._with_tensors(saved, own, node.path)
         else:
             self.missing.append(node.path)
             return
+        current: dict[str, object] = {}
+        take_apart(own, node.path, lambda path, tensor: current.setdefault(path, tensor))
+        loaded = put_together(saved, self._leaf(current))
         if not isinstance(loaded, dict):
             raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict")
         self._finishes.append(lambda: _load_stateful(node, loaded))
 
-    def _state_in_dict(self, saved: Value, own: Mapping[str, object], path: str) -> dict[object, object]:
-        """Return an object's state out of a dict that was saved, and its tensors out of those listed under its path."""
+    def _with_tensors(self, saved: Value, own: object, path: str) -> dict[object, Value]:
+        """Return a dict that was saved, with those of its tensors that are listed by name and that an object has."""
         items = saved.items if isinstance(saved, Group) else saved
         assert isinstance(items, dict)
-        loaded: dict[object, object] = {}
-        for key, value in items.items():
-            if isinstance(value, Group) and value.kind == "dict":
-                below = own.get(key)
-                loaded[key] = self._state_in_dict(value, below if isinstance(below, dict) else {}, f"{path}.{key}")
-            else:
-                loaded[key] = put_together(value, self._leaf({}))
-        for key, each in own.items():
+        known = own if isinstance(own, dict) else {}
+        found: dict[object, Value] = {
+            key: self._with_tensors(value, known.get(key), f"{path}.{key}") if isinstance(value, Group) else value
+            for key, value in items.items()
+        }
+        for key, each in known.items():
             fqn = f"{path}.{key}"
             if isinstance(each, torch.Tensor) and self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors:
-                loaded[key] = self.take(TensorRef(fqn), each)
-        return loaded
+                found[key] = TensorRef(fqn)
+        return found
 
     def _value(self, parent: DictNode, key: str, node: ValueNode, saved: Value) -> None:
         if isinstance(node.value, dict) and isinstance(saved, Group) and saved.kind == "dict":
