@@ -68,6 +68,8 @@ def adopted(listing: Listing, where: str) -> tuple[Manifest, Index]:
     """
     for fqn, spec in listing.tensors.items():
         _require_possible(fqn, spec, where)
+    for name in (*listing.tensors, *listing.aliases, *listing.files):
+        _require_text(name, where)
     table = TensorTable.of(listing.tensors.values())
     for alias, fqn in listing.aliases.items():
         if fqn not in table.specs or alias in table.specs:
@@ -120,7 +122,7 @@ def _columns(listing: Listing, table: TensorTable, where: str) -> PieceColumns:
     for fqn, number in table.numbers.items():
         spec = table.specs[fqn]
         for piece in listing.pieces.get(fqn, ()):
-            _require_within(piece, spec, listing.files, where)
+            require_within(piece, spec, listing.files, where)
             tensors.append(number)
             found.append(piece)
     starts = [_corner(piece.region, first=True) for piece in found]
@@ -163,7 +165,14 @@ def _require_possible(fqn: str, spec: TensorSpec, where: str) -> None:
         raise CorruptError(f"{where}: {fqn}: {spec.dtype} of shape {shape}; expected under 2**62 bytes")
 
 
-def _require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
+def _require_text(name: str, where: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidError(f"{where}: the name {name[:200]!a} is no Unicode text; rename it") from error
+
+
+def require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
     """Refuse a piece that lies outside its tensor or its file.
 
     Raises:
