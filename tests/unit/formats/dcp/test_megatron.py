@@ -45,9 +45,9 @@ def test_what_is_no_tensor() -> None:
 
 def test_what_is_left_out_is_told() -> None:
     remarks = "\n".join(holdfast.open_checkpoint(FOLDER).remarks)
-    assert "args: left out; it is a argparse.Namespace" in remarks
+    assert "args: left out: it is a argparse.Namespace" in remarks
     for key in EXTRA_STATES:
-        assert f"{key}.0: left out; it is a _io.BytesIO" in remarks
+        assert f"{key}.0: left out: it is a _io.BytesIO" in remarks
 
 
 def test_it_loads_into_tensors_of_those_names() -> None:
