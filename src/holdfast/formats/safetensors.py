@@ -112,6 +112,9 @@ class SafetensorsEntry:
     start: int
     """Byte of the file where its first element lies."""
 
+    stop: int
+    """Byte past its last."""
+
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
@@ -176,7 +179,28 @@ def read_header(files: Readable, key: str, start: int, stop: int) -> Safetensors
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
     offsets = _offsets(metadata.get(_SHARDING), where)
-    return SafetensorsHeader(list(_entries(document, offsets, start + 8 + length, stop, where)), metadata)
+    entries = list(_entries(document, offsets, start + 8 + length, stop, where))
+    _require_gapless(entries, start + 8 + length, stop, where)
+    return SafetensorsHeader(entries, metadata)
+
+
+def _require_gapless(entries: list[SafetensorsEntry], first: int, stop: int, where: str) -> None:
+    """Refuse entries that share bytes, and bytes that belong to none, as the format and its own library do.
+
+    Raises:
+        CorruptError: Names the entry.
+    """
+    at, before = first, "the header"
+    for entry in sorted(entries, key=lambda each: (each.start, each.stop)):
+        if entry.start != at:
+            raise CorruptError(
+                f"{where}: {entry.name[:200]} begins at byte {entry.start}; expected {at}, where {before[:200]} ends"
+            )
+        at, before = entry.stop, entry.name
+    if at != stop:
+        raise CorruptError(
+            f"{where}: ends at byte {stop}; expected {at}, where {before[:200]} ends. Was it written twice?"
+        )
 
 
 def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
@@ -221,7 +245,7 @@ def _entries(
         if len(at) != len(shape):
             raise CorruptError(f"{where}: {name[:200]}: a shard of shape {shape[:8]} at {at[:8]}; expected as many")
         box = Box(at, tuple(start + length for start, length in zip(at, shape, strict=True)))
-        yield SafetensorsEntry(name, known.name, box, name in offsets, first + bounds[0])
+        yield SafetensorsEntry(name, known.name, box, name in offsets, first + bounds[0], first + bounds[1])
 
 
 def _whole_numbers(found: object, count_max: int) -> bool:

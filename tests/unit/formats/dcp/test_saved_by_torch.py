@@ -254,7 +254,41 @@ def test_torchtitans_names(tmp_path: Path) -> None:
     assert target["train_state"] == {"step": torch.tensor(7)}
 
 
-def test_an_optimizer_by_number_is_read_and_said_to_have_no_names(tmp_path: Path) -> None:
+class Position:
+    """Where a data loader stands: tensors and numbers, some of them deeper."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.taken: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        at = self.at
+        return {"at": torch.tensor(at), "name": f"at {at}", "deep": {"sum": torch.full((2,), at), "list": [at]}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taken = state_dict
+        self.at = int(state_dict["at"])
+
+
+def test_objects_take_their_state_back(tmp_path: Path) -> None:
+    net = plain(1)
+    optimizer = adamw(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    train(net, optimizer)
+    scheduler.step()
+    path = saved(tmp_path / "ck", {"scheduler": scheduler, "data": Position(7)})
+    again = torch.optim.lr_scheduler.StepLR(adamw(plain(2)), 9)
+    position = Position(1)
+    report = holdfast.load(path, {"scheduler": again, "data": position})
+    assert report.missing == report.unexpected == ()
+    assert again.state_dict() == scheduler.state_dict()
+    assert position.at == 7
+    assert position.taken["name"] == "at 7"
+    assert torch.equal(position.taken["deep"]["sum"], torch.full((2,), 7))
+    assert position.taken["deep"]["list"] == [7]
+
+
+def test_an_optimizer_by_number_is_read_and_taken_by_position(tmp_path: Path) -> None:
     net = plain(1)
     optimizer = adamw(net)
     train(net, optimizer)
@@ -263,6 +297,14 @@ def test_an_optimizer_by_number_is_read_and_said_to_have_no_names(tmp_path: Path
     assert "optimizer: holds its state by number" in found.remarks[0]
     assert "optimizer.state.0.exp_avg" in found.tensors
     assert found.objects["optimizer"]["param_groups"][0]["lr"] == 0.05
+    net_again = plain(2)
+    again = adamw(net_again)
+    holdfast.load(path, {"model": net_again, "optimizer": again}, only=["optimizer.*"])
+    assert all(
+        torch.equal(value, other[key])
+        for state, other in zip(optimizer.state.values(), again.state.values(), strict=True)
+        for key, value in state.items()
+    )
 
 
 def test_keys_that_were_not_flattened_are_names(tmp_path: Path) -> None:
