@@ -63,8 +63,10 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
         InvalidError: An entry is compressed or encrypted.
     """
     where = f"{files.url}/{key}"
-    at, size, count, end = _directory(files, key, start, stop, where)
+    at, size, count = _directory(files, key, start, stop, where)
     records = sorted(_records(read_bytes(files, key, at, at + size, DIRECTORY_BYTES_MAX), count, where), key=_place)
+    if not records:
+        raise CorruptError(f"{where}: a zip archive without entries. Read another copy")
     entries: dict[str, ZipEntry] = {}
     bounds = [start + record.local for record in records[1:]] + [at]
     headers = _headers(files, key, [start + record.local for record in records], at, where)
@@ -79,7 +81,6 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
         if name in entries:
             raise CorruptError(f"{where}: two entries {name[:200]!r}; expected each name once. Read another copy")
         entries[name] = ZipEntry(name, offset, record.bytes)
-    assert end <= stop
     return entries
 
 
@@ -87,8 +88,8 @@ def _place(record: _Record) -> int:
     return record.local
 
 
-def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> tuple[int, int, int, int]:
-    """Return where the directory lies in the file, its bytes, its entries, and where what closes it begins."""
+def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> tuple[int, int, int]:
+    """Return where the directory lies in the file, its bytes and its entries."""
     first = max(start, stop - _END.size - _COMMENT_BYTES_MAX)
     tail = read_bytes(files, key, first, stop, _END.size + _COMMENT_BYTES_MAX)
     found = tail.rfind(b"PK\5\6")
@@ -107,7 +108,7 @@ def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> 
             f"{where}: a zip directory of {count} entries in {size} bytes from {start + at} on; expected it before "
             f"byte {end}. Read another copy"
         )
-    return start + at, size, count, end
+    return start + at, size, count
 
 
 def _directory64(files: Readable, key: str, start: int, end: int, where: str) -> tuple[int, int, int, int]:

@@ -103,7 +103,7 @@ def _node(value: Value, path: str, small_tensor: SmallTensor, remarks: list[str]
     if not holds_tensor(value) or not all(type(key) is str for key in value):
         return value
     if "param_groups" in value and "state" in value:
-        remarks.append(f"{path}: holds its state by number, not by name: it can be read, but no optimizer takes it")
+        remarks.append(f"{path}: holds its state by number, not by name: an optimizer takes it by position")
     children = {key: each for key, each in value.items() if not isinstance(each, TensorRef | Skipped)}
     return Group("dict", {key: _node(each, f"{path}.{key}", small_tensor, remarks) for key, each in children.items()})
 

@@ -254,7 +254,7 @@ def test_torchtitans_names(tmp_path: Path) -> None:
     assert target["train_state"] == {"step": torch.tensor(7)}
 
 
-def test_an_optimizer_by_number_is_read_and_said_to_have_no_names(tmp_path: Path) -> None:
+def test_an_optimizer_by_number_is_read_and_taken_by_position(tmp_path: Path) -> None:
     net = plain(1)
     optimizer = adamw(net)
     train(net, optimizer)
@@ -263,6 +263,14 @@ def test_an_optimizer_by_number_is_read_and_said_to_have_no_names(tmp_path: Path
     assert "optimizer: holds its state by number" in found.remarks[0]
     assert "optimizer.state.0.exp_avg" in found.tensors
     assert found.objects["optimizer"]["param_groups"][0]["lr"] == 0.05
+    net_again = plain(2)
+    again = adamw(net_again)
+    holdfast.load(path, {"model": net_again, "optimizer": again}, only=["optimizer.*"])
+    assert all(
+        torch.equal(value, other[key])
+        for state, other in zip(optimizer.state.values(), again.state.values(), strict=True)
+        for key, value in state.items()
+    )
 
 
 def test_keys_that_were_not_flattened_are_names(tmp_path: Path) -> None:
