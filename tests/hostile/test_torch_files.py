@@ -85,7 +85,7 @@ def test_a_class_of_a_known_package_is_only_named(tmp_path: Path) -> None:
     code = b"cdeepspeed.utils\nrun_anything\n(" + text("true") + b"tR"
     listing = listed(archive(state(named(code))), tmp_path)
     [remark] = listing.remarks
-    assert remark.startswith("w: left out: it is a deepspeed.utils.run_anything")
+    assert remark.startswith("w: left out; it is a deepspeed.utils.run_anything")
 
 
 # ------------------------------------------------------------------------------------------ pickles out of proportion

@@ -145,7 +145,7 @@ def _timedelta(args: tuple[Any, ...], spend: Spend) -> datetime.timedelta:
 def _timezone(args: tuple[Any, ...], spend: Spend) -> datetime.timezone:
     if not 1 <= len(args) <= 2 or type(args[0]) is not datetime.timedelta or any(type(x) is not str for x in args[1:]):
         raise ValueError("a timezone; expected its offset")
-    return datetime.timezone(*args)
+    return datetime.timezone(args[0])  # A name that it may have is none that values keep.
 
 
 def _path(kind: type[pathlib.PurePath]) -> Call:

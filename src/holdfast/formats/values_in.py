@@ -104,7 +104,7 @@ def _left_out(value: object, path: str, remarks: list[str]) -> Skipped:
     name = value.qualname if isinstance(value, Instance | Named) else type(value).__name__
     count = _tensors_of(value) if isinstance(value, Instance) else 0
     what = f"{name}, with {count} tensors in it" if count else name
-    remark(remarks, f"{path}: left out: it is a {what}. Save it as plain values to have it read")
+    remark(remarks, f"{path}: left out; it is a {what}. Save it as plain values to have it read")
     return Skipped(path)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.formats.reading import read_bytes
+from holdfast.formats.reading import read_bytes, read_ranges
 from holdfast.ports.store import Readable
-from holdfast.settings import KIB, MIB
+from holdfast.settings import KIB, MIB, PAGE_BYTES
 from holdfast.spec.noun import noun
 
 DIRECTORY_BYTES_MAX = 64 * MIB
@@ -25,9 +25,11 @@ _STORED = 0
 _ENCRYPTED = 1
 _ZIP64 = 1
 _IN_ZIP64 = (1 << 32) - 1
-_GAP_BYTES_MAX = 32 * KIB
-"""Between two local headers that are read with one call."""
-_SPAN_BYTES_MAX = 4 * MIB
+_GAP_BYTES_MAX = PAGE_BYTES
+"""Between two headers that are read as one range: storage gives no less than a page anyhow."""
+_SPAN_BYTES_MAX = 64 * KIB
+_SPANS_AT_ONCE = 256
+"""Ranges of one call, and so of a few mebibytes of memory."""
 
 
 @noun
@@ -173,22 +175,32 @@ def _widened(extra: bytes, fields: tuple[int, int, int], where: str) -> Iterator
 
 
 def _headers(files: Readable, key: str, places: Sequence[int], stop: int, where: str) -> Iterator[tuple[int, bytes]]:
-    """Yield each place with the header there; headers near one another are read with one call."""
-    span, begun = b"", 0
-    for number, place in enumerate(places):
-        if place + _LOCAL.size > stop:
-            raise CorruptError(f"{where}: an entry begins at byte {place}, behind the entries. Read another copy")
-        if number and place < begun:
-            raise CorruptError(f"{where}: two entries begin at byte {place}. Read another copy")
-        if not span or place + _LOCAL.size > begun + len(span):
-            last = place
-            for later in places[number + 1 :]:
-                if later - last > _GAP_BYTES_MAX or later - place > _SPAN_BYTES_MAX:
-                    break
-                last = later
-            begun = place
-            span = read_bytes(files, key, begun, min(last + _LOCAL.size, stop), _SPAN_BYTES_MAX + _LOCAL.size)
-        yield place, span[place - begun : place - begun + _LOCAL.size]
+    """Yield each place with the header there.
+
+    Args:
+        files, key: The file.
+        places: Where the entries begin, ascending.
+        stop: Where they end.
+        where: For messages.
+    """
+    spans: list[list[int]] = []
+    last = -_LOCAL.size
+    for place in places:
+        if place < last + _LOCAL.size or place + _LOCAL.size > stop:
+            raise CorruptError(
+                f"{where}: an entry begins at byte {place}, within another or behind byte {stop}, where they end. "
+                "Read another copy"
+            )
+        if spans and place - last <= _GAP_BYTES_MAX and place - spans[-1][0] <= _SPAN_BYTES_MAX:
+            spans[-1].append(place)
+        else:
+            spans.append([place])
+        last = place
+    for first in range(0, len(spans), _SPANS_AT_ONCE):
+        several = spans[first : first + _SPANS_AT_ONCE]
+        ranges = [(span[0], span[-1] + _LOCAL.size) for span in several]
+        for span, data in zip(several, read_ranges(files, key, ranges), strict=True):
+            yield from ((place, data[place - span[0] : place - span[0] + _LOCAL.size]) for place in span)
 
 
 def _header_bytes(header: bytes, record: _Record, where: str) -> int:

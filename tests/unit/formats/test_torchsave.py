@@ -213,8 +213,8 @@ def test_an_object_is_left_out_with_a_remark(tmp_path: Path) -> None:
         "args": Skipped("values.args"), "rest": [Skipped("values.rest.0"), 3],
     }  # fmt: skip
     assert [each.partition(". ")[0] for each in listing.remarks] == [
-        "values.args: left out: it is a argparse.Namespace, with 1 tensors in it",
-        "values.rest.0: left out: it is a argparse.Namespace",
+        "values.args: left out; it is a argparse.Namespace, with 1 tensors in it",
+        "values.rest.0: left out; it is a argparse.Namespace",
     ]
     state: dict[str, Any] = {"model": {"w": torch.zeros(1)}, "step": 0}
     holdfast.load(path, state)
