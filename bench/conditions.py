@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench import device
+
 _BLOCK = bytearray(1 << 22)
 
 
@@ -27,6 +29,7 @@ def rank() -> int:
 
 def timed(work: Callable[[], object]) -> float:
     """Return the seconds until the slowest rank is done."""
+    device.settle()
     barrier()
     start = time.perf_counter()
     work()

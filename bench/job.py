@@ -12,14 +12,15 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.device import VARIABLE
 from bench.part import Measured, Params, Part
 
 ROOT = Path(__file__).parents[1]
 RESULT = "measured.json"
 
 
-def run(part: Part, params: Params, folder: Path) -> Measured:
-    """Run the ranks of one part in an empty folder; return what rank 0 measured.
+def run(part: Part, params: Params, folder: Path, device: str = "cpu") -> Measured:
+    """Run the ranks of one part in an empty folder, states on `device`; return what rank 0 measured.
 
     Raises:
         SystemExit: A rank failed; its error is on the screen.
@@ -37,7 +38,7 @@ def run(part: Part, params: Params, folder: Path) -> Measured:
             stdout=None if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=_environment(part, rank, port),
+            env=_environment(part, rank, port) | {VARIABLE: device},
         )
         for rank in range(part.ranks)
     ]

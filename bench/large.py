@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
-from bench import conditions, rivals
+from bench import conditions, device, rivals
 from bench.conditions import timed
 from bench.limits import NAMES, SHAPES, Limit
 from bench.part import (
@@ -41,7 +40,7 @@ class Large:
     """One rank's contenders and what they save and fill."""
 
     def __init__(self, root: Path, total_mib: int) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = device.mesh()
         self.saved = sharded_state(mesh, total_mib * MIB, fill=True)
         self.target = sharded_state(mesh, total_mib * MIB, fill=False)
         self.root, self.limit = root, Limit()
@@ -186,4 +185,5 @@ PART = Part(
     quick={"mib": 512, "rounds": 3, "thorough_every": 2},
     measure=measure,
     keys=keys,
+    devices=device.KINDS,
 )

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from bench import conditions
+from bench import conditions, device
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from bench.state import MIB, sharded_state
 
@@ -33,13 +32,12 @@ class Sheets(nn.Module):
 
     def __init__(self, total_bytes: int) -> None:
         super().__init__()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state = sharded_state(mesh, total_bytes, fill=True)
+        state = sharded_state(device.mesh(), total_bytes, fill=True)
         self.sheets = nn.ParameterList(nn.Parameter(tensor) for tensor in state.values())
 
     def backward(self, products: int) -> None:
         """Compute with this rank's share of every parameter, and leave a gradient for each."""
-        left = torch.rand(64, 2048)
+        left = torch.rand(64, 2048, device=device.kind())
         each = max(products // len(self.sheets), 1)
         for parameter in self.sheets:
             share = conditions.local(parameter.detach())
@@ -49,6 +47,7 @@ class Sheets(nn.Module):
                 parameter.grad = DTensor.from_local(
                     torch.full_like(share, 1e-3), parameter.device_mesh, parameter.placements, run_check=False
                 )
+        device.settle()
 
 
 class FencedStep:
@@ -135,4 +134,5 @@ PART = Part(
     quick={"mib_per_rank": 256, "rounds": 3},
     measure=measure,
     keys=keys,
+    devices=device.KINDS,
 )

@@ -67,6 +67,9 @@ class Part:
     keys: Callable[[Sequence[Round], Params], dict[str, Spread]]
     """What the rounds say."""
 
+    devices: tuple[str, ...] = ("cpu",)
+    """Where its states may lie."""
+
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Return median, lowest and highest."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench import job
+from bench import device, job
 from bench.parts import PARTS
 
 
@@ -21,10 +21,12 @@ def main() -> None:
     name, folder, params = sys.argv[1:]
     warnings.filterwarnings("ignore", module="torch")
     torch.set_num_threads(1)
+    device.choose()
     is_job = int(os.environ["WORLD_SIZE"]) > 1
     if is_job:
         dist.init_process_group("gloo")
     measured = PARTS[name].measure(Path(folder) / "work", json.loads(params))
+    measured.notes.extend(device.notes())
     if not is_job or dist.get_rank() == 0:
         (Path(folder) / job.RESULT).write_text(json.dumps(dataclasses.asdict(measured)))
     if is_job:

@@ -19,6 +19,11 @@ LATEST = RESULTS / "latest.json"
 Latest = dict[str, object]
 
 
+def path_of(device: str) -> Path:
+    """Return where results are kept of states that lie there; those of host memory are what the pages show."""
+    return LATEST if device == "cpu" else RESULTS / device / LATEST.name
+
+
 def read(path: Path = LATEST) -> Latest:
     """Return what was measured before; nothing where there is nothing of this layout."""
     if not path.exists():
@@ -70,7 +75,7 @@ def write(latest: Latest, path: Path = LATEST) -> None:
     """Write the results, keys in the order of the goals."""
     known = [name for goal in GOALS for name in names_of(goal.key)]
     ordered = {name: latest[name] for name in known if name in latest} | latest
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(ordered, indent=1) + "\n")
 
 

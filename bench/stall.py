@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
-from bench import conditions
+from bench import conditions, device
 from bench.conditions import timed
 from bench.part import Measured, Params, Part, Round, Spread, contenders, in_turn, share_of, times_as_fast
 from bench.rivals import DcpAsync
@@ -28,10 +27,13 @@ class Stall:
     """One rank's contenders, their memory warm once each has saved."""
 
     def __init__(self, root: Path, mib: int) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.saved: State = sharded_state(mesh, mib * dist.get_world_size() * MIB, fill=True)
+        self.saved: State = sharded_state(device.mesh(), mib * dist.get_world_size() * MIB, fill=True)
         self.notes: list[str] = []
-        self._copies = {name: torch.zeros_like(conditions.local(tensor)) for name, tensor in self.saved.items()}
+        # A copy off a GPU is as fast as it can be into pinned memory.
+        pinned = device.kind() == "cuda"
+        self._copies = {
+            name: torch.zeros(conditions.local(tensor).shape, pin_memory=pinned) for name, tensor in self.saved.items()
+        }
         self._root = root
         self._manager = holdfast.CheckpointManager(root / "ours")
         self.contenders: list[tuple[str, Begin]] = [("memcpy", self._copy), ("stall_copy", self._save)]
@@ -47,7 +49,8 @@ class Stall:
 
     def _copy(self, number: int) -> None:
         for name, tensor in self.saved.items():
-            self._copies[name].copy_(conditions.local(tensor))
+            self._copies[name].copy_(conditions.local(tensor), non_blocking=True)
+        device.settle()
 
     def _save(self, number: int) -> Future[object]:
         return self._manager.save(number, self.saved).committed  # type: ignore[return-value]
@@ -111,4 +114,5 @@ PART = Part(
     quick={"mib_per_rank": 256, "rounds": 3},
     measure=measure,
     keys=keys,
+    devices=device.KINDS,
 )

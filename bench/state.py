@@ -18,6 +18,7 @@ def sharded_state(mesh: DeviceMesh, total_bytes: int, fill: bool) -> dict[str, t
     state: dict[str, torch.Tensor] = {}
     for number in range(max(total_bytes // (16 * MIB), 1)):
         own = torch.rand(share, generator=generator) if fill else torch.zeros(share).fill_(0.0)
+        own = own.to(mesh.device_type)
         state[f"layers.{number}.weight"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
     return state
 

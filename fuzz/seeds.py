@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import io
+import pathlib
+import pickle  # noqa: TID251 - what it writes is fuzzed, and read without it
 import struct
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from zipfile import ZipFile
+
+import numpy as np
+import torch
 
 from holdfast.repository import values
 from holdfast.repository.index import Index
@@ -35,6 +45,21 @@ _VALUES = (
 )  # fmt: skip
 
 
+_PICKLED = (
+    {"a": [1, 2.5, (None, True)], 3: {1, 2}, "b": b"bytes", "c": bytearray(b"x"), "long": 1 << 70},
+    [OrderedDict(a=1), Counter("ab"), defaultdict(list, a=[1]), frozenset("a"), 1 + 2j, Namespace(lr=0.1)],
+    [np.arange(3.0), np.float32(1.5), datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC), pathlib.PurePosixPath("a/b")],
+)
+
+
+def _torch_file(protocol: int) -> bytes:
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"w": weight, "t": weight.t(), "p": torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), "step": 3}
+    held = io.BytesIO()
+    torch.save({"model": state, "by_number": {0: torch.ones(2, dtype=torch.uint16)}}, held, pickle_protocol=protocol)  # noqa: TID251 - what is fuzzed is read without it
+    return held.getvalue()
+
+
 def seeds_of(target: str) -> list[bytes]:
     """Return what a target begins with."""
     if target == "manifest":
@@ -57,6 +82,14 @@ def seeds_of(target: str) -> list[bytes]:
         return [each.encode() for each in (*names, "step-000000001000", "../a", "a/./b")]
     if target == "shown":
         return [b"plain", "\x1b[31m\u202e\x9b".encode(), b"s\xed\xa0\x80"]
+    if target == "safetensors-file":
+        return [path.read_bytes() for path in sorted(GOLDEN.rglob("*.safetensors"))]
+    if target == "foreign-pickle":
+        return [pickle.dumps(each, protocol) for each in _PICKLED for protocol in range(6)]
+    if target == "torch-file":
+        return [_torch_file(protocol) for protocol in (2, 4)]
+    if target == "torch-pickle":
+        return [ZipFile(io.BytesIO(_torch_file(protocol))).read("archive/data.pkl") for protocol in (2, 4)]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]
 
 
@@ -73,7 +106,7 @@ def words_of(target: str) -> list[str]:
     """Return words that a target's texts are made of."""
     if target in ("manifest", "value", "framework-value"):
         return [*_CONTAINER_OF_TAG, *_LEAF_OF_TAG, "torch.tensor", "torch.dtype", "torch.size", "torch.device", "dtype"]
-    if target.startswith("pack"):
+    if target.startswith(("pack", "safetensors")):
         return ["dtype", "shape", "data_offsets", "__metadata__", "BF16", "F32"]
     return []
 

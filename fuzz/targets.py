@@ -5,8 +5,10 @@ Digests are made to fit inside the targets, so that what lies behind them is rea
 
 from __future__ import annotations
 
+import io
 import math
 import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -15,10 +17,15 @@ import numpy as np
 from holdfast.cli.screen import printable
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.formats.pickled import unpickled
+from holdfast.formats.safetensors import SafetensorsFormat
+from holdfast.formats.torchsave import TorchSaveFormat
+from holdfast.formats.values_in import plain
 from holdfast.frameworks.torch.containers import put_together
 from holdfast.manager.soundness import uncovered_names
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.repository import values
+from holdfast.repository.adopted import adopted
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.index import Index
@@ -32,7 +39,9 @@ from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.region import region_boxes
+from holdfast.spec.values import TensorRef
 from holdfast.stores.keys import split_key
+from holdfast.stores.memory import MemoryStore
 
 OVERVIEW_FILES = 5
 """Index files of the overviews that are fuzzed."""
@@ -310,6 +319,63 @@ def _prove(found: Index) -> None:
             assert placed == math.prod(tensor.global_shape), tensor
 
 
+def safetensors_file(data: bytes) -> None:
+    """A safetensors file of another system, listed: pieces of one file share no byte, and lie in it."""
+    store = MemoryStore("fuzz-safetensors-file")
+    store.put("model.safetensors", data)
+    try:
+        found = SafetensorsFormat().listing(store, "model.safetensors")
+        adopted(found, "here")
+    except CheckpointError as error:
+        assert str(error).startswith(("here", store.url))
+        return
+    held = 0
+    for fqn, (piece,) in found.pieces.items():
+        held += (nbytes := piece.region.numel * found.tensors[fqn].itemsize)
+        assert 8 <= piece.offset <= piece.offset + nbytes <= len(data)
+    assert held <= len(data)
+
+
+def foreign_pickle(data: bytes) -> None:
+    """A pickle of another system, and what a checkpoint would keep of it."""
+    try:
+        found = unpickled(data, "here")
+    except CheckpointError as error:
+        assert str(error).startswith("here")
+        return
+    kept = plain(found, "value", lambda fqn, tensor: TensorRef(fqn), [])
+    try:
+        assert values.encode(kept, "value") is not kept or values.plain(kept)
+    except InvalidError:
+        return  # Within the closed set, and larger or deeper than is kept.
+
+
+def torch_file(data: bytes) -> None:
+    """A file of torch.save, listed: every piece lies in it."""
+    store = MemoryStore("fuzz-torch-file")
+    store.put("state.pt", data)
+    try:
+        found = TorchSaveFormat().listing(store, "state.pt")
+    except CheckpointError as error:
+        assert "state.pt" in str(error)
+        return
+    for fqn, pieces in found.pieces.items():
+        itemsize = found.tensors[fqn].itemsize
+        for piece in pieces:
+            assert 0 <= piece.offset <= piece.offset + piece.region.numel * itemsize <= len(data)
+    adopted(found, "here")
+
+
+def torch_pickle(data: bytes) -> None:
+    """The pickle in a file of torch.save, with memory for the tensors it speaks of."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as made:
+        made.writestr("archive/data.pkl", data)
+        for number in range(4):
+            made.writestr(f"archive/data/{number}", bytes(24))
+    torch_file(held.getvalue())
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "manifest": manifest,
     "index": index,
@@ -324,5 +390,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "column": column,
     "name": name,
     "shown": _shown,
+    "safetensors-file": safetensors_file,
+    "foreign-pickle": foreign_pickle,
+    "torch-file": torch_file,
+    "torch-pickle": torch_pickle,
 }
 """Every target by name."""

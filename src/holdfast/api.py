@@ -12,9 +12,10 @@ from holdfast import wiring
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.differences import differences
+from holdfast.manager.export import ExportReport, ExportRequest, carry_out_export
 from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.importing import ImportReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
-from holdfast.manager.run import Run
 from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
 from holdfast.manager.value_differences import value_document
@@ -23,6 +24,7 @@ from holdfast.ports.observer import Observer
 from holdfast.settings import Settings
 from holdfast.spec.damage import Damage
 from holdfast.spec.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+from holdfast.spec.export import SHARD_BYTES, ExportOptions
 from holdfast.spec.forecast import Forecast
 from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.sharded import Sharded
@@ -37,6 +39,8 @@ __all__ = [
     "Sharded",
     "CheckpointManager",
     "Damage",
+    "ExportReport",
+    "ImportReport",
     "LoadReport",
     "NameOnly",
     "RunRecord",
@@ -48,7 +52,9 @@ __all__ = [
     "ValueDiff",
     "Verdict",
     "async_save",
+    "export",
     "diff",
+    "import_checkpoint",
     "list_steps",
     "load",
     "open_checkpoint",
@@ -185,6 +191,90 @@ def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SE
     return wiring.checkpoint_at(path, settings)
 
 
+def import_checkpoint(
+    src: wiring.Path,
+    root: wiring.Path,
+    *,
+    step: int | None = None,
+    copy: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+    observer: Observer | None = None,
+) -> ImportReport:
+    """Make a checkpoint of another system a step of a run; needs no torch, and this process alone calls.
+
+    Its bytes stay where they are: the step names each file, its size and the digest of every chunk, for which all of it
+    is read once. Whoever loads it must allow the folder of the files, `Settings(reference_roots=(…,))`, and a file that
+    changed since is `CorruptError`. With `copy` they are copied into packs of the run, and the source may go; a
+    checkpoint of Holdfast's can be imported so, too.
+
+    Args:
+        src: The checkpoint: a folder or file of any format that Holdfast reads.
+        root: The folder of the run; it becomes one if it is none.
+        step: Which step it becomes; None for the one that the checkpoint tells.
+        copy: Whether to copy its bytes.
+        settings: Bytes of a chunk, and reads in flight.
+        observer: Told of progress.
+    Raises:
+        ConflictError: The step exists; it was not touched.
+        InvalidError: It tells no step, or cannot be imported so.
+        MissingError: There is no checkpoint.
+        CorruptError: The checkpoint is damaged; nothing was committed.
+        UnavailableError: Storage failed, or the outcome is unknown.
+    """
+    return wiring.imported(src, root, step, copy, settings, observer)
+
+
+EXPORT_DTYPES = ("float32", "float16", "bfloat16")
+"""What the floating tensors of a model can be cast to on their way out."""
+
+
+def export(
+    src: wiring.Path,
+    dst: wiring.Path,
+    *,
+    to: str,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: str | None = None,
+    model_only: bool = True,
+    memory_bytes: int = 1 << 30,
+    workers: int = 1,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> ExportReport:
+    """Write a checkpoint, Holdfast's or one it reads in place, as another system's files. Needs no torch.
+
+    The files appear at `dst` all at once, when they are whole and durable. Until then they lie in a hidden folder
+    beside it; the same call made again goes on there, however the first one ended.
+
+    Args:
+        src: The checkpoint.
+        dst: What is to be made; nothing may be there.
+        to: The format, e.g. `safetensors`; docs/formats.md lists them.
+        shard_bytes: Bytes of tensors in one file, at most, where the format has several.
+        dtype: What the floating tensors of the model are cast to: float32, float16 or bfloat16; None: nothing.
+        model_only: Whether to leave out what is not the model.
+        memory_bytes: Memory for bytes on their way, of all workers together.
+        workers: Processes that do it beside each other.
+        observer: Told of progress.
+        settings: How to read.
+    Raises:
+        InvalidError: The call is wrong, or the format cannot hold what the checkpoint does.
+        ConflictError: Something is at `dst`, or another process is exporting to it; it was not touched.
+        UnavailableError: There is no room, or storage failed.
+        CorruptError: Stored bytes are not what was saved.
+    """
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
+    for name, value in (("shard_bytes", shard_bytes), ("memory_bytes", memory_bytes), ("workers", workers)):
+        if type(value) is not int or value < 1:
+            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
+    options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
+    request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
+    made, destination = wiring.export_of(src, dst, to, options, settings)
+    crew = wiring.export_crew(src, dst, to, options, settings) if workers > 1 else None
+    return carry_out_export(made, destination, request, wiring.clock(), crew, observer)
+
+
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
     """Return every step under the root of a run: committed, damaged and unfinished. Read-only, needs no torch.
 
@@ -253,9 +343,7 @@ class CheckpointManager:
         Raises:
             InvalidError: The root is one checkpoint, or no path.
         """
-        store = wiring.store_at(root, settings)
-        job = wiring.new_job(process_group, settings)
-        self._run = Run(store, job, wiring.framework_of(job.comm))
+        self._run = wiring.run_at(root, process_group, settings)
 
     def save(
         self,

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import subprocess
+import sys
 import weakref
+from dataclasses import asdict
+from typing import Any
 
 from holdfast.errors import InvalidError
+from holdfast.formats.dcp.format import DcpFormat
 from holdfast.formats.deepspeed.format import DeepSpeedFormat
+from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
 from holdfast.formats.safetensors import SafetensorsFormat
+from holdfast.formats.safetensors_writer import SafetensorsWriter
+from holdfast.formats.torchsave import TorchSaveFormat
+from holdfast.frameworks.alone import AloneComm
 from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.export import Crew, Export
+from holdfast.manager.export_crew import answer, have_carried_out
+from holdfast.manager.importing import ImportReport, import_step
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place
+from holdfast.manager.run import Run
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.comm import Comm
-from holdfast.ports.format import Format
+from holdfast.ports.format import Format, Writer
 from holdfast.ports.framework import Framework
+from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
+from holdfast.spec.export import ExportOptions
 from holdfast.spec.listing import Listing
+from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.references import References
 
 Path = str | os.PathLike[str]
 ProcessGroup = object
@@ -56,7 +75,13 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (DeepSpeedFormat(), SafetensorsFormat())
+FORMATS: tuple[Format, ...] = (
+    DcpFormat(),
+    DeepSpeedFormat(),
+    SafetensorsFormat(),
+    HuggingFaceBinFormat(),
+    TorchSaveFormat(),
+)
 """Other systems' checkpoints that are read in place; the first that knows one lists it."""
 
 
@@ -72,6 +97,10 @@ class _Foreign:
         known = next((each for each in FORMATS if each.recognises(self.files, self.name)), None)
         return None if known is None else known.listing(self.files, self.name)
 
+    def stamp(self, key: str) -> str:
+        """Return what is another text once a file was written again."""
+        return self.files.stamp(key)
+
 
 def place_at(path: object, settings: Settings) -> Place:
     """Return the place of one checkpoint to be read: of Holdfast's, or of another system's.
@@ -80,9 +109,88 @@ def place_at(path: object, settings: Settings) -> Place:
         InvalidError: It is no path, or of a scheme not supported.
     """
     store = store_at(path, settings)
+    foreign = _Foreign(store.url.removeprefix("file://")) if isinstance(store, LocalStore) else None
+    return Place(store, "", None, foreign, References(settings.reference_roots))
+
+
+def run_at(root: object, process_group: ProcessGroup, settings: Settings) -> Run:
+    """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
+    store = store_at(root, settings)
+    job = new_job(process_group, settings)
+    return Run(store, job, framework_of(job.comm), References(settings.reference_roots))
+
+
+WRITERS: tuple[Writer, ...] = (SafetensorsWriter(),)
+"""Other systems' layouts that are written."""
+
+
+def export_of(
+    source: object, destination: object, to: object, options: ExportOptions, settings: Settings
+) -> tuple[Export, LocalDestination]:
+    """Return an export, laid out, and the destination it is on its way to.
+
+    Raises:
+        InvalidError: There is no such format, or it cannot hold what the checkpoint does, or a path is none.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    writer = next((each for each in WRITERS if each.name == to), None)
+    if writer is None:
+        raise InvalidError(f"to={to!r}; expected one of {', '.join(each.name for each in WRITERS)}")
+    store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
-        return Place(store, "", None)
-    return Place(store, "", None, _Foreign(store.url.removeprefix("file://")))
+        raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")
+    there = LocalDestination(store.url.removeprefix("file://"), file_mode=settings.file_mode)
+    checkpoint = checkpoint_at(source, settings)
+    there.require_outside(checkpoint.url)
+    return Export(checkpoint, there, writer, options, clock()), there
+
+
+def export_crew(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> Crew:
+    """Return who carries out the shares of an export in processes of their own; arguments as `export_of`.
+
+    Raises:
+        InvalidError: Another process could not see the source.
+    """
+    if isinstance(store_at(source, settings), MemoryStore):
+        raise InvalidError(f"{source}: lies in the memory of this process; expected workers=1")
+    request: dict[str, object] = {
+        "source": os.path.abspath(str(source).removeprefix("file://")),
+        "destination": os.path.abspath(str(destination).removeprefix("file://")),
+        "to": to,
+        "options": asdict(options),
+        "settings": asdict(settings),
+    }
+    return lambda shares, told: have_carried_out(_started_worker, request, shares, told)
+
+
+_WORKER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from holdfast.wiring import export_worker; sys.exit(export_worker())"
+)
+
+
+def _started_worker() -> subprocess.Popen[str]:
+    """Start a process that runs `export_worker`; not interrupted by the terminal, but gone when we are."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _WORKER, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def export_worker() -> int:
+    """Carry out the share of an export that standard input tells of; return an exit status."""
+    logging.getLogger("holdfast").setLevel(logging.ERROR)  # Whoever asked has said what is to be said.
+
+    def told(request: dict[str, Any]) -> Export:
+        chosen = request["settings"]
+        settings = Settings(**{**chosen, "reference_roots": tuple(chosen["reference_roots"])})
+        options = ExportOptions(**request["options"])
+        return export_of(request["source"], request["destination"], request["to"], options, settings)[0]
+
+    return answer(sys.stdin.readline(), told)
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -117,6 +225,18 @@ def framework_of(comm: Comm) -> Framework:
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return a job of its own over a group; a collective of its ranks."""
     return Job(comm_of(process_group), clock(), settings)
+
+
+def imported(
+    source: object, root: object, step: int | None, copied: bool, settings: Settings, observer: Observer | None
+) -> ImportReport:
+    """Make a checkpoint a step of a run, by this process alone."""
+    store = store_at(root, settings)
+    job = Job(AloneComm(), clock(), settings)
+    try:
+        return import_step(checkpoint_at(source, settings), store, job, step, copied=copied, observer=observer)
+    finally:
+        job.close()
 
 
 _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import new_slab
+from holdfast.errors import UnavailableError
 from holdfast.ports.clock import Clock
+from holdfast.ports.framework import Pin, Unpin
+
+logger = logging.getLogger(__name__)
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -36,6 +42,22 @@ class Arena:
         self._changed = threading.Condition(threading.RLock())
         self._free: list[memoryview] = []
         self._made = 0
+        self._blocks: list[memoryview] = []
+        self._pin: Pin | None = None
+        self._cannot_pin = False
+        self._process = os.getpid()
+        self._pinned: list[tuple[memoryview, Unpin]] = []
+        # Memory that is freed while it is pinned would still be written to by the device, where it was: what unpins
+        # holds it.
+        weakref.finalize(self, _unpin, self._pinned, self._process).atexit = False
+
+    def pin(self, pin: Pin) -> None:
+        """Have the memory pinned by the first who can, what is there already and what comes."""
+        with self._changed:
+            if self._pin is None:
+                self._pin = pin
+                for block in self._blocks:
+                    self._pin_block(block)
 
     def holds(self, count: int) -> bool:
         """Return whether so many slabs fit the budget, those in use included, and it is of any use at all."""
@@ -77,6 +99,9 @@ class Arena:
         with self._changed:
             self._made -= len(self._free)
             self._free.clear()
+            if not self._made:
+                _unpin(self._pinned, self._process)
+                self._blocks.clear()
 
     def _budget(self) -> int:
         with self._changed:
@@ -89,11 +114,30 @@ class Arena:
         if count <= 0:
             return False
         block = new_slab(count * self.slab_bytes)
+        self._blocks.append(block)
+        self._pin_block(block)
         self._made += count
         # The first one taken is the first of the block.
         cuts = range((count - 1) * self.slab_bytes, -1, -self.slab_bytes)
         self._free += [block[at : at + self.slab_bytes] for at in cuts]
         return True
+
+    def _pin_block(self, block: memoryview) -> None:
+        if self._pin is None or self._cannot_pin:
+            return
+        try:
+            self._pinned.append((block, self._pin(block)))
+        except UnavailableError as error:
+            self._cannot_pin = True
+            logger.warning("memory for copies of what is saved is not pinned, so copies take longer: %s", error)
+
+
+def _unpin(pinned: list[tuple[memoryview, Unpin]], process: int) -> None:
+    """Unpin memory, and let go of it; in a forked child the pins are the parent's."""
+    while pinned:
+        _, unpin = pinned.pop()
+        if os.getpid() == process:
+            unpin()
 
 
 def free_memory_bytes() -> int:

@@ -18,7 +18,9 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
 
-def carry_out(plan: LoadPlan, packs: Packs, targets: Sequence[Target], settings: Settings) -> None:
+def carry_out(
+    plan: LoadPlan, packs: Packs, targets: Sequence[Target], settings: Settings, slabs: Slabs | None = None
+) -> None:
     """Read, check and place everything a plan lists.
 
     Args:
@@ -26,6 +28,8 @@ def carry_out(plan: LoadPlan, packs: Packs, targets: Sequence[Target], settings:
         packs: Where from.
         targets: Where to, by wanted number.
         settings: Windows in flight, and from which size on chunks are read straight into targets.
+        slabs: What to read through, for who carries out one plan after the other: one for each read in flight, each as
+            long as the longest read and two pages. None: new ones.
     Raises:
         CorruptError: A chunk is not what was saved; the message names tensor, pack and byte range. Targets may hold
             bytes that failed their check.
@@ -33,12 +37,12 @@ def carry_out(plan: LoadPlan, packs: Packs, targets: Sequence[Target], settings:
     """
     if not plan.runs:
         return
-    longest = max(run.stop - run.start for run in plan.runs)
     count = min(settings.windows_in_flight, len(plan.runs))
-    slabs = Slabs(count, longest + 2 * PAGE_BYTES)
+    if slabs is None:
+        slabs = Slabs(count, max(run.stop - run.start for run in plan.runs) + 2 * PAGE_BYTES)
     copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
-    def read(run: ReadRun) -> None:
+    def read(run: ReadRun, slabs: Slabs = slabs) -> None:
         with slabs.lent() as slab:
             _Reading(run, packs(run.pack), targets, settings.in_place_bytes_min, copying).carry_out(slab)
 

@@ -8,16 +8,17 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from holdfast.engine.arena import Arena
-from holdfast.engine.stream import stream
-from holdfast.ports.framework import Source
+from holdfast.engine.stream import fill
+from holdfast.ports.framework import Source, Ticket
 from holdfast.spec.plan import PlannedPack
 
 
 class Staging:
     """Windows in file order, filled from the state and taken by whoever writes them.
 
-    One thread copies, as far ahead of the writer as the arena has slabs. Whoever gives up ends both sides: nothing
-    more is copied, and every slab goes back.
+    One thread copies, as far ahead of the writer as the arena has slabs. Copies that a device makes are only queued
+    by it, and their windows passed on at once; whoever takes a window waits until it is whole. Whoever gives up ends
+    both sides: nothing more is copied, and every slab goes back, though none into which a copy is under way.
     """
 
     def __init__(self, arena: Arena, bytes_max: int | None = None) -> None:
@@ -30,32 +31,34 @@ class Staging:
         self._arena, self._bytes_max = arena, bytes_max
         # Reentrant: a signal handler may save, and give up, while this thread is in here.
         self._lock = threading.RLock()
-        self._filled: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[_Window | None] = queue.SimpleQueue()
+        self._under_way: list[_Window] = []
         self._failure: BaseException | None = None
         self._over = threading.Event()
 
-    def copy(self, packs: Sequence[PlannedPack], sources: Sequence[Source], chunk_bytes: int) -> None:
+    def copy(self, packs: Sequence[PlannedPack], sources: Sequence[Source]) -> None:
         """Copy packs, each from the start of a window on; never raises, the writer hears of it.
 
         Args:
             packs: What to copy, in the order in which it will be written.
             sources: Bytes by shard number.
-            chunk_bytes: As for writing.
         """
         try:
             for pack in packs:
                 windows = _Filled(self._empty, self._put, self._arena.slab_bytes)
                 try:
-                    stream(pack.header, pack.plan, windows, chunk_bytes, sources, digesting=False)
+                    fill(pack.header, pack.plan, windows, sources)
                 finally:
                     windows.close()
-        except _GivenUp:
-            pass  # The thread that writes knows why.
+            self._await_copies()
         except BaseException as error:  # noqa: BLE001 - the thread that writes raises it
+            # What is being read must not be let go before.
+            self._await_copies()
             # Frames that are done with hold the state for as long as somebody holds the error; this one goes on.
             traceback.clear_frames(error.__traceback__)
             sources = ()
-            self.give_up(error)
+            if not isinstance(error, _GivenUp):  # Then the thread that writes knows why.
+                self.give_up(error)
         finally:
             self.end()
 
@@ -65,12 +68,17 @@ class Staging:
         Raises:
             BaseException: What copying failed with.
         """
-        slab = self._filled.get()
-        if slab is None:
+        window = self._filled.get()
+        if window is None:
             self._filled.put(None)
             self.raise_failure()
-        assert slab is not None, "an end without a failure is never queued"
-        return slab
+        assert window is not None, "an end without a failure is never queued"
+        try:
+            window.wait()
+        except BaseException:
+            self._arena.give(window.slab)
+            raise
+        return window.slab
 
     def give(self, slab: memoryview) -> None:
         """Give a window back that is written."""
@@ -83,11 +91,11 @@ class Staging:
                 self._failure = error
             while True:
                 try:
-                    slab = self._filled.get_nowait()
+                    window = self._filled.get_nowait()
                 except queue.Empty:
                     break
-                if slab is not None:
-                    self._arena.give(slab)
+                if window is not None:
+                    self._give_back(window)
             self._filled.put(None)
         self._arena.wake()
 
@@ -110,31 +118,65 @@ class Staging:
             raise _GivenUp
         return slab
 
-    def _put(self, slab: memoryview) -> None:
+    def _put(self, window: _Window) -> None:
+        if window.tickets:
+            self._under_way.append(window)
         with self._lock:
             if self._failure is None:
-                self._filled.put(slab)
+                self._filled.put(window)
                 return
-        self._arena.give(slab)
+        self._give_back(window)
         raise _GivenUp
+
+    def _give_back(self, window: _Window) -> None:
+        """Give back a window that nobody will write, once nothing is copied into it any more."""
+        try:
+            window.wait()
+        except Exception:  # noqa: BLE001 - the device has failed, and copies no more; why it was given up stands
+            pass
+        self._arena.give(window.slab)
+
+    def _await_copies(self) -> None:
+        """Wait until every copy that was queued is complete."""
+        for window in self._under_way:
+            try:
+                window.wait()
+            except Exception as error:  # noqa: BLE001 - the thread that writes raises it
+                self.give_up(error)
+        self._under_way.clear()
 
 
 class _GivenUp(Exception):
     """The other side has given up."""
 
 
-class _Filled:
-    """The windows of one pack, each passed on as soon as it is full."""
+class _Window:
+    """A slab, and the copies into it that may be under way."""
 
-    def __init__(self, take: Callable[[], memoryview], put: Callable[[memoryview], None], slab_bytes: int) -> None:
+    def __init__(self, slab: memoryview) -> None:
+        self.slab = slab
+        self.tickets: list[Ticket] = []
+
+    def wait(self) -> None:
+        """Wait until it is whole; any thread, any number of times."""
+        for ticket in self.tickets:
+            ticket.wait()
+        self.tickets = []
+
+
+class _Filled:
+    """The windows of one pack, each passed on as soon as all of it is copied or on its way."""
+
+    def __init__(self, take: Callable[[], memoryview], put: Callable[[_Window], None], slab_bytes: int) -> None:
         self._take, self._put, self._slab_bytes = take, put, slab_bytes
-        self._slab: memoryview | None = None
+        self._window: _Window | None = None
         self._filled = 0
 
     def room(self) -> memoryview:
-        if self._slab is None:
-            self._slab, self._filled = self._take(), 0
-        return self._slab[self._filled :]
+        return self._current().slab[self._filled :]
+
+    def await_copy(self, ticket: Ticket) -> None:
+        self._current().tickets.append(ticket)
 
     def advance(self, count: int) -> None:
         self._filled += count
@@ -143,6 +185,11 @@ class _Filled:
 
     def close(self) -> None:
         """Pass on what is begun."""
-        slab, self._slab = self._slab, None
-        if slab is not None:
-            self._put(slab)
+        window, self._window = self._window, None
+        if window is not None:
+            self._put(window)
+
+    def _current(self) -> _Window:
+        if self._window is None:
+            self._window, self._filled = _Window(self._take()), 0
+        return self._window

@@ -1,4 +1,4 @@
-"""One pass through a pack in file order: windows are filled, and hashed in the same pass or in a later one."""
+"""One pass through a pack in file order: windows are filled, or hashed, or both in one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
-from holdfast.ports.framework import Source
+from holdfast.ports.framework import Source, Ticket
 from holdfast.repository.digest import digest_of, new_digest
 from holdfast.spec.chunking import chunk_count, chunk_range
 from holdfast.spec.plan import PackItem, PackPlan
@@ -24,24 +24,58 @@ class Windows(Protocol):
         ...
 
 
+class FilledWindows(Windows, Protocol):
+    """Windows into which copies may still be under way when they are passed on."""
+
+    def await_copy(self, ticket: Ticket) -> None:
+        """Note that the current window is not whole before a copy is complete."""
+        ...
+
+
+def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequence[Source]) -> None:
+    """Copy a pack into windows in file order; nobody waits here for a copy that a device makes.
+
+    Args:
+        header, pack: The pack.
+        windows: Where its bytes go.
+        sources: Bytes by shard number.
+    """
+    at = 0
+    while at < len(header):
+        room = windows.room()[: len(header) - at]
+        room[:] = header[at : at + len(room)]
+        windows.advance(len(room))
+        at += len(room)
+    number = 0
+    while number < len(pack.items):
+        item = pack.items[number]
+        if tiny := _tiny_from(pack.items, number, windows, _TINY_BYTES_MAX):
+            room = _room_for(tiny, windows)
+            windows.await_copy(_copied_together(tiny, room, sources))
+            windows.advance(len(room))
+            number += len(tiny)
+            continue
+        at = 0
+        while at < item.bytes:
+            # Windows begin on whole pages, so that no element is cut in two.
+            room = windows.room()[: item.bytes - at]
+            windows.await_copy(sources[item.shard_number].copy_into(item.region, at, at + len(room), room))
+            windows.advance(len(room))
+            at += len(room)
+        number += 1
+
+
 def stream(
-    header: bytes,
-    pack: PackPlan,
-    windows: Windows,
-    chunk_bytes: int,
-    sources: Sequence[Source] | None,
-    *,
-    digesting: bool,
+    header: bytes, pack: PackPlan, windows: Windows, chunk_bytes: int, sources: Sequence[Source] | None
 ) -> tuple[bytes, ...]:
-    """Go through a pack in file order once; return the chunk digests of each item if they are asked for.
+    """Go through a pack in file order once, hashing it; return the chunk digests of each item.
 
     Args:
         header, pack: The pack.
         windows: Where its bytes go, or where they are.
-        chunk_bytes: What one digest is of.
+        chunk_bytes: What one digest is of. Each chunk is hashed as soon as it is copied and still in the processor's
+            cache. The digest is always of the copy, never of memory that training may change.
         sources: What fills the windows; None if they are filled already.
-        digesting: Whether chunks are hashed, each as soon as it is copied and still in the processor's cache. The
-            digest is always of the copy, never of memory that training may change.
     """
     at = 0
     while at < len(header):
@@ -56,14 +90,12 @@ def stream(
     number = 0
     while number < len(pack.items):
         item = pack.items[number]
-        tiny: Sequence[PackItem] = ()
-        if 0 < item.bytes <= tiny_bytes_max:
-            tiny = _tiny_from(pack.items, number, len(windows.room()), tiny_bytes_max)
+        tiny = _tiny_from(pack.items, number, windows, tiny_bytes_max)
         if tiny:
-            found += _together(tiny, windows, sources, digesting=digesting)
+            found += _together(tiny, windows, sources)
         else:
             source = None if sources is None else sources[item.shard_number]
-            found.append(_chunk_by_chunk(item, windows, chunk_bytes, source, digesting=digesting))
+            found.append(_chunk_by_chunk(item, windows, chunk_bytes, source))
         number += len(tiny) or 1
     return tuple(found)
 
@@ -73,9 +105,11 @@ _TOGETHER_MAX = 1024
 """Pieces copied at once: their bytes are hashed before they leave the processor's cache."""
 
 
-def _tiny_from(items: Sequence[PackItem], first: int, room_bytes: int, tiny_bytes_max: int) -> Sequence[PackItem]:
+def _tiny_from(items: Sequence[PackItem], first: int, windows: Windows, tiny_bytes_max: int) -> Sequence[PackItem]:
     """Return the tiny pieces, neighbours from `first` on, that the rest of a window holds."""
-    last_offset = items[first].data_offset + room_bytes
+    if not 0 < items[first].bytes <= tiny_bytes_max:
+        return ()
+    last_offset = items[first].data_offset + len(windows.room())
     stop = first
     for item in islice(items, first, first + _TOGETHER_MAX):
         if not 0 < item.bytes <= tiny_bytes_max or item.data_offset + item.bytes > last_offset:
@@ -84,25 +118,27 @@ def _tiny_from(items: Sequence[PackItem], first: int, room_bytes: int, tiny_byte
     return items[first:stop]
 
 
-def _together(
-    items: Sequence[PackItem], windows: Windows, sources: Sequence[Source] | None, *, digesting: bool
-) -> list[bytes]:
+def _room_for(items: Sequence[PackItem], windows: Windows) -> memoryview:
+    """Return what of the current window neighbouring pieces fill."""
+    return windows.room()[: items[-1].data_offset + items[-1].bytes - items[0].data_offset]
+
+
+def _copied_together(items: Sequence[PackItem], room: memoryview, sources: Sequence[Source]) -> Ticket:
+    own = [sources[item.shard_number] for item in items]
+    return own[0].copy_together(own, [item.region for item in items], room)
+
+
+def _together(items: Sequence[PackItem], windows: Windows, sources: Sequence[Source] | None) -> list[bytes]:
     """Copy and hash neighbouring pieces of one chunk each, in one go; return their digests."""
-    start, stop = items[0].data_offset, items[-1].data_offset + items[-1].bytes
-    room = windows.room()[: stop - start]
+    room, start = _room_for(items, windows), items[0].data_offset
     if sources is not None:
-        own = [sources[item.shard_number] for item in items]
-        own[0].copy_together(own, [item.region for item in items], room).wait()
-    digests = [b""] * len(items)
-    if digesting:
-        digests = [digest_of(room[item.data_offset - start :][: item.bytes]) for item in items]
-    windows.advance(stop - start)
+        _copied_together(items, room, sources).wait()
+    digests = [digest_of(room[item.data_offset - start :][: item.bytes]) for item in items]
+    windows.advance(len(room))
     return digests
 
 
-def _chunk_by_chunk(
-    item: PackItem, windows: Windows, chunk_bytes: int, source: Source | None, *, digesting: bool
-) -> bytes:
+def _chunk_by_chunk(item: PackItem, windows: Windows, chunk_bytes: int, source: Source | None) -> bytes:
     """Copy and hash a piece of any size; return its digests."""
     digests: list[bytes] = []
     for number in range(chunk_count(item.bytes, chunk_bytes)):
@@ -111,8 +147,7 @@ def _chunk_by_chunk(
         if len(chunk) == stop - start:
             if source is not None:
                 source.copy_into(item.region, start, stop, chunk).wait()
-            if digesting:
-                digests.append(digest_of(chunk))
+            digests.append(digest_of(chunk))
             windows.advance(stop - start)
             continue
         # Windows begin on whole pages, so that no element is cut in two.
@@ -121,8 +156,7 @@ def _chunk_by_chunk(
             part = windows.room()[: stop - start]
             if source is not None:
                 source.copy_into(item.region, start, start + len(part), part).wait()
-            if digesting:
-                state.update(part)
+            state.update(part)
             windows.advance(len(part))
             start += len(part)
         digests.append(state.digest())

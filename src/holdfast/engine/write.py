@@ -63,7 +63,7 @@ class PackWriter:
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of what its source holds now."""
         with self._slabs.lent() as slab:
-            return stream(pack.header, pack.plan, _Scratch(slab), self._settings.chunk_bytes, sources, digesting=True)
+            return stream(pack.header, pack.plan, _Scratch(slab), self._settings.chunk_bytes, sources)
 
     def _write(
         self,
@@ -75,7 +75,7 @@ class PackWriter:
         upload = self._store.upload(pack.key, pack.bytes, self._settings.window_bytes)
         try:
             with _Written(upload, take, give, self._settings) as windows:
-                digests = stream(pack.header, pack.plan, windows, self._settings.chunk_bytes, sources, digesting=True)
+                digests = stream(pack.header, pack.plan, windows, self._settings.chunk_bytes, sources)
                 windows.close()
             upload.complete()
         except BaseException:

@@ -6,7 +6,6 @@ It makes plain values, `Instance` for objects of classes we do not have, and cal
 
 from __future__ import annotations
 
-import codecs
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
@@ -18,14 +17,12 @@ from holdfast.formats.allowed import KNOWN_CALLS, resolved
 from holdfast.formats.callables import require_keys
 from holdfast.formats.inert import DTypeRef, Instance, Named, Refusal
 from holdfast.formats.numpy_calls import DTypeInPickle, fill
+from holdfast.formats.pickle_stack import PickleStack
 from holdfast.formats.sharing import DEPTH_MAX, require_walkable
 from holdfast.formats.stored_tensor import StoredTensor
 
 __all__ = ["DEPTH_MAX", "DTypeRef", "Instance", "Named", "Refusal", "unpickled"]
 
-_PROTOCOL_MAX = 5
-_INT_BYTES_MAX = 8192
-_DIGITS_MAX = 4300
 _SAME_HASH_MAX = 64
 """Keys of one dict that may have the same hash: more are chosen to take time."""
 
@@ -62,31 +59,28 @@ def unpickled(
     return value
 
 
-class _Machine:
+class _Machine(PickleStack):
     """One reading of one pickle: its stack, what it has set marks at, and its memo."""
 
     def __init__(
         self, data: bytes, where: str, persistent: Callable[[object], object] | None, also: Collection[str]
     ) -> None:
-        self._data, self._where, self._persistent, self._also = data, where, persistent, also
-        self._at = 0
-        self._stack: list[object] = []
-        self._below: list[list[object]] = []
-        self._memo: dict[int, object] = {}
+        super().__init__(data)
+        self._where, self._persistent, self._also = where, persistent, also
         self._left = _COPIED_BYTES_MIN + _COPIED_BYTES_PER_BYTE * len(data)
         self._hashes: dict[int, tuple[object, dict[int, int]]] = {}
         self.instances: list[Instance] = []
 
     def run(self) -> object:
         """Return the value that the pickle ends with."""
-        data, begun = self._data, 0
+        data, begun = self.data, 0
         try:
             while True:
-                begun = self._at
-                self._at = begun + 1
+                begun = self.at
+                self.at = begun + 1
                 code = data[begun]
                 if code == 0x2E:  # STOP
-                    return self._stack.pop()
+                    return self.stack.pop()
                 operation = _OPERATIONS[code]
                 if operation is None:
                     raise ValueError(f"code {code:#04x}; expected one of a pickle's")
@@ -94,171 +88,27 @@ class _Machine:
         except Refusal as refusal:
             raise InvalidError(f"{self._where}, byte {begun}: {refusal}") from refusal
         except IndexError:
-            problem = "ends too early" if self._at > len(data) else "takes from an empty stack"
+            problem = "ends too early" if self.at >= len(data) else "takes from an empty stack"
             raise CorruptError(f"{self._where}, byte {begun}: the pickle {problem}; expected a whole one") from None
         except (ValueError, TypeError, OverflowError, struct.error) as error:
             raise CorruptError(f"{self._where}, byte {begun}: the pickle is damaged: {error}") from error
-
-    # -- bytes
-
-    def _take(self, count: int) -> bytes:
-        start = self._at
-        self._at = start + count
-        if self._at > len(self._data):
-            raise ValueError(f"{count} bytes are stated, {len(self._data) - start} are left")
-        return self._data[start : self._at]
-
-    def _number(self, width: int) -> int:
-        return int.from_bytes(self._take(width), "little")
-
-    def _line(self) -> bytes:
-        stop = self._data.find(b"\n", self._at)
-        if stop < 0:
-            self._at = len(self._data) + 1
-            raise IndexError
-        line = self._data[self._at : stop]
-        self._at = stop + 1
-        return line
 
     def _spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
             raise Refusal("it copies the same content ever again; expected values in proportion to the file")
 
-    # -- stack
-
-    def push(self, value: object) -> None:
-        self._stack.append(value)
-
-    def mark(self) -> None:
-        self._below.append(self._stack)
-        self._stack = []
-
-    def marked(self) -> list[object]:
-        if not self._below:
-            raise ValueError("it goes back to a mark that it has not set")
-        items = self._stack
-        self._stack = self._below.pop()
-        return items
-
-    def pop(self) -> None:
-        if self._stack:
-            self._stack.pop()
-        else:
-            self.marked()
-
-    def pop_mark(self) -> None:
-        self.marked()
-
-    def dup(self) -> None:
-        self.push(self._stack[-1])
-
-    # -- memo
-
-    def _remember(self, index: int) -> None:
-        if not 0 <= index <= len(self._data):
-            raise ValueError(f"memo index {index}; expected less than the bytes of the pickle")
-        self._memo[index] = self._stack[-1]
-
-    def _recall(self, index: int) -> None:
-        if index not in self._memo:
-            raise ValueError(f"memo index {index}, which it has not set")
-        self.push(self._memo[index])
-
-    def remember(self, width: int) -> None:
-        self._remember(self._number(width))
-
-    def recall(self, width: int) -> None:
-        self._recall(self._number(width))
-
-    def put(self) -> None:
-        self._remember(_decimal(self._line()))
-
-    def get(self) -> None:
-        self._recall(_decimal(self._line()))
-
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    # -- plain values
-
-    def proto(self) -> None:
-        version = self._number(1)
-        if version > _PROTOCOL_MAX:
-            raise Refusal(f"pickle protocol {version}; expected {_PROTOCOL_MAX} at most")
-
-    def frame(self) -> None:
-        length = self._number(8)
-        if length > len(self._data) - self._at:
-            raise ValueError(f"a frame of {length} bytes, {len(self._data) - self._at} are left")
-
-    def binint(self) -> None:
-        self.push(int.from_bytes(self._take(4), "little", signed=True))
-
-    def count(self, width: int) -> None:
-        self.push(self._number(width))
-
-    def binfloat(self) -> None:
-        self._stack += struct.unpack(">d", self._take(8))
-
-    def integer(self) -> None:
-        line = self._line()
-        self.push(line == b"01" if line in (b"00", b"01") else _decimal(line))
-
-    def long_text(self) -> None:
-        self.push(_decimal(self._line().removesuffix(b"L")))
-
-    def long(self, width: int) -> None:
-        count = self._number(width)
-        if count > _INT_BYTES_MAX:
-            raise ValueError(f"an integer of {count} bytes; expected {_INT_BYTES_MAX} at most")
-        self.push(int.from_bytes(self._take(count), "little", signed=True))
-
-    def float_text(self) -> None:
-        self.push(float(self._line().decode("ascii")))
-
-    def string_text(self) -> None:
-        """Read text as Python 2 wrote it: the way it is written in a program."""
-        line = self._line().strip()
-        if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":
-            raise ValueError("text without quotes")
-        content, _ = codecs.escape_decode(line[1:-1])
-        self.push(_old_text(content))
-
-    def unicode_text(self) -> None:
-        self.push(self._line().decode("raw-unicode-escape"))
-
-    def old_string(self, width: int) -> None:
-        count = self._number(width)
-        self.push(_old_text(self._take(count)))
-
-    def unicode(self, width: int) -> None:
-        self.push(self._take(self._number(width)).decode("utf-8", "surrogatepass"))
-
-    def bytes_(self, width: int) -> None:
-        self.push(self._take(self._number(width)))
-
-    def bytearray_(self) -> None:
-        self.push(bytearray(self._take(self._number(8))))
-
-    def tuple_(self, count: int) -> None:
-        if count > len(self._stack):
-            raise IndexError
-        items = tuple(self._stack[-count:])
-        del self._stack[-count:]
-        self.push(items)
-
     # -- containers
 
     def append(self) -> None:
-        item = self._stack.pop()
+        item = self.stack.pop()
         self._extend([item])
 
     def appends(self) -> None:
         self._extend(self.marked())
 
     def _extend(self, items: list[object]) -> None:
-        into = self._stack[-1]
+        into = self.stack[-1]
         if isinstance(into, Instance):
             if into.items is None:
                 into.items = []
@@ -268,13 +118,13 @@ class _Machine:
         into += items
 
     def setitem(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
+        value, key = self.stack.pop(), self.stack.pop()
         self._update([key, value])
 
     def setitems(self) -> None:
         self._update(self.marked())
 
-    def dict_(self) -> None:
+    def make_dict(self) -> None:
         items = self.marked()
         self.push({})
         self._update(items)
@@ -282,7 +132,7 @@ class _Machine:
     def _update(self, items: list[object]) -> None:
         if len(items) % 2:
             raise ValueError("a key without a value")
-        into = self._stack[-1]
+        into = self.stack[-1]
         if isinstance(into, Instance):
             if into.items is None:
                 into.items = {}
@@ -296,7 +146,7 @@ class _Machine:
 
     def additems(self) -> None:
         items = self.marked()
-        into = self._stack[-1]
+        into = self.stack[-1]
         if type(into) is not set:
             raise ValueError(f"it adds to {type(into).__name__}; expected a set")
         self._require_keys(into, items)
@@ -306,7 +156,7 @@ class _Machine:
         self._spend(256)
         self.push(set())
 
-    def frozenset_(self) -> None:
+    def make_frozenset(self) -> None:
         items = self.marked()
         self._spend(256)
         self._require_keys(items, items)
@@ -326,11 +176,11 @@ class _Machine:
     # -- what would be code elsewhere
 
     def global_(self) -> None:
-        module, name = self._line().decode("utf-8"), self._line().decode("utf-8")
+        module, name = self.line().decode("utf-8"), self.line().decode("utf-8")
         self.push(resolved(module, name, self._also))
 
     def stack_global(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+        name, module = self.stack.pop(), self.stack.pop()
         if type(module) is not str or type(name) is not str:
             raise ValueError("a global whose name is no text")
         self.push(resolved(module, name, self._also))
@@ -342,10 +192,10 @@ class _Machine:
         raise Refusal("a buffer kept outside the pickle; save it without buffer_callback")
 
     def persid(self) -> None:
-        self.push(self._persisted(self._line().decode("ascii")))
+        self.push(self._persisted(self.line().decode("ascii")))
 
     def binpersid(self) -> None:
-        self.push(self._persisted(self._stack.pop()))
+        self.push(self._persisted(self.stack.pop()))
 
     def _persisted(self, identifier: object) -> object:
         if self._persistent is None:
@@ -355,22 +205,22 @@ class _Machine:
     def inst(self) -> None:
         arguments = tuple(self.marked())
         self.global_()
-        self.push(self._called(self._stack.pop(), arguments))
+        self.push(self._called(self.stack.pop(), arguments))
 
     def obj(self) -> None:
         kind, *arguments = self.marked()
         self.push(self._called(kind, tuple(arguments)))
 
     def reduce(self) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
+        arguments, function = self.stack.pop(), self.stack.pop()
         self.push(self._called(function, arguments))
 
     def newobj_ex(self) -> None:
-        keywords = self._stack.pop()
+        keywords = self.stack.pop()
         if type(keywords) is not dict:
             raise ValueError("keywords of a call that are no dict")
         self.reduce()
-        made = self._stack[-1]
+        made = self.stack[-1]
         if keywords and not isinstance(made, Instance):
             raise ValueError("a plain value made with keywords")
         if isinstance(made, Instance):
@@ -404,8 +254,8 @@ class _Machine:
         return made
 
     def build(self) -> None:
-        state = self._stack.pop()
-        made = self._stack[-1]
+        state = self.stack.pop()
+        made = self.stack[-1]
         if isinstance(made, DTypeInPickle):
             made.build(state)
         elif isinstance(made, np.ndarray):
@@ -434,23 +284,7 @@ _SMALL = 1 << 60
 """Integers below it are their own hash."""
 
 
-def _decimal(line: bytes) -> int:
-    text = line.strip()
-    if len(text) > _DIGITS_MAX:
-        raise ValueError(f"an integer of {len(text)} digits; expected {_DIGITS_MAX} at most")
-    return int(text)
-
-
-def _old_text(content: bytes) -> str | bytes:
-    """Return text of Python 2, which kept text and bytes as one, as text where it can be."""
-    return content.decode("ascii") if content.isascii() else content
-
-
 _Operation = Callable[[_Machine], None]
-
-
-def _pushes(value: object) -> _Operation:
-    return lambda machine: machine.push(value)
 
 
 def _operations() -> list[_Operation | None]:
@@ -458,24 +292,26 @@ def _operations() -> list[_Operation | None]:
     machine = _Machine
     named: dict[bytes, _Operation] = {
         b"(": machine.mark, b"0": machine.pop, b"1": machine.pop_mark, b"2": machine.dup,
-        b"F": machine.float_text, b"I": machine.integer, b"L": machine.long_text,
-        b"J": machine.binint, b"K": lambda m: m.count(1), b"M": lambda m: m.count(2), b"G": machine.binfloat,
-        b"N": _pushes(None), b"\x88": _pushes(True), b"\x89": _pushes(False), b")": _pushes(()),
-        b"]": lambda m: m.push([]), b"}": lambda m: m.push({}), b"\x8f": machine.empty_set,
+        b"F": machine.double_text, b"I": machine.integer_text, b"L": machine.long_text, b"J": machine.signed,
+        b"K": machine.byte, b"M": lambda m: m.stack.append(m.number(2)), b"G": machine.double,
+        b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4),
+        b"N": lambda m: m.stack.append(None), b")": lambda m: m.stack.append(()),
+        b"\x88": lambda m: m.stack.append(True), b"\x89": lambda m: m.stack.append(False),
+        b"]": lambda m: m.stack.append([]), b"}": lambda m: m.stack.append({}), b"\x8f": machine.empty_set,
         b"P": machine.persid, b"Q": machine.binpersid, b"R": machine.reduce, b"b": machine.build,
-        b"S": machine.string_text, b"T": lambda m: m.old_string(4), b"U": lambda m: m.old_string(1),
-        b"V": machine.unicode_text, b"X": lambda m: m.unicode(4), b"\x8c": lambda m: m.unicode(1),
-        b"\x8d": lambda m: m.unicode(8), b"B": lambda m: m.bytes_(4), b"C": lambda m: m.bytes_(1),
-        b"\x8e": lambda m: m.bytes_(8), b"\x96": machine.bytearray_,
+        b"S": machine.string_text, b"T": lambda m: m.push_string(4), b"U": lambda m: m.push_string(1),
+        b"V": machine.unicode_text, b"X": lambda m: m.push_unicode(4), b"\x8c": lambda m: m.push_unicode(1),
+        b"\x8d": lambda m: m.push_unicode(8), b"B": lambda m: m.push_bytes(4), b"C": lambda m: m.push_bytes(1),
+        b"\x8e": lambda m: m.push_bytes(8), b"\x96": machine.push_bytearray,
         b"a": machine.append, b"e": machine.appends, b"s": machine.setitem, b"u": machine.setitems,
-        b"d": machine.dict_, b"l": lambda m: m.push(m.marked()), b"t": lambda m: m.push(tuple(m.marked())),
-        b"\x85": lambda m: m.tuple_(1), b"\x86": lambda m: m.tuple_(2), b"\x87": lambda m: m.tuple_(3),
-        b"\x90": machine.additems, b"\x91": machine.frozenset_,
+        b"d": machine.make_dict, b"l": lambda m: m.push(m.marked()), b"t": lambda m: m.push(tuple(m.marked())),
+        b"\x85": lambda m: m.push_tuple(1), b"\x86": lambda m: m.push_tuple(2), b"\x87": lambda m: m.push_tuple(3),
+        b"\x90": machine.additems, b"\x91": machine.make_frozenset,
         b"c": machine.global_, b"\x93": machine.stack_global, b"i": machine.inst, b"o": machine.obj,
         b"\x81": machine.reduce, b"\x92": machine.newobj_ex,
-        b"g": machine.get, b"h": lambda m: m.recall(1), b"j": lambda m: m.recall(4),
-        b"p": machine.put, b"q": lambda m: m.remember(1), b"r": lambda m: m.remember(4), b"\x94": machine.memoize,
-        b"\x80": machine.proto, b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4), b"\x95": machine.frame,
+        b"g": machine.get, b"h": machine.short_get, b"j": lambda m: m.recall(m.number(4)),
+        b"p": machine.put, b"q": machine.short_put, b"r": lambda m: m.remember(m.number(4)), b"\x94": machine.memoize,
+        b"\x80": machine.proto, b"\x95": machine.frame,
         b"\x82": machine.extension, b"\x83": machine.extension, b"\x84": machine.extension,
         b"\x97": machine.out_of_band, b"\x98": machine.out_of_band,
     }  # fmt: skip

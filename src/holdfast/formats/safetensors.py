@@ -5,15 +5,14 @@ The format: https://github.com/huggingface/safetensors#format. Names of a model'
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import CorruptError, InvalidError
 from holdfast.formats.reading import read_bytes
+from holdfast.formats.weight_map import json_object, names_in, one_index, require_all_there, weight_map
 from holdfast.ports.store import Readable
-from holdfast.settings import MIB
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import BY_SAFETENSORS
 from holdfast.spec.listing import ListedPiece, Listing
@@ -25,10 +24,15 @@ INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """What the reference implementation takes."""
 
+NAMES_KEPT = "holdfast.names_kept"
+"""In a file's metadata: its names are those of a whole training state, not of a model."""
+
+_REST = "optimizer"
+"""What the names of files begin with that hold what is not the model, beside a model with an index."""
+
 _SHARDING = "DCP_SHARDING_INFO"
 """Where `torch.distributed.checkpoint.HuggingFaceStorageWriter` says which part of a tensor an entry is."""
 
-_INDEX_BYTES_MAX = 256 * MIB
 _NDIM_MAX = 64
 
 
@@ -44,28 +48,36 @@ class SafetensorsFormat:
         """Return whether it is a file of this kind, an index of such files, or a folder that holds any."""
         if name:
             return name.endswith((SUFFIX, INDEX_SUFFIX))
-        return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in _names(files))
+        return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in names_in(files))
 
     def listing(self, files: Readable, name: str) -> Listing:
         """Return every tensor of the files that were named, or that the folder's index names."""
         remarks: list[str] = []
-        index = name if name.endswith(INDEX_SUFFIX) else "" if name else _one(files, INDEX_SUFFIX)
-        weights = _weight_map(files, index) if index else None
-        keys = sorted(set(weights.values())) if weights is not None else [name] if name else _names(files, SUFFIX)
-        found: dict[str, list[tuple[str, _Entry]]] = {}
+        index = name if name.endswith(INDEX_SUFFIX) else "" if name else one_index(files, INDEX_SUFFIX)
+        weights = weight_map(files, index, SUFFIX) if index else None
+        keys = sorted(set(weights.values())) if weights is not None else [name] if name else names_in(files, SUFFIX)
+        beside = [] if name or weights is None else [key for key in names_in(files, SUFFIX) if key.startswith(_REST)]
+        found: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
+        aliases: dict[str, str] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, str] = {}
-        for key in keys:
-            sizes[key] = files.size(key)
-            header = _header(files, key, sizes[key])
-            metadata.update({name: text for name, text in header.metadata.items() if name != _SHARDING})
+        for key in [*keys, *(key for key in beside if key not in keys)]:
+            size = files.size(key)
+            header = read_header(files, key, 0, size)
+            whole = NAMES_KEPT in header.metadata
+            if key not in keys and not whole:
+                continue
+            sizes[key], prefix, ties = size, "" if whole else "model.", header.ties()
+            aliases.update({prefix + alias: prefix + kept for alias, kept in ties.items()})
+            apart = {_SHARDING, NAMES_KEPT, *ties}
+            metadata.update({name: text for name, text in header.metadata.items() if name not in apart})
             for entry in header.entries:
-                if weights is not None and weights.get(entry.name) != key:
+                if weights is not None and not whole and weights.get(entry.name) != key:
                     remarks.append(f"{key}: {entry.name} is left out; {index} does not say that it lies there")
                     continue
-                found.setdefault(f"model.{entry.name}", []).append((key, entry))
+                found.setdefault(prefix + entry.name, []).append((key, entry))
         if weights is not None:
-            _require_all_there(files, index, weights, found)
+            require_all_there(files, index, weights, found)
         tensors = {fqn: _spec(files, fqn, entries) for fqn, entries in found.items()}
         pieces = {
             fqn: [ListedPiece(entry.box, key, entry.start) for key, entry in entries] for fqn, entries in found.items()
@@ -75,28 +87,52 @@ class SafetensorsFormat:
             tensors=tensors,
             pieces=pieces,
             files=sizes,
+            aliases={alias: kept for alias, kept in aliases.items() if kept in tensors and alias not in tensors},
             tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),
             remarks=remarks,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class SafetensorsEntry:
+    """A tensor of a file, or a part of one."""
+
     name: str
+    """As the file has it."""
+
     dtype: str
+    """Element type, a key of `DTYPES`."""
+
     box: Box
+    """Which part of the tensor it is."""
+
     is_shard: bool
     """Whether the file says which part of the tensor it is."""
+
     start: int
+    """Byte of the file where its first element lies."""
+
+    stop: int
+    """Byte past its last."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
-    entries: list[_Entry]
+class SafetensorsHeader:
+    """What a file says of itself."""
+
+    entries: list[SafetensorsEntry]
+    """Its tensors."""
+
     metadata: dict[str, str]
+    """Text by name, of whoever wrote it."""
+
+    def ties(self) -> dict[str, str]:
+        """Return the tied names that the file speaks of, as `safetensors.torch.save_model` leaves them."""
+        names = {entry.name for entry in self.entries}
+        return {alias: kept for alias, kept in self.metadata.items() if kept in names and alias not in names}
 
 
-def _spec(files: Readable, fqn: str, entries: list[tuple[str, _Entry]]) -> TensorSpec:
+def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]) -> TensorSpec:
     """Return the whole tensor that entries of several files are of.
 
     Raises:
@@ -118,70 +154,53 @@ def _spec(files: Readable, fqn: str, entries: list[tuple[str, _Entry]]) -> Tenso
     return TensorSpec(fqn, first.dtype, tuple(map(max, lengths)))
 
 
-def _names(files: Readable, suffix: str = "") -> list[str]:
-    """Return the files directly in the folder, sorted."""
-    return sorted(entry.key for entry in files.list("") if "/" not in entry.key and entry.key.endswith(suffix))
-
-
-def _one(files: Readable, suffix: str) -> str:
-    """Return the file of a kind, or nothing.
-
-    Raises:
-        InvalidError: There are several.
-    """
-    found = _names(files, suffix)
-    if len(found) > 1:
-        raise InvalidError(f"{files.url}: {', '.join(found[:5])}; expected one index. Name the one that is meant")
-    return found[0] if found else ""
-
-
-def _weight_map(files: Readable, key: str) -> dict[str, str]:
-    """Return the file of each tensor, as an index has it.
-
-    Raises:
-        CorruptError: It is no index.
-    """
-    document = _json(files.get(key, _INDEX_BYTES_MAX), f"{files.url}/{key}")
-    weights = document.get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
-        raise CorruptError(f"{files.url}/{key}: weight_map is {str(weights)[:80]!r}; expected file by tensor")
-    for file in set(weights.values()):
-        if "/" in file or not file.endswith(SUFFIX):
-            raise InvalidError(f"{files.url}/{key}: names {file[:200]!r}; expected *{SUFFIX} files beside it")
-    return weights
-
-
-def _require_all_there(files: Readable, index: str, weights: Mapping[str, str], tensors: Mapping[str, object]) -> None:
-    lacking = [name for name in weights if f"model.{name}" not in tensors]
-    if lacking:
-        raise MissingError(
-            f"{files.url}/{index}: {len(lacking)} tensors are not in the files it names: {lacking[:5]}. "
-            "Fetch them again"
-        )
-
-
-def _header(files: Readable, key: str, size: int) -> _Header:
+def read_header(files: Readable, key: str, start: int, stop: int) -> SafetensorsHeader:
     """Return what a file says of itself, every number of it checked.
 
+    Args:
+        files: Where it lies.
+        key: The file.
+        start, stop: Which bytes of it are safetensors: all, or a part that another format has put there.
     Raises:
         CorruptError: It is cut short, or is no safetensors file.
         InvalidError: It holds an element type that Holdfast does not store.
     """
     where = f"{files.url}/{key}"
-    if size < 8:
-        raise CorruptError(f"{where}: {size} bytes; expected a safetensors file")
-    length = int.from_bytes(read_bytes(files, key, 0, 8, 8), "little")
-    if length > min(HEADER_BYTES_MAX, size - 8):
+    if stop - start < 8:
+        raise CorruptError(f"{where}: {stop - start} bytes; expected a safetensors file")
+    length = int.from_bytes(read_bytes(files, key, start, start + 8, 8), "little")
+    if length > min(HEADER_BYTES_MAX, stop - start - 8):
         raise CorruptError(
-            f"{where}: bytes 0–8 state a header of {length} bytes in a file of {size}; expected at most "
-            f"{min(HEADER_BYTES_MAX, size - 8)}. Is it cut short, or a pointer of Git LFS?"
+            f"{where}: bytes {start}–{start + 8} state a header of {length} bytes in {stop - start}; expected at most "
+            f"{min(HEADER_BYTES_MAX, stop - start - 8)}. Is it cut short, or a pointer of Git LFS?"
         )
-    document = _json(read_bytes(files, key, 8, 8 + length, HEADER_BYTES_MAX), where)
+    document = json_object(read_bytes(files, key, start + 8, start + 8 + length, HEADER_BYTES_MAX), where)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
     offsets = _offsets(metadata.get(_SHARDING), where)
-    return _Header(list(_entries(document, offsets, 8 + length, size, where)), metadata)
+    entries = list(_entries(document, offsets, start + 8 + length, stop, where))
+    _require_gapless(entries, start + 8 + length, stop, where)
+    return SafetensorsHeader(entries, metadata)
+
+
+def _require_gapless(entries: list[SafetensorsEntry], first: int, stop: int, where: str) -> None:
+    """Refuse entries that share bytes, and bytes that belong to none, as the format and its own library do.
+
+    Raises:
+        CorruptError: Names the entry.
+    """
+    at, before = first, "the header"
+    for entry in sorted(entries, key=lambda each: (each.start, each.stop)):
+        if entry.start != at:
+            raise CorruptError(
+                f"{where}: {entry.name[:200]} begins at byte {entry.start}; expected {at}, where {before[:200]} ends"
+            )
+        at, before = entry.stop, entry.name
+    if at != stop:
+        raise CorruptError(
+            f"{where}: ends at byte {stop}; expected {at}, where {before[:200]} ends. Was it written twice?"
+        )
 
 
 def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
@@ -191,7 +210,7 @@ def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
         CorruptError: It says something else.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for name, entry in _json(text.encode(), f"{where}: {_SHARDING}").items() if text is not None else ():
+    for name, entry in json_object(text.encode(), f"{where}: {_SHARDING}").items() if text is not None else ():
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
         if not isinstance(offsets, list) or not _whole_numbers(offsets, _NDIM_MAX):
             raise CorruptError(f"{where}: {_SHARDING}: {name[:200]}: {str(entry)[:80]!r}; expected saved_offsets")
@@ -201,7 +220,7 @@ def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
 
 def _entries(
     document: Mapping[str, object], offsets: Mapping[str, tuple[int, ...]], first: int, size: int, where: str
-) -> Iterator[_Entry]:
+) -> Iterator[SafetensorsEntry]:
     for name, entry in document.items():
         dtype, shape, bounds = (
             (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
@@ -226,7 +245,7 @@ def _entries(
         if len(at) != len(shape):
             raise CorruptError(f"{where}: {name[:200]}: a shard of shape {shape[:8]} at {at[:8]}; expected as many")
         box = Box(at, tuple(start + length for start, length in zip(at, shape, strict=True)))
-        yield _Entry(name, known.name, box, name in offsets, first + bounds[0])
+        yield SafetensorsEntry(name, known.name, box, name in offsets, first + bounds[0], first + bounds[1])
 
 
 def _whole_numbers(found: object, count_max: int) -> bool:
@@ -236,20 +255,3 @@ def _whole_numbers(found: object, count_max: int) -> bool:
         and len(found) <= count_max
         and all(type(each) is int and 0 <= each < 1 << 63 for each in found)
     )
-
-
-def _json(data: bytes, where: str) -> dict[str, object]:
-    try:
-        document = json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{where}: not the JSON that it should hold ({str(error)[:200]})") from error
-    if not isinstance(document, dict):
-        raise CorruptError(f"{where}: {type(document).__name__}; expected a JSON object")
-    return document
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name stands there twice")
-    return found

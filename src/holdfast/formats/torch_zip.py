@@ -25,7 +25,7 @@ __all__ = ["StoredStorage", "StoredTensor", "TorchFile", "read_torch_file"]
 PICKLE_BYTES_MAX = 64 * MIB
 """Of what is not tensors in one file: some 300,000 tensors."""
 
-_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+LEGACY_HEAD = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """How files begin that torch saved before 1.6, or without `_use_new_zipfile_serialization`."""
 
 
@@ -63,7 +63,7 @@ def read_torch_file(
     where = f"{files.url}/{key}"
     if not 0 <= start <= stop <= size:
         raise CorruptError(f"{where}: bytes {start}–{stop} are to be an archive, it has {size}. Was it cut short?")
-    _require_zip(read_bytes(files, key, start, min(start + len(_LEGACY), stop), len(_LEGACY)), where)
+    _require_zip(read_bytes(files, key, start, min(start + len(LEGACY_HEAD), stop), len(LEGACY_HEAD)), where)
     entries = zip_entries(files, key, start, stop)
     root = _root(entries, where)
     _require_little_endian(files, key, entries.get(f"{root}byteorder"))
@@ -77,7 +77,7 @@ def read_torch_file(
 def _require_zip(head: bytes, where: str) -> None:
     if head.startswith(b"PK"):
         return
-    if head == _LEGACY:
+    if head == LEGACY_HEAD:
         raise InvalidError(
             f"{where}: saved by torch before 1.6, or with _use_new_zipfile_serialization=False; expected a zip file, "
             "read in place. Save it again: torch.save(torch.load(path, weights_only=True), path)"

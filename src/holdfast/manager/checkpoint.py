@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
@@ -13,6 +15,7 @@ from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
 from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.manager.listed_verification import ListedVerification
 from holdfast.manager.load import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.resolve import index_for, listing_at, split_index_at
@@ -22,12 +25,13 @@ from holdfast.plan.forecast import forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs
 from holdfast.repository import values
 from holdfast.repository.adopted import adopted
 from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
-from holdfast.repository.names import is_pack_name, rank_of_pack
+from holdfast.repository.names import is_file_url, is_pack_name, rank_of_pack
 from holdfast.repository.split_index import SplitIndex
 from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
@@ -88,13 +92,23 @@ class Checkpoint:
 
     @property
     def origin(self) -> str | None:
-        """What wrote it, with a version where it says one; None for Holdfast."""
+        """What wrote it, or what it was imported from, with a version where it says one; None for Holdfast."""
         return self.manifest.origin
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """URLs of files elsewhere that it references, as an import without `copy` leaves them."""
+        return tuple(pack.name for pack in self.manifest.packs if is_file_url(pack.name))
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What was left out or ignored of another system's checkpoint, and why."""
         return () if self._listing is None else tuple(self._listing.remarks)
+
+    @cached_property
+    def packs(self) -> Packs:
+        """Where its packs lie, by name."""
+        return self._place.packs_of(self.manifest)
 
     @cached_property
     def index(self) -> Index:
@@ -155,7 +169,7 @@ class Checkpoint:
         )
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
-        carry_out(plan, self._place.packs_of(self.manifest), [target], self._settings)
+        carry_out(plan, self.packs, [target], self._settings)
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
@@ -163,7 +177,7 @@ class Checkpoint:
     @property
     def source(self) -> Source:
         """What windows of its tensors are read from."""
-        return Source(self.index.pieces_near, self._place.packs_of(self.manifest), self._settings)
+        return Source(self.index.pieces_near, self.packs, self._settings)
 
     def _at_hand(self) -> Index | SplitIndex:
         """Return the index, or as much of one in several files as was read; of that at least every tensor."""
@@ -186,16 +200,39 @@ class Checkpoint:
         return index_for(found, [(fqn, box)], self._clock, self._place)
 
     def _require_there(self, plan: LoadPlan) -> None:
-        """Refuse to read past the end of a pack, before memory is allocated for it."""
+        """Refuse to read past the end of a pack, before memory is allocated for it.
+
+        Raises:
+            CorruptError: A pack ends too early, or a referenced file is not as long as it was.
+        """
         if self._listing is not None:
             return  # Held against the sizes of the files as it was listed.
         records = {pack.name: pack for pack in self.manifest.packs}
-        prefix = f"{self._place.folder}{self.manifest.attempt}/"
         for run in plan.runs:
-            if run.pack not in self._pack_bytes:
-                self._pack_bytes[run.pack] = stored_bytes(self._place.store, prefix + run.pack)
-            if run.stop > self._pack_bytes[run.pack]:
-                check_size(self._place.store, prefix + run.pack, records[run.pack])
+            stored, known = self.packs(run.pack), self._pack_bytes.get(run.pack)
+            if known is None:
+                known = self._pack_bytes[run.pack] = stored_bytes(stored.files, stored.key)
+            if run.stop > known or (is_file_url(run.pack) and known != records[run.pack].bytes):
+                check_size(stored.files, stored.key, records[run.pack])
+
+    @property
+    def settings(self) -> Settings:
+        """How it is read."""
+        return self._settings
+
+    @cached_property
+    def identity(self) -> str:
+        """What is another text for any other content: the digest of the manifest, or what the files look like."""
+        if self._listing is None or self._place.foreign is None:
+            return self.manifest.digest
+        stamps = [(key, self._place.foreign.stamp(key)) for key in sorted(self._listing.files)]
+        return hashlib.sha256(json.dumps([self.url, stamps]).encode()).hexdigest()
+
+    def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
+        """Return what must be read to fill boxes of stored tensors, known to be there."""
+        plan = load_plan(wanted, self.index.pieces_near, run_bytes_max)
+        self._require_there(plan)
+        return plan
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
@@ -235,8 +272,13 @@ class Checkpoint:
             described, [stored[fqn] for fqn in names], self.index.pieces_near, self._settings.read_window_bytes
         )
 
-    def verification(self, observer: Observer | None = None) -> Verification:
-        """Return the work of reading everything back."""
+    def verification(
+        self, observer: Observer | None = None, *, deep: bool = False
+    ) -> Verification | ListedVerification:
+        """Return the work of reading everything back; of another system's checkpoint, what it holds twice."""
+        if self._listing is not None and self._place.foreign is not None:
+            files = self._place.foreign.files
+            return ListedVerification(self._listing, self.index, files, self._settings, observer, deep=deep)
         try:
             chunk_bytes = self.index.chunk_bytes
         except CheckpointError:
@@ -246,14 +288,23 @@ class Checkpoint:
             self._place.store,
             self._place.folder,
             self.manifest,
+            self.packs,
             slab,
             lambda index: require_covered(index, self._clock, self.url),
             observer,
         )
 
-    def verify(self, observer: Observer | None = None) -> Iterator[Damage]:
-        """Yield everything that is not as it was saved; nothing for a whole checkpoint."""
-        yield from self.verification(observer).damages()
+    def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
+        """Yield everything that is not as it was saved; nothing for a whole checkpoint.
+
+        Another system's checkpoint carries no digests: its sizes and structure are checked, and what it holds twice is
+        compared, copies bit for bit, casts of master copies in samples, or wholly if `deep`.
+
+        Args:
+            observer: Told of progress.
+            deep: Compare casts wholly.
+        """
+        yield from self.verification(observer, deep=deep).damages()
 
 
 def _box_of(

@@ -71,7 +71,10 @@ class Transfer:
         slabs = sum(-(-pack.bytes // arena.slab_bytes) for pack in self._packs)
         if awaited or not arena.holds(1 if is_lazy else slabs):
             self._write(sources)
-        elif not is_lazy:
+            return
+        if collected.pin is not None:
+            arena.pin(collected.pin)
+        if not is_lazy:
             self.staging = "copy"
             self._copy_in_background(sources)
             self.settle()
@@ -188,7 +191,7 @@ class Transfer:
             waited_seconds = arena.waited_seconds
             try:
                 with collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs), settings):
-                    self._windows.copy(self._packs, sources, settings.chunk_bytes)
+                    self._windows.copy(self._packs, sources)
             finally:
                 self.waited_seconds = arena.waited_seconds - waited_seconds
 

@@ -49,14 +49,13 @@ def windows_of(number: int, piece: Piece) -> Iterator[Window]:
 
 def sampled(number: int, piece: Piece, blocks: int, block_bytes: int) -> Iterator[Window]:
     """Yield blocks spread evenly over a piece, its first and its last element among them; all of it if it is small."""
-    numel, length = piece.region.numel, max(block_bytes // piece.tensor.itemsize, 1)
-    if numel <= blocks * length:
+    numel, length, count = piece.region.numel, max(block_bytes // piece.tensor.itemsize, 1), max(blocks, 2)
+    if numel <= count * length:
         if numel:
             yield Window(number, piece, 0, numel)
         return
-    last, count = numel - length, max(blocks, 2)
     for block in range(count):
-        start = last * block // (count - 1)
+        start = (numel - length) * block // (count - 1)
         yield Window(number, piece, start, start + length)
 
 

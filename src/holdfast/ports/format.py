@@ -78,3 +78,7 @@ class Foreign(Protocol):
             CheckpointError: A format knows it, and it cannot be read.
         """
         ...
+
+    def stamp(self, key: str) -> str:
+        """Return what is another text once a file was written again, as far as can be told without reading it."""
+        ...

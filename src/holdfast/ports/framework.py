@@ -17,8 +17,19 @@ class Ticket(Protocol):
     """A copy on its way."""
 
     def wait(self) -> None:
-        """Return once the copy is complete."""
+        """Return once the copy is complete; any thread may ask, any number of times."""
         ...
+
+
+Unpin = Callable[[], None]
+"""Undoes a pin, before the memory is freed."""
+
+Pin = Callable[[memoryview], Unpin]
+"""Page-locks host memory, so that a device copies into it while the host does something else.
+
+Raises:
+    UnavailableError: It cannot be; the memory is as good as before, only slower to copy into.
+"""
 
 
 class Source(Protocol):
@@ -30,7 +41,8 @@ class Source(Protocol):
         Args:
             piece: A region inside one of the shard's pieces and of its kind.
             start, stop: Half-open byte range within the piece's own row-major bytes.
-            slab: Writable memory of at least `stop - start` bytes.
+            slab: Writable memory of at least `stop - start` bytes. It must not be used, nor the source let go, until
+                the ticket says so; where this raises, nothing is under way.
         """
         ...
 
@@ -127,6 +139,9 @@ class Collected:
     unfenced_because: str = ""
     """Why there is no fence."""
 
+    pin: Pin | None = None
+    """Page-locks memory that the shards are copied into; None where all of them lie in host memory."""
+
 
 @noun
 class Wanted:
@@ -213,7 +228,11 @@ class Catalog:
     """Reads what one of those ranks kept as its own, by path."""
 
     same_content: Callable[[str, str], bool]
-    """Whether two stored FQNs are known, by their digests, to hold the same bytes."""
+    """Whether two stored FQNs are known to hold the same bytes: by digests, or where there are none by reading."""
+
+    masters: Mapping[str, str] = field(default_factory=dict)
+    """Stored FQN to that of its master copy, of higher precision, where another system kept both: a target of the
+    master's dtype is filled from the master. Nobody need have a place for a master itself."""
 
     require_stored: Callable[[str], None] = lambda _: None
     """Refuses a stored FQN whose packs are not there in full; asked before memory of its shape is allocated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -37,6 +38,7 @@ def encode_adopted(manifest: Manifest, index: Index) -> list[bytes]:
         "step": manifest.step,
         "world_size": manifest.world_size,
         "aliases": manifest.aliases,
+        "masters": manifest.masters,
         "packs": [[pack.name, pack.bytes] for pack in manifest.packs],
         "state": values.encode(manifest.tree, ""),
     }
@@ -51,7 +53,7 @@ def decode_adopted(frames: Sequence[bytes], where: str) -> tuple[Manifest, Index
         raise CorruptError(f"{where}: rank 0 sent no listing; expected one of this version of Holdfast")
     packs = tuple(FileRecord(name, count, "") for name, count in head["packs"])
     manifest = _manifest(index, packs, tree, head["aliases"], head["step"], head["world_size"], head["origin"])
-    return manifest, index
+    return replace(manifest, masters=head["masters"]), index
 
 
 def adopted(listing: Listing, where: str) -> tuple[Manifest, Index]:
@@ -66,14 +68,22 @@ def adopted(listing: Listing, where: str) -> tuple[Manifest, Index]:
     """
     for fqn, spec in listing.tensors.items():
         _require_possible(fqn, spec, where)
+    for name in (*listing.tensors, *listing.aliases, *listing.files):
+        _require_text(name, where)
     table = TensorTable.of(listing.tensors.values())
     for alias, fqn in listing.aliases.items():
         if fqn not in table.specs or alias in table.specs:
             raise CorruptError(f"{where}: {alias} is tied to {fqn}; expected a tensor that is listed")
+    masters = {fqn: master for master, fqn in listing.casts.items()}
+    for pair in listing.casts.items():
+        if any(fqn not in table.specs for fqn in pair):
+            raise CorruptError(
+                f"{where}: {pair[0]} is listed as the master copy of {pair[1]}; expected both to be there"
+            )
     index = Index(CHUNK_BYTES, table, list(listing.files), in_order(_columns(listing, table, where)))
     packs = tuple(FileRecord(name, count, "") for name, count in listing.files.items())
     manifest = _manifest(index, packs, listing.tree, listing.aliases, listing.step, listing.world_size, listing.format)
-    return manifest, index
+    return replace(manifest, masters=masters), index
 
 
 def _manifest(
@@ -112,7 +122,7 @@ def _columns(listing: Listing, table: TensorTable, where: str) -> PieceColumns:
     for fqn, number in table.numbers.items():
         spec = table.specs[fqn]
         for piece in listing.pieces.get(fqn, ()):
-            _require_within(piece, spec, listing.files, where)
+            require_within(piece, spec, listing.files, where)
             tensors.append(number)
             found.append(piece)
     starts = [_corner(piece.region, first=True) for piece in found]
@@ -155,7 +165,14 @@ def _require_possible(fqn: str, spec: TensorSpec, where: str) -> None:
         raise CorruptError(f"{where}: {fqn}: {spec.dtype} of shape {shape}; expected under 2**62 bytes")
 
 
-def _require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
+def _require_text(name: str, where: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidError(f"{where}: the name {name[:200]!a} is no Unicode text; rename it") from error
+
+
+def require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
     """Refuse a piece that lies outside its tensor or its file.
 
     Raises:

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.noun import noun
+from holdfast.spec.plan import LoadPlan
 from holdfast.spec.tensor import TensorSpec
 from holdfast.spec.values import Group
+
+SHARD_BYTES = 5_000_000_000
+"""What Hugging Face puts in one file by default."""
 
 
 @noun
@@ -86,7 +90,7 @@ class ExportContent:
 class ExportOptions:
     """What the caller chose."""
 
-    shard_bytes: int = 5_000_000_000
+    shard_bytes: int = SHARD_BYTES
     """Bytes of tensors in one file, at most, where the format has several; a larger tensor has one to itself."""
 
     dtype: str | None = None
@@ -94,3 +98,62 @@ class ExportOptions:
 
     model_only: bool = True
     """Whether to leave out what is not the model."""
+
+
+@noun
+class Window:
+    """A run of one file that is filled and written at once; who does it is nobody's business here."""
+
+    file: int
+    """Number of the file."""
+
+    start: int
+    """First byte."""
+
+    stop: int
+    """Byte past the last."""
+
+    @property
+    def bytes(self) -> int:
+        """Its length."""
+        return self.stop - self.start
+
+
+@noun
+class Fill:
+    """A box of a stored tensor that goes into a window."""
+
+    tensor: ExportTensor
+    """Where it comes from, and what its elements are cast to."""
+
+    box: Box
+    """What of it, global coordinates."""
+
+    at: int
+    """Bytes from the start of the window to the first byte that goes there."""
+
+    skipped: int
+    """Bytes of the first element that lie before the window; not 0 only where the box is one element."""
+
+    bytes: int
+    """Bytes that go there; fewer than the box has only where it is one element that the window cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """Everything that makes up one window."""
+
+    window: Window
+    """Where it lies."""
+
+    literals: tuple[tuple[int, bytes], ...]
+    """Bytes that are known already, by their place in the window."""
+
+    fills: tuple[Fill, ...]
+    """What comes from tensors, in order; the wanted tensors of `reads`, by number."""
+
+    reads: LoadPlan
+    """What is read for them."""
+
+    sums: tuple[tuple[int, int, int], ...]
+    """Checksums of the file by number, and the bytes of the file, first and past the last, that the window adds."""

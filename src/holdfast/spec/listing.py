@@ -53,7 +53,8 @@ class Listing:
     """Further copies of what is listed, by FQN, which ought to hold the same bytes: `verify` compares them."""
 
     casts: Mapping[str, str] = field(default_factory=dict)
-    """FQN of a master copy to the FQN of what was cast from it, where the format keeps both."""
+    """FQN of a master copy to the FQN of what was cast from it, where both are listed: a target is filled from the one
+    that has its type."""
 
     step: int | None = None
     """Training iteration, where the format tells."""

@@ -85,6 +85,12 @@ class ForeignFiles:
             check_buffers(where, size, start, buffers)
             return take_cached(self._syscalls, fd, start, buffers, where, arrived)
 
+    def stamp(self, key: str) -> str:
+        """Return size, time of change and number of a file: another text once it was written again."""
+        with translated("look at", self._where(key)), self._opened(key) as (fd, _):
+            found = self._syscalls.fstat(fd)
+            return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
         with translated("list", self._where(prefix)), self._scanned(prefix) as entries:
@@ -158,11 +164,9 @@ class ForeignFiles:
         lies = os.readlink(f"/proc/self/fd/{fd}")
         if lies.startswith(home.rstrip("/") + "/"):
             return
-        snapshots = os.path.dirname(home)
-        if os.path.basename(snapshots) == "snapshots":
-            blobs = os.path.join(os.path.dirname(snapshots), _BLOBS)
-            if os.path.dirname(lies) == blobs:
-                return
+        repository, cached, revision = home.rpartition("/snapshots/")
+        if cached and revision and os.path.dirname(lies) == os.path.join(repository, _BLOBS):
+            return
         raise InvalidError(
             f"{where}: is reached through a link that leads out of the folder, to {lies}; expected files of the "
             "checkpoint's own folder. Name the folder in which they really lie"

@@ -22,8 +22,8 @@ from holdfast.stores.syscalls import Syscalls, close_quietly
 _log = logging.getLogger(__name__)
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-_DIRECT_REFUSED = {errno.EINVAL, errno.ENOTSUP}
-_RESERVING_REFUSED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+DIRECT_REFUSED = {errno.EINVAL, errno.ENOTSUP}
+RESERVING_REFUSED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _BARREN_WRITES_MAX = 8
 """Writes in a row that store less than a page before we give up: a full disk answers so just before ENOSPC."""
 
@@ -137,14 +137,14 @@ class LocalUpload:
             self._syscalls.set_direct(self._fd, True)
             self._direct = True
         except OSError as error:
-            if error.errno not in _DIRECT_REFUSED:
+            if error.errno not in DIRECT_REFUSED:
                 raise
         if not self._total_bytes:
             return
         try:
             self._syscalls.fallocate(self._fd, self._total_bytes)
         except OSError as error:
-            if error.errno not in _RESERVING_REFUSED:
+            if error.errno not in RESERVING_REFUSED:
                 raise
 
     def _abandon(self) -> None:
@@ -206,7 +206,7 @@ class LocalUpload:
             except InterruptedError:
                 continue
             except OSError as error:
-                if not direct or error.errno not in _DIRECT_REFUSED:
+                if not direct or error.errno not in DIRECT_REFUSED:
                     raise
                 self._write_buffered_from_now()
                 continue

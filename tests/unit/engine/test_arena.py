@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from holdfast.engine import arena as arenas
 from holdfast.engine.arena import Arena, free_memory_bytes
+from holdfast.errors import UnavailableError
 from holdfast.ports.clock import SystemClock
 from holdfast.settings import PAGE_BYTES
 
@@ -92,6 +98,94 @@ def test_who_asks_for_little_makes_it_grow_little_and_still_gets_what_is_there()
         kept.give(slab)
     assert take() is not None
     assert arena(40).take(lambda: True, 0) is not None, "one slab at least"
+
+
+class Pins:
+    """Page-locks with the kernel itself (mlock), as a device's runtime would; can run out."""
+
+    def __init__(self, count_max: int = 100) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if 0 <= limit < 1 << 20:
+            pytest.skip(f"RLIMIT_MEMLOCK is {limit}: nothing to pin with")
+        self.count_max = count_max
+        self.pinned: dict[int, int] = {}
+        self.tried = 0
+
+    def __call__(self, memory: memoryview) -> Callable[[], None]:
+        self.tried += 1
+        address, length = ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes
+        if len(self.pinned) >= self.count_max:
+            raise UnavailableError("no more")
+        assert _LIBC.mlock(ctypes.c_void_p(address), ctypes.c_size_t(length)) == 0
+        self.pinned[address] = length
+
+        def unpin() -> None:
+            assert _LIBC.munlock(ctypes.c_void_p(address), ctypes.c_size_t(length)) == 0, "not mapped any more"
+            del self.pinned[address]
+
+        return unpin
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def test_what_is_there_and_what_comes_is_pinned_until_the_memory_is_let_go() -> None:
+    kept, pins = arena(40), Pins()
+    slabs = taken(kept, 16)
+    assert pins.pinned == {}
+    kept.pin(pins)
+    assert sum(pins.pinned.values()) == 16 * PAGE_BYTES
+    kept.pin(Pins(0))
+    slabs += taken(kept, 24)
+    assert sum(pins.pinned.values()) == 40 * PAGE_BYTES
+    kept.give(slabs.pop())
+    kept.close()
+    assert len(pins.pinned) == 3, "somebody may still copy into the rest"
+    for slab in slabs:
+        kept.give(slab)
+    kept.close()
+    assert pins.pinned == {}
+    taken(kept, 1)
+    assert len(pins.pinned) == 1, "who goes on with it has it pinned again"
+
+
+def test_an_arena_that_nobody_closes_unpins_before_its_memory_is_freed() -> None:
+    kept, pins = arena(20), Pins()
+    kept.pin(pins)
+    for slab in taken(kept, 20):
+        kept.give(slab)
+    del slab
+    assert len(pins.pinned) == 2
+    del kept
+    gc.collect()
+    assert pins.pinned == {}
+
+
+def test_who_cannot_pin_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    kept, pins = arena(64), Pins(count_max=1)
+    kept.pin(pins)
+    taken(kept, 64)
+    assert (len(pins.pinned), pins.tried) == (1, 2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "not pinned, so copies take longer: no more" in caplog.text
+
+
+def test_a_forked_child_leaves_the_pins_to_its_parent() -> None:
+    kept, pins = arena(4), Pins()
+    kept.pin(pins)
+    (slab,) = taken(kept, 1)
+    slab[:] = b"x" * PAGE_BYTES
+    child = os.fork()
+    if child == 0:
+        try:
+            kept.give(slab)
+            kept.close()
+            assert len(pins.pinned) == 1 and not any(slab)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bytes(slab) == b"x" * PAGE_BYTES and len(pins.pinned) == 1
 
 
 def test_free_memory_is_what_the_host_has() -> None:

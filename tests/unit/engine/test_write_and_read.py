@@ -74,7 +74,7 @@ def write(
         return writer.write(pack, sources)
     arena = arena_for(pack, settings)
     staging = Staging(arena)
-    staging.copy([pack], sources, settings.chunk_bytes)
+    staging.copy([pack], sources)
     for each in shards:
         each.source.array[...] = 0  # type: ignore[attr-defined]  # What happens to the state now must not matter.
     written = writer.write_staged(pack, staging)
@@ -256,7 +256,7 @@ def test_copying_and_writing_go_on_beside_each_other_through_an_arena_of_one_sla
     arena = Arena(PAGE_BYTES, PAGE_BYTES, SystemClock())
     staging = Staging(arena)
     sources = [each.source for each in shards]
-    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES))
+    copying = threading.Thread(target=lambda: staging.copy([pack], sources))
     copying.start()
     written = PackWriter(store, chosen).write_staged(pack, staging)
     copying.join(20.0)
@@ -278,7 +278,7 @@ def test_who_gives_up_ends_a_copy_that_waits_for_memory() -> None:
     arena = Arena(PAGE_BYTES, 2 * PAGE_BYTES, SystemClock())
     staging = Staging(arena)
     sources = [each.source for each in shards]
-    copying = threading.Thread(target=lambda: staging.copy([pack], sources, PAGE_BYTES), daemon=True)
+    copying = threading.Thread(target=lambda: staging.copy([pack], sources), daemon=True)
     copying.start()
     while arena._free or not arena._made:
         threading.Event().wait(0.001)
@@ -309,7 +309,7 @@ def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at:
     arena = arena_for(pack, SMALL)
     staging = Staging(arena)
     source = Broken() if fails_at == "source" else shards[0].source
-    staging.copy([pack], [source], SMALL.chunk_bytes)  # type: ignore[list-item]
+    staging.copy([pack], [source])  # type: ignore[list-item]
     store = FaultyStore(memory(), Faults(fail, names={"upload.write"}, lasting=True))
     expected = UnavailableError if fails_at == "upload" else ValueError
     with pytest.raises(expected, match="full" if fails_at == "upload" else "lost") as caught:

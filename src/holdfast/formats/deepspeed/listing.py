@@ -113,11 +113,11 @@ def _list_masters_as_weights(parameters: Parameters) -> None:
 
 
 def _casts(parameters: Parameters) -> dict[str, str]:
-    """Return the weight that was cast from each master copy, where both are kept."""
+    """Return the weight of each master copy: cast from it, or the very same bytes."""
     tensors, found = parameters.tensors, {}
     for name in sorted(parameters.trained):
         master, weight = f"optimizer.state.{name}.{MASTER}", f"model.{name}"
-        if master in tensors.specs and weight in tensors.specs and tensors.pieces[master] is not tensors.pieces[weight]:
+        if master in tensors.specs and weight in tensors.specs:
             found[master] = weight
     return found
 

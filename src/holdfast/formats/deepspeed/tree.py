@@ -96,8 +96,10 @@ class Values:
     def _aliases_of(self, name: str) -> list[str]:
         """Return the tied names of a trained parameter, under which its optimizer state goes too."""
         found = [alias for alias, kept in self._parameters.ties.items() if kept == name]
+        if not found:
+            return []  # Looking through all names for each of thousands would be quadratic.
         prefix = f"optimizer.state.{name}."
-        keys = [fqn for fqn in self._tensors.specs if found and fqn.startswith(prefix)]
+        keys = [fqn for fqn in self._tensors.specs if fqn.startswith(prefix)]
         for alias in found:
             for fqn in keys:
                 self._tensors.aliases[f"optimizer.state.{alias}.{fqn.removeprefix(prefix)}"] = fqn

@@ -24,6 +24,7 @@ from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, is_ord
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.selection import selected, selected_whole
+from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.tensors import (
     Ties,
     TorchSource,
@@ -60,6 +61,8 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
     root = walk(state, ranks.rank_of_global)
     collector = _Collector(selection, ranks, root)
     tree = collector.dict_group(root)
+    for side in collector.sides:
+        side.follow()
     moves = "; ".join(collector.moving)
     return Collected(
         shards=collector.shards,
@@ -69,6 +72,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         per_rank=collector.per_rank,
         fence=None if moves else collector.objects.close,
         unfenced_because=moves,
+        pin=next((side.pin for side in collector.sides), None),
     )
 
 
@@ -82,6 +86,8 @@ class _Collector:
         self.objects = FencedObjects()
         self.moving: dict[str, None] = {}
         """What of the state forward or backward change where no optimizer's step tells."""
+        self.sides: dict[SideStream, None] = {}
+        """Where copies off the GPUs are queued that the state lies on."""
         self._stepped = _stepped(root)
         self._numbers: dict[str, int] = {}
         self._names: set[str] = set()
@@ -225,6 +231,8 @@ class _Collector:
             regions = tuple([part.region for part in held.parts])
             shard = Shard(spec, held.layout, held.holders, role, regions)
             source = TorchSource(held.parts, memory)
+            if source.side is not None:
+                self.sides[source.side] = None
             self._numbers[fqn] = len(self.shards)
             self.shards.append(LocalShard(shard, source, fenced))
         return True

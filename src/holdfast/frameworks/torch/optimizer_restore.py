@@ -45,6 +45,7 @@ class OptimizerRestoration:
 
     def __init__(self, view: OptimizerView, saved: Group, taker: TensorTaker, catalog: Catalog) -> None:
         self._view, self._taker = view, taker
+        self._masters = set(catalog.masters.values())
         self._members = _mapping(saved, "param_groups")
         self._hyperparameters = _mapping(saved, "hyperparameters")
         self._values = _mapping(saved, "state")
@@ -133,7 +134,7 @@ class OptimizerRestoration:
         state: dict[str, object] = {}
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
-            if not self._taker.takes_part(fqn):
+            if not self._taker.takes_part(fqn) or self._needs_no_place(fqn, key, present, catalog):
                 continue
             spec = catalog.tensors[catalog.aliases.get(fqn, fqn)]
             local_shape = view.local_shape(parameter, spec.global_shape)
@@ -160,6 +161,10 @@ class OptimizerRestoration:
                 state[key] = own
         if id(parameter) not in view.elsewhere:
             self._states.append((parameter, state))
+
+    def _needs_no_place(self, fqn: str, key: str, present: Mapping[str, object], catalog: Catalog) -> bool:
+        """Return whether it is a master copy, of which this optimizer keeps none."""
+        return catalog.aliases.get(fqn, fqn) in self._masters and key not in present
 
     def _leaf(self, leaf: Value, present: Mapping[str, object]) -> object:
         return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,11 +29,13 @@ from holdfast.frameworks.torch.held import (
     memory_of,
 )
 from holdfast.frameworks.torch.naming import extra_state_owners
+from holdfast.frameworks.torch.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
 from holdfast.frameworks.torch.selection import selected, selected_whole
 from holdfast.frameworks.torch.tensors import (
     Ties,
     TorchTarget,
+    dtype_name,
     require_storable,
     storable_dtype,
     torch_dtype,
@@ -103,6 +106,10 @@ class TorchRestoration:
             if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
                 self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
+        master = self._catalog.tensors.get(self._catalog.masters.get(stored, ""))
+        if master is not None and spec.dtype != master.dtype == dtype_name(tensor.dtype):
+            self._used.add(stored)
+            stored, spec = master.fqn, master
         held = self._held(fqn, tensor, declared)
         if fqn in self._names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
@@ -223,6 +230,10 @@ class TorchRestoration:
             case ModuleNode():
                 self._module(node, saved)
             case OptimizerNode():
+                if (by_number := numbered(saved)) is not None:
+                    named = by_name(by_number, node.view, self._catalog, self._leaf({}))
+                    self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **named.aliases})
+                    saved = named.group
                 if not isinstance(saved, Group) or saved.kind != "optimizer":
                     if self._takes_part_whole(node.path):
                         self.missing.append(node.path)
@@ -275,12 +286,14 @@ class TorchRestoration:
     def _stateful(self, node: StatefulNode, saved: Value) -> None:
         if not self._takes_part_whole(node.path):
             return
-        if not isinstance(saved, Group) or saved.kind != "stateful":
+        if isinstance(saved, Group) and saved.kind == "stateful":
+            saved = saved.items.get("state")
+        elif not isinstance(saved, dict):
             self.missing.append(node.path)
             return
         current: dict[str, object] = {}
         take_apart(node.stateful.state_dict(), node.path, lambda path, tensor: current.setdefault(path, tensor))
-        loaded = put_together(saved.items.get("state"), self._leaf(current))
+        loaded = put_together(saved, self._leaf(current))
         if not isinstance(loaded, dict):
             raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict")
         self._finishes.append(lambda: _load_stateful(node, loaded))
@@ -373,8 +386,9 @@ class TorchRestoration:
         return on_leaf
 
     def _find_unexpected_tensors(self, state: Mapping[str, object]) -> None:
+        masters = set(self._catalog.masters.values())
         for fqn in self._catalog.tensors:
-            if fqn in self._used or not selected(self._selection, fqn):
+            if fqn in self._used or fqn in masters or not selected(self._selection, fqn):
                 continue
             if any(fqn == key or fqn.startswith(f"{key}.") for key in state):
                 self.unexpected.append(fqn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Generic, Self, TypeVar
 
 import numpy as np
@@ -13,18 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Held, HeldPart, is_ordinary, local_shards_of
+from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
+from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.ports.framework import Ticket
 from holdfast.spec.box import Box, flat_range_boxes
 from holdfast.spec.dtype import DTYPES, dtype_named
 from holdfast.spec.region import FlatRange, Region, contains, region_boxes
-
-
-class _Done:
-    def wait(self) -> None:
-        """Return at once: copies within host memory are complete when the call returns."""
-
-
-DONE: Ticket = _Done()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,9 +88,8 @@ class TorchSource:
         """
         self._parts, self._memory = parts, memory
         on_gpu = bool(parts) and parts[0].local.is_cuda
-        # Copies are made by another thread, which has streams of its own: what the caller's stream was given before
-        # the call must come before them.
-        self._stream = torch.cuda.current_stream(parts[0].local.device) if on_gpu else None
+        self.side: SideStream | None = side_stream(parts[0].local.device) if on_gpu else None
+        """Where copies off a GPU are queued, by whichever thread; None in host memory."""
 
     def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
@@ -105,31 +97,38 @@ class TorchSource:
         if len(self._parts) > 1:
             part = next(each for each in self._parts if contains(each.region, piece))
         offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        if self.side is None:
             _copy_run(part.local, offset + start, offset + stop, slab)
-        return DONE
+            return DONE
+        with self.side.queueing():
+            _queue_run(part.local, offset + start, offset + stop, slab)
+            return self.side.ticket()
 
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
         """Copy pieces of several sources, each whole, one after the other."""
         runs: list[torch.Tensor] = []
+        side: SideStream | None = None
+        tickets = Tickets()
         at = 0
-        for source, piece in zip(sources, pieces, strict=True):
-            part = source._parts[0]
-            local = part.local
-            joins = (piece is part.region or piece == part.region) and local.is_cpu and _is_one_run(local)
-            if runs and not (joins and local.dtype is runs[0].dtype):
-                at += _joined(runs, slab[at:])
-                runs = []
-            if joins:
-                runs.append(local if local.ndim == 1 else local.view(-1))
-            else:
-                stop = piece.numel * local.itemsize
-                source.copy_into(piece, 0, stop, slab[at:])
-                at += stop
-        if runs:
-            _joined(runs, slab[at:])
-        return DONE
+        with tickets.awaited_on_failure():
+            for source, piece in zip(sources, pieces, strict=True):
+                part = source._parts[0]
+                local = part.local
+                joins = (piece is part.region or piece == part.region) and _is_one_run(local)
+                if runs and not (joins and local.dtype is runs[0].dtype and source.side is side):
+                    at += _joined(runs, side, slab[at:], tickets)
+                    runs = []
+                if joins:
+                    runs.append(local if local.ndim == 1 else local.view(-1))
+                    side = source.side
+                else:
+                    stop = piece.numel * local.itemsize
+                    tickets.add(source.copy_into(piece, 0, stop, slab[at:]))
+                    at += stop
+            if runs:
+                _joined(runs, side, slab[at:], tickets)
+        return tickets
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         """Return at most `blocks` blocks spread evenly over the held bytes of each part."""
@@ -144,6 +143,8 @@ class TorchSource:
     def copied(self) -> TorchSource:
         """Return a source of clones."""
         parts = [HeldPart(part.region, part.local.clone()) for part in self._parts]
+        if self.side is not None:
+            self.side.follow()
         return TorchSource(parts, [part.local for part in parts])
 
 
@@ -172,11 +173,38 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
             into.copy_(local[box.relative_to((0,) * local.ndim)])
             at += box.numel * local.itemsize
         return
-    if local.device.type == "cpu":
+    if local.is_cpu:
         slab[: stop - start] = bits_of(local).data.cast("B")[start:stop]
     else:
-        run = local.reshape(-1).view(torch.uint8)[start:stop]
+        run = _bytes(local)[start:stop]
         torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
+
+
+def _queue_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> None:
+    """Queue a copy of a run of a device's tensor on the current stream, as `_copy_run` would make it.
+
+    What does not lie as it is stored is brought into order on the device, before it is on its way: host memory may not
+    be touched until it has arrived.
+    """
+    if _is_one_run(local):
+        _queue(_bytes(local)[start:stop], slab)
+        return
+    at = 0
+    for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
+        ordered = local[box.relative_to((0,) * local.ndim)].resolve_conj().resolve_neg().contiguous()
+        _queue(_bytes(ordered), slab[at:])
+        at += ordered.nbytes
+
+
+def _queue(run: torch.Tensor, slab: memoryview) -> None:
+    """Queue a copy of bytes in one run of a device's memory to the front of `slab`."""
+    if run.numel():
+        torch.frombuffer(slab, dtype=torch.uint8, count=run.numel()).copy_(run, non_blocking=True)
+
+
+def _bytes(run: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as bytes; one of a single element may say any stride, which `view` would not take."""
+    return run.as_strided((run.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_one_run(local: torch.Tensor) -> bool:
@@ -184,8 +212,14 @@ def _is_one_run(local: torch.Tensor) -> bool:
     return local.is_contiguous() and not (local.is_conj() or local.is_neg())
 
 
-def _joined(runs: list[torch.Tensor], slab: memoryview) -> int:
-    """Copy 1-d host tensors of one dtype one after the other to the front of `slab`; return how many bytes they are."""
+def _joined(runs: list[torch.Tensor], side: SideStream | None, slab: memoryview, tickets: Tickets) -> int:
+    """Copy 1-d tensors of one dtype and device one after the other to the front of `slab`; return how many bytes."""
+    if side is not None:
+        with side.queueing():
+            together = torch.cat([_bytes(run) for run in runs])
+            _queue(together, slab)
+            tickets.add(side.ticket())
+        return together.nbytes
     joined = torch.frombuffer(slab, dtype=runs[0].dtype, count=sum([run.numel() for run in runs]))
     with torch.no_grad():
         torch.cat(runs, out=joined)
@@ -203,12 +237,20 @@ def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
         stride = (total - run_bytes) / max(blocks - 1, 1)
         starts = (int(number * stride) // itemsize * itemsize for number in range(blocks))
         runs = [(start, start + run_bytes) for start in starts]
+    if not local.is_cpu and _is_one_run(local):
+        return _gathered(local, runs)
     data = memoryview(bytearray(sum(stop - start for start, stop in runs)))
     at = 0
     for start, stop in runs:
         _copy_run(local, start, stop, data[at : at + stop - start])
         at += stop - start
     return data.tobytes()
+
+
+def _gathered(local: torch.Tensor, runs: Sequence[tuple[int, int]]) -> bytes:
+    """Return runs of a tensor's bytes, brought together where it lies: one wait for a device, and not one a run."""
+    whole = _bytes(local)
+    return torch.cat([whole[start:stop] for start, stop in runs]).cpu().numpy().tobytes()
 
 
 def _first_element(held: Region, piece: Region) -> int:
@@ -229,6 +271,9 @@ class TorchTarget:
     def __init__(self, held: Held, stored_dtype: str) -> None:
         self._stored = torch_dtype(stored_dtype)
         self._boxes = _boxes(held)
+        on_gpu = bool(held.parts) and held.parts[0].local.is_cuda
+        # Other threads fill it, which have streams of their own: it comes after what the caller's stream was given.
+        self._stream = torch.cuda.current_stream(held.parts[0].local.device) if on_gpu else None
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -260,7 +305,7 @@ class TorchTarget:
         bits = self._bits(local)
         if bits is None:
             stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
-            with torch.no_grad():
+            with torch.no_grad(), on_stream(self._stream):
                 local[part.relative_to(box.start)].copy_(stored[part.relative_to(source_box.start)])
         elif part is source_box and part is box and bits.flags.c_contiguous:
             bits.data.cast("B")[:] = source

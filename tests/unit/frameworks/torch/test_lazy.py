@@ -528,18 +528,3 @@ def test_an_optimizer_that_takes_no_hooks_is_saved_lazily_all_the_same(tmp_path:
 def test_settings_refuse_a_staging_they_do_not_know() -> None:
     with pytest.raises(InvalidError, match="staging='eager'; expected 'copy' or 'lazy'"):
         replace(LAZY, staging="eager")  # type: ignore[arg-type]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("staging", ["copy", "lazy"])
-def test_copies_come_after_what_the_stream_of_the_call_was_given_before_it(tmp_path: Path, staging: str) -> None:
-    weights = torch.zeros(1 << 20, device="cuda")
-    settings = replace(LAZY, staging=staging, arena_bytes_max=None)  # type: ignore[arg-type]
-    manager = holdfast.CheckpointManager(tmp_path, process_group=False, settings=settings)
-    with manager, torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(1 << 30)
-        weights.fill_(1.0)
-        manager.save(1, {"weights": weights}).wait()
-    found = holdfast.open_checkpoint(tmp_path / "step-000000000001").read("weights")
-    assert (found == 1.0).all()  # type: ignore[attr-defined]

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import holdfast
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.tensors import _copy_run, _gathered, _queue_run
 from holdfast.spec.dtype import DTYPES
 
 
 def bits(tensor: Tensor) -> bytes:
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    whole = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -236,3 +237,38 @@ def test_quantized_and_nested_tensors_are_refused_by_name(tmp_path: Path) -> Non
         with pytest.raises(InvalidError, match=r"deep\.t: "):
             holdfast.save(tmp_path / str(number), {"deep": {"t": tensor}})
         assert not (tmp_path / str(number)).exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "show", ["as it lies", "transposed", "every other", "one of a column", "conjugated", "negated"]
+)
+def test_runs_are_queued_as_they_are_copied(dtype: torch.dtype, show: str) -> None:
+    """What a device is given to copy, here on the host: it comes out as what is copied there."""
+    whole = random_bits(dtype, 6 * 10).reshape(6, 10)
+    if show == "transposed":
+        whole = whole.T
+    elif show == "every other":
+        whole = whole[:, ::2]
+    elif show == "one of a column":
+        whole = whole[3:4, 2]
+    elif show == "conjugated":
+        whole = whole.conj()
+    elif show == "negated":
+        whole = torch._neg_view(whole) if dtype.is_complex else whole
+    size = whole.itemsize
+    expected = bits(whole)
+    count = whole.numel()
+    for start, stop in [(0, count), (count // 3, count // 2), (count // 4, count - 1), (count - 1, count), (0, 0)]:
+        for run in (_copy_run, _queue_run):
+            slab = memoryview(bytearray(b"?" * (whole.nbytes + 3)))
+            run(whole, start * size, stop * size, slab)
+            assert bytes(slab) == expected[start * size : stop * size].ljust(whole.nbytes + 3, b"?"), run
+
+
+def test_samples_are_gathered_as_they_are_copied() -> None:
+    """As a device is asked for them, here on the host."""
+    whole = torch.nn.Parameter(random_bits(torch.float32, 1000).reshape(10, 100))
+    runs = [(0, 8), (8, 12), (400, 800), (3996, 4000)]
+    assert _gathered(whole, runs) == b"".join(bits(whole)[start:stop] for start, stop in runs)
+    assert _gathered(whole[3:4, 2], [(0, 4)]) == bits(whole[3:4, 2])

@@ -1,0 +1,126 @@
+"""Files of safetensors as Hugging Face lays a model out: one, or several with an index.
+
+What is written is what `transformers` writes and loads: tied names are stored once, and each file's metadata says what
+else they are called, as `safetensors.torch.save_model` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from holdfast.errors import InvalidError
+from holdfast.formats.model_names import exported_dtype, model_aliases, model_names
+from holdfast.formats.safetensors import HEADER_BYTES_MAX, NAMES_KEPT
+from holdfast.spec.box import Box
+from holdfast.spec.dtype import DTYPES
+from holdfast.spec.export import ExportContent, ExportFile, ExportOptions, ExportTensor
+from holdfast.spec.tensor import TensorSpec
+
+_METADATA = "__metadata__"
+
+_Named = tuple[str, TensorSpec, str]
+"""Name in the file, stored tensor, dtype it is cast to."""
+
+
+class SafetensorsWriter:
+    """Lays a model out in safetensors files, and beside it, if asked, everything else."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "safetensors"
+
+    def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
+        """Return `model.safetensors`, or its shards and their index; `optimizer.safetensors` or shards for the rest."""
+        names = model_names(content) if options.model_only else _names_if_any(content)
+        model = [
+            (name, content.tensors[fqn], exported_dtype(content.tensors[fqn].dtype, options.dtype))
+            for fqn, name in names.items()
+        ]
+        aliases = model_aliases(content, names)
+        shards = _shards("model", model, options.shard_bytes) if model else {}
+        metadata = {"format": "pt"}
+        files = [_file(name, each, metadata, aliases) for name, each in shards.items()]
+        if len(shards) > 1:
+            files.append(_index(shards))
+        if not options.model_only:
+            rest = [(fqn, spec, spec.dtype) for fqn, spec in content.tensors.items() if fqn not in names]
+            others = {alias: fqn for alias, fqn in content.aliases.items() if fqn not in names}
+            metadata = {"format": "pt", NAMES_KEPT: "true"}
+            for name, each in (_shards("optimizer", rest, options.shard_bytes) if rest else {}).items():
+                files.append(_file(name, each, metadata, others))
+        return files
+
+
+def _names_if_any(content: ExportContent) -> Mapping[str, str]:
+    try:
+        return model_names(content)
+    except InvalidError:
+        return {}
+
+
+def _shards(stem: str, tensors: Sequence[_Named], shard_bytes: int) -> dict[str, list[_Named]]:
+    """Return the tensors of each file, filled in their order; one larger than a file gets one to itself."""
+    shards: list[list[_Named]] = [[]]
+    filled = 0
+    for each in tensors:
+        count = _bytes(each)
+        if shards[-1] and filled + count > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(each)
+        filled += count
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    total = len(shards)
+    return {f"{stem}-{number:05d}-of-{total:05d}.safetensors": each for number, each in enumerate(shards, 1)}
+
+
+def _bytes(named: _Named) -> int:
+    _, spec, dtype = named
+    return Box.whole(spec.global_shape).numel * DTYPES[dtype].itemsize
+
+
+def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], aliases: Mapping[str, str]) -> ExportFile:
+    """Return one file: its header, and the tensors behind it, those of the widest elements first so that all align."""
+    header: dict[str, object] = {}
+    placed: list[tuple[ExportTensor, int]] = []
+    at = 0
+    for each in sorted(tensors, key=lambda named: (-DTYPES[named[2]].itemsize, named[0])):
+        known_as, spec, dtype = each
+        if not DTYPES[dtype].safetensors:
+            raise InvalidError(
+                f"{spec.fqn}: dtype {dtype}; safetensors has no such type. Export to torch, dcp or holdfast instead"
+            )
+        if known_as == _METADATA:
+            raise InvalidError(f"{spec.fqn}: safetensors keeps the name {_METADATA} for itself; rename the tensor")
+        stop = at + _bytes(each)
+        entry = {"dtype": DTYPES[dtype].safetensors, "shape": list(spec.global_shape), "data_offsets": [at, stop]}
+        header[known_as] = entry
+        placed.append((ExportTensor(spec.fqn, dtype, Box.whole(spec.global_shape), 0), at))
+        at = stop
+    ties = {alias: kept for alias, kept in aliases.items() if kept in header and alias not in metadata}
+    text = json.dumps({_METADATA: {**metadata, **ties}, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        raise InvalidError(
+            f"{name}: {len(tensors)} tensors need a header of {len(text)} bytes; safetensors takes {HEADER_BYTES_MAX}. "
+            "Choose smaller shards"
+        )
+    first = 8 + len(text)
+    return ExportFile(
+        name=name,
+        bytes=first + at,
+        literals=((0, len(text).to_bytes(8, "little") + text),),
+        tensors=tuple(ExportTensor(each.fqn, each.dtype, each.box, first + start) for each, start in placed),
+    )
+
+
+def _index(shards: Mapping[str, Sequence[_Named]]) -> ExportFile:
+    """Return what says which tensor lies in which file."""
+    weights = {named[0]: name for name, tensors in shards.items() for named in tensors}
+    total = sum(_bytes(each) for tensors in shards.values() for each in tensors)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    text = (json.dumps(document, indent=2) + "\n").encode()
+    return ExportFile(name="model.safetensors.index.json", bytes=len(text), literals=((0, text),))

@@ -1,0 +1,93 @@
+"""An optimizer's own state dict, in which parameters go by number: given the names of the optimizer that takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.containers import put_together
+from holdfast.frameworks.torch.optimizers import OptimizerView
+from holdfast.ports.framework import Catalog
+from holdfast.spec.values import Group, TensorRef, Value
+
+
+@dataclass(frozen=True, slots=True)
+class ByName:
+    """The same state by FQN."""
+
+    group: Group
+    """As if it had been saved by name."""
+
+    aliases: Mapping[str, str]
+    """Name of each tensor of the state by FQN, and the numbered one it is stored under."""
+
+
+def numbered(saved: Value) -> dict[str, Value] | None:
+    """Return a value if it is what `Optimizer.state_dict()` returns; else None."""
+    items = saved.items if isinstance(saved, Group) and saved.kind == "dict" else saved
+    if not isinstance(items, dict) or not isinstance(items.get("state"), dict | Group):
+        return None
+    groups = items.get("param_groups")
+    if not isinstance(groups, list):
+        return None
+    return items if all(isinstance(each, dict) and isinstance(each.get("params"), list) for each in groups) else None
+
+
+def by_name(
+    saved: Mapping[str, Value], view: OptimizerView, catalog: Catalog, on_leaf: Callable[[Value], object]
+) -> ByName:
+    """Return an optimizer's state dict by the names of an optimizer's parameters, matched as torch does: by position.
+
+    Args:
+        saved: The state dict.
+        view: The optimizer that takes it.
+        catalog: Where its tensors are listed, by number.
+        on_leaf: Returns what a `TensorRef` among the hyperparameters stands for.
+    Raises:
+        InvalidError: The groups are not as many or as long.
+    """
+    groups, state = saved["param_groups"], saved["state"]
+    assert isinstance(groups, list)
+    own = [group["params"] for group in view.optimizer.param_groups]
+    if [len(each) for each in own] != [len(group["params"]) for group in groups]:
+        raise InvalidError(
+            f"{view.path}: groups of {[len(each) for each in own]} parameters, in the checkpoint of "
+            f"{[len(group['params']) for group in groups]}; expected the same, since it holds numbers and no names. "
+            "Group the parameters as they were saved"
+        )
+    hyperparameters: dict[str, Value] = {}
+    members: dict[str, Value] = {}
+    values: dict[str, Value] = {}
+    names: dict[str, str] = {}
+    for at, (group, parameters) in enumerate(zip(groups, own, strict=True)):
+        hyperparameters[str(at)] = {
+            key: put_together(each, on_leaf) for key, each in group.items() if key not in ("params", "param_names")
+        }
+        for number, parameter in zip(group["params"], parameters, strict=True):
+            name = view.names[parameter]
+            members[name], names[str(number)] = str(at), name
+            kept = {key: each for key, each in _entries(state, number).items() if not isinstance(each, TensorRef)}
+            if kept:
+                values[name] = kept
+    group = {"hyperparameters": hyperparameters, "param_groups": members, "state": values}
+    return ByName(Group("optimizer", group), _aliases(view, names, catalog))
+
+
+def _entries(state: Value, number: object) -> Mapping[str, Value]:
+    """Return what is kept of a parameter; DCP writes its number as text."""
+    items = state.items if isinstance(state, Group) else state
+    assert isinstance(items, dict)
+    found = items.get(number, items.get(str(number)))
+    found = found.items if isinstance(found, Group) else found
+    return found if isinstance(found, dict) else {}
+
+
+def _aliases(view: OptimizerView, names: Mapping[str, str], catalog: Catalog) -> dict[str, str]:
+    prefix = f"{view.path}.state."
+    found: dict[str, str] = {}
+    for fqn in (*catalog.tensors, *catalog.aliases):
+        number, _, key = fqn.removeprefix(prefix).rpartition(".") if fqn.startswith(prefix) else ("", "", "")
+        if number in names:
+            found[view.state_fqn(names[number], key)] = catalog.aliases.get(fqn, fqn)
+    return found

@@ -1,0 +1,226 @@
+"""Copies that a device makes while the host goes on: nobody sees a window before it is whole, whatever fails."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.arena import Arena
+from holdfast.engine.staging import Staging
+from holdfast.engine.write import PackWriter
+from holdfast.errors import UnavailableError
+from holdfast.ports.clock import SystemClock
+from holdfast.ports.framework import Source, Ticket
+from holdfast.settings import PAGE_BYTES
+from holdfast.spec.region import Region
+from tests.unit.engine.test_write_and_read import (
+    KEY,
+    SMALL,
+    _written_whole,
+    arena_for,
+    memory,
+    planned,
+    require_all_back,
+    shards_of,
+)
+
+
+class Device:
+    """Makes copies one after the other, on a thread of its own, as a stream does; it can be held back, and can fail."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.fails = False
+        self.queued = self.made = 0
+        self._queue: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def queue(self, source: Source, piece: Region, start: int, stop: int, slab: memoryview) -> Copy:
+        copy = Copy(source, piece, start, stop, slab)
+        self.queued += 1
+        self._queue.put(copy)
+        return copy
+
+    def close(self) -> None:
+        self.goes_on.set()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (copy := self._queue.get()) is not None:
+            assert self.goes_on.wait(20.0)
+            if self.fails:
+                copy.failure = RuntimeError("the device is lost")
+            else:
+                copy.source.copy_into(copy.piece, copy.start, copy.stop, copy.slab)
+                self.made += 1
+            copy.over.set()
+
+
+class Copy:
+    """One copy, and the ticket to wait for it."""
+
+    def __init__(self, source: Source, piece: Region, start: int, stop: int, slab: memoryview) -> None:
+        self.source, self.piece, self.start, self.stop, self.slab = source, piece, start, stop, slab
+        self.over = threading.Event()
+        self.failure: RuntimeError | None = None
+
+    def wait(self) -> None:
+        assert self.over.wait(20.0)
+        if self.failure is not None:
+            raise self.failure
+
+
+class Several:
+    """Several copies as one."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._copies = copies
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            copy.wait()
+
+
+class OnDevice:
+    """A source of which the device makes the copies."""
+
+    def __init__(self, source: Source, device: Device, breaks_at: int | None = None) -> None:
+        self._source, self._device, self._breaks_at = source, device, breaks_at
+
+    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
+        if self._breaks_at is not None and start >= self._breaks_at:
+            raise ValueError("lost")
+        return self._device.queue(self._source, piece, start, stop, slab)
+
+    @classmethod
+    def copy_together(cls, sources: Sequence[OnDevice], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+        copies, at = [], 0
+        for each, piece in zip(sources, pieces, strict=True):
+            copies.append(each._device.queue(each._source, piece, 0, piece.numel, slab[at:]))
+            at += piece.numel
+        return Several(copies)
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    device = Device()
+    yield device
+    device.close()
+
+
+def on(device: Device, shards: Sequence[object], breaks_at: int | None = None) -> list[Source]:
+    return [OnDevice(each.source, device, breaks_at) for each in shards]  # type: ignore[attr-defined, misc]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(0, 3 * PAGE_BYTES), min_size=1, max_size=12),
+    windows=st.integers(1, 4),
+    slabs=st.integers(1, 6),
+)
+def test_what_is_written_is_what_the_device_copied(sizes: list[int], windows: int, slabs: int) -> None:
+    device = Device()
+    try:
+        chosen = replace(SMALL, window_bytes=windows * PAGE_BYTES, windows_in_flight=2)
+        shards = shards_of(sizes)
+        pack = planned(shards)
+        arena = Arena(chosen.window_bytes, slabs * chosen.window_bytes, SystemClock())
+        staging = Staging(arena)
+        copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
+        copying.start()
+        store = memory()
+        PackWriter(store, chosen).write_staged(pack, staging)
+        copying.join(20.0)
+        staging.raise_failure()
+        assert store.get(KEY, 1 << 30) == _written_whole(shards)
+        require_all_back(arena)
+    finally:
+        device.close()
+
+
+def test_the_host_queues_as_far_as_the_arena_reaches_and_is_through_only_when_the_device_is(device: Device) -> None:
+    shards = shards_of([20 * PAGE_BYTES])
+    pack = planned(shards)
+    staging = Staging(arena_for(pack, SMALL))
+    device.goes_on.clear()
+    copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
+    copying.start()
+    for _ in range(2000):
+        if device.queued == 20:
+            break
+        threading.Event().wait(0.01)
+    assert device.queued == 20 and device.made == 0, "nobody waits for one copy before the next is queued"
+    staging.take()  # The header, which the host has written.
+    assert not staging.wait(0.1), "what is queued is still to be read"
+    taken: list[bytes] = []
+    writing = threading.Thread(target=lambda: taken.append(bytes(staging.take())))
+    writing.start()
+    writing.join(0.1)
+    assert taken == [], "a window is not given out before it is whole"
+    device.goes_on.set()
+    assert staging.wait(20.0) and device.made == 20
+    writing.join(20.0)
+    copying.join(20.0)
+    assert taken == [_written_whole(shards)[PAGE_BYTES : 2 * PAGE_BYTES]]
+
+
+def test_a_slab_goes_back_only_when_nothing_is_copied_into_it_any_more(device: Device) -> None:
+    shards = shards_of([20 * PAGE_BYTES])
+    pack = planned(shards)
+    arena = arena_for(pack, SMALL)
+    staging = Staging(arena)
+    device.goes_on.clear()
+    copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
+    copying.start()
+    for _ in range(2000):
+        if device.queued == 20:
+            break
+        threading.Event().wait(0.01)
+    giving_up = threading.Thread(target=staging.give_up, args=(UnavailableError("full"),))
+    giving_up.start()
+    giving_up.join(0.1)
+    assert len(arena._free) <= 1, "the header's alone was copied by the host"
+    device.goes_on.set()
+    giving_up.join(20.0)
+    copying.join(20.0)
+    assert device.made == 20
+    require_all_back(arena)
+
+
+def test_a_device_that_fails_fails_the_save_and_lets_training_through(device: Device) -> None:
+    shards = shards_of([20 * PAGE_BYTES])
+    pack = planned(shards)
+    arena = arena_for(pack, SMALL)
+    staging = Staging(arena)
+    device.fails = True
+    staging.copy([pack], on(device, shards))
+    assert staging.wait(0.0)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        PackWriter(memory(), SMALL).write_staged(pack, staging)
+    require_all_back(arena)
+
+
+def test_a_source_that_fails_is_let_go_after_what_it_had_queued(device: Device) -> None:
+    shards = shards_of([20 * PAGE_BYTES])
+    pack = planned(shards)
+    arena = arena_for(pack, SMALL)
+    staging = Staging(arena)
+    device.goes_on.clear()
+    copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards, breaks_at=9 * PAGE_BYTES)))
+    copying.start()
+    assert not staging.wait(0.1)
+    device.goes_on.set()
+    assert staging.wait(20.0) and device.made == 9
+    with pytest.raises(ValueError, match="lost"):
+        PackWriter(memory(), SMALL).write_staged(pack, staging)
+    copying.join(20.0)
+    require_all_back(arena)
