@@ -15,7 +15,9 @@ from zipfile import ZipFile
 import numpy as np
 import torch
 
-from fuzz.targets import DEEPSPEED, DEEPSPEED_FILES
+from fuzz.dcp import DATA, checkpoint
+from fuzz.deepspeed import pickle_of
+from holdfast.formats.dcp.format import METADATA
 from holdfast.repository import values
 from holdfast.repository.index import Index
 from holdfast.repository.listing import Listing
@@ -92,8 +94,9 @@ def seeds_of(target: str) -> list[bytes]:
     if target == "torch-pickle":
         return [ZipFile(io.BytesIO(_torch_file(protocol))).read("archive/data.pkl") for protocol in (2, 4)]
     if target.startswith("deepspeed-"):
-        with ZipFile(DEEPSPEED / DEEPSPEED_FILES[target.removeprefix("deepspeed-")]) as file:
-            return [file.read(name) for name in file.namelist() if name.endswith("/data.pkl")]
+        return [pickle_of(target.removeprefix("deepspeed-"))]
+    if target in ("dcp-metadata", "dcp-items"):
+        return [checkpoint()[METADATA if target == "dcp-metadata" else DATA]]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]
 
 

@@ -11,14 +11,13 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
+from fuzz import dcp, deepspeed
 from holdfast.cli.screen import printable
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.formats.deepspeed.format import DeepSpeedFormat
 from holdfast.formats.pickled import unpickled
 from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.torchsave import TorchSaveFormat
@@ -378,33 +377,6 @@ def torch_pickle(data: bytes) -> None:
     torch_file(held.getvalue())
 
 
-DEEPSPEED = Path(__file__).parents[1] / "tests/fixtures/deepspeed/zero1_tp2_dp2/ckpt/global_step3"
-DEEPSPEED_FILES = {"model": "mp_rank_00_model_states.pt", "optimizer": "zero_pp_rank_1_mp_rank_01_optim_states.pt"}
-"""Files of a checkpoint of which the pickle is fuzzed."""
-
-
-def _deepspeed(kind: str) -> Callable[[bytes], None]:
-    """Return what lists a checkpoint of DeepSpeed in which one file holds another pickle."""
-    changed = DEEPSPEED_FILES[kind]
-
-    def listed(data: bytes) -> None:
-        """A checkpoint of which one file's pickle says something else: what is listed lies in tensors and in files."""
-        store = MemoryStore(f"fuzz-deepspeed-{kind}")
-        held = io.BytesIO()
-        with zipfile.ZipFile(DEEPSPEED / changed) as file, zipfile.ZipFile(held, "w") as made:
-            for name in file.namelist():
-                made.writestr(name, data if name.endswith("/data.pkl") else file.read(name))
-        for path in DEEPSPEED.iterdir():
-            store.put(path.name, held.getvalue() if path.name == changed else path.read_bytes())
-        try:
-            found = DeepSpeedFormat().listing(store, "")
-            uncovered_names(adopted(found, store.url)[1], 12345)
-        except CheckpointError as error:
-            assert str(error).startswith(store.url)
-
-    return listed
-
-
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "manifest": manifest,
     "index": index,
@@ -423,7 +395,10 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "foreign-pickle": foreign_pickle,
     "torch-file": torch_file,
     "torch-pickle": torch_pickle,
-    "deepspeed-model": _deepspeed("model"),
-    "deepspeed-optimizer": _deepspeed("optimizer"),
+    "deepspeed-model": deepspeed.listed("model"),
+    "deepspeed-optimizer": deepspeed.listed("optimizer"),
+    "dcp-metadata": dcp.metadata,
+    "dcp-items": dcp.items,
+    "dcp-document": dcp.document,
 }
 """Every target by name."""
