@@ -14,7 +14,7 @@ from holdfast.formats.reading import read_bytes
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.torch_tensors import TorchTensors
 from holdfast.formats.torch_zip import LEGACY_HEAD, read_torch_file
-from holdfast.formats.values_in import below, holds_tensor, plain
+from holdfast.formats.values_in import below, plain, tensor_holders
 from holdfast.ports.store import Readable
 from holdfast.spec.listing import Listing
 from holdfast.spec.values import Group, Skipped, TensorRef, Value
@@ -55,7 +55,8 @@ class TorchSaveFormat:
         if is_module_state(found.value):
             tree = Group("dict", {"model": module_state(found.value, "model", tensors, remarks)})
         else:
-            tree = _branch(found.value if _goes_by_name(found.value) else {"value": found.value}, "", tensors, remarks)
+            state = found.value if _goes_by_name(found.value) else {"value": found.value}
+            tree = _Nesting(tensors, remarks, tensor_holders(state)).branch(state, "")
         if not len(tensors) and isinstance(found.value, Instance):
             raise InvalidError(
                 f"{files.url}/{name}: holds a {found.value.qualname} as a whole; expected its state: "
@@ -91,25 +92,26 @@ def _goes_by_name(value: object) -> TypeGuard[dict[str, object]]:
     return isinstance(value, dict) and all(type(key) is str for key in value)
 
 
-def _is_branch(value: object) -> TypeGuard[dict[str, object]]:
-    """Return whether a value is a dict that holds tensors under names."""
-    return _goes_by_name(value) and holds_tensor(value)
+class _Nesting:
+    """Puts down what a nested state holds."""
 
+    def __init__(self, tensors: TorchTensors, remarks: list[str], holders: set[int]) -> None:
+        self._tensors, self._remarks, self._holders = tensors, remarks, holders
 
-def _branch(value: dict[str, object], path: str, tensors: TorchTensors, remarks: list[str]) -> Group:
-    """Put down the tensors of a dict under its path; return everything else in it."""
-    items: dict[str, Value] = {}
-    for key, each in value.items():
-        name = below(path, key)
-        if isinstance(each, StoredTensor):
-            tensors.add(name, each)
-        elif is_module_state(each):
-            items[key] = module_state(each, name, tensors, remarks)
-        elif _is_branch(each):
-            items[key] = _branch(each, name, tensors, remarks)
-        else:
-            items[key] = _value(each, name, tensors, remarks)
-    return Group("dict", {key: each for key, each in items.items() if not isinstance(each, Skipped)})
+    def branch(self, value: dict[str, object], path: str) -> Group:
+        """Put down the tensors of a dict under its path; return everything else in it."""
+        items: dict[str, Value] = {}
+        for key, each in value.items():
+            name = below(path, key)
+            if isinstance(each, StoredTensor):
+                self._tensors.add(name, each)
+            elif is_module_state(each):
+                items[key] = module_state(each, name, self._tensors, self._remarks)
+            elif _goes_by_name(each) and id(each) in self._holders:
+                items[key] = self.branch(each, name)
+            else:
+                items[key] = _value(each, name, self._tensors, self._remarks)
+        return Group("dict", {key: each for key, each in items.items() if not isinstance(each, Skipped)})
 
 
 def _value(value: object, path: str, tensors: TorchTensors, remarks: list[str]) -> Value:
