@@ -12,10 +12,12 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.errors import InvalidError
+from holdfast.formats.dcp_writer import DcpWriter
 from holdfast.formats.deepspeed.format import DeepSpeedFormat
 from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
 from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.safetensors_writer import SafetensorsWriter
+from holdfast.formats.torch_writer import TorchWriter
 from holdfast.formats.torchsave import TorchSaveFormat
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.export import Crew, Export
@@ -102,7 +104,7 @@ def place_at(path: object, settings: Settings) -> Place:
     return Place(store, "", None, _Foreign(store.url.removeprefix("file://")))
 
 
-WRITERS: tuple[Writer, ...] = (SafetensorsWriter(),)
+WRITERS: tuple[Writer, ...] = (SafetensorsWriter(), TorchWriter(), DcpWriter())
 """Other systems' layouts that are written."""
 
 
