@@ -82,6 +82,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [each.encode() for each in (*names, "step-000000001000", "../a", "a/./b")]
     if target == "shown":
         return [b"plain", "\x1b[31m\u202e\x9b".encode(), b"s\xed\xa0\x80"]
+    if target == "safetensors-file":
+        return [path.read_bytes() for path in sorted(GOLDEN.rglob("*.safetensors"))]
     if target == "foreign-pickle":
         return [pickle.dumps(each, protocol) for each in _PICKLED for protocol in range(6)]
     if target == "torch-file":
@@ -104,7 +106,7 @@ def words_of(target: str) -> list[str]:
     """Return words that a target's texts are made of."""
     if target in ("manifest", "value", "framework-value"):
         return [*_CONTAINER_OF_TAG, *_LEAF_OF_TAG, "torch.tensor", "torch.dtype", "torch.size", "torch.device", "dtype"]
-    if target.startswith("pack"):
+    if target.startswith(("pack", "safetensors")):
         return ["dtype", "shape", "data_offsets", "__metadata__", "BF16", "F32"]
     return []
 

@@ -18,6 +18,7 @@ from holdfast.cli.screen import printable
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.formats.pickled import unpickled
+from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.torchsave import TorchSaveFormat
 from holdfast.formats.values_in import plain
 from holdfast.frameworks.torch.containers import put_together
@@ -318,6 +319,23 @@ def _prove(found: Index) -> None:
             assert placed == math.prod(tensor.global_shape), tensor
 
 
+def safetensors_file(data: bytes) -> None:
+    """A safetensors file of another system, listed: pieces of one file share no byte, and lie in it."""
+    store = MemoryStore("fuzz-safetensors-file")
+    store.put("model.safetensors", data)
+    try:
+        found = SafetensorsFormat().listing(store, "model.safetensors")
+        adopted(found, "here")
+    except CheckpointError as error:
+        assert str(error).startswith(("here", store.url))
+        return
+    held = 0
+    for fqn, (piece,) in found.pieces.items():
+        held += (nbytes := piece.region.numel * found.tensors[fqn].itemsize)
+        assert 8 <= piece.offset <= piece.offset + nbytes <= len(data)
+    assert held <= len(data)
+
+
 def foreign_pickle(data: bytes) -> None:
     """A pickle of another system, and what a checkpoint would keep of it."""
     try:
@@ -372,6 +390,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "column": column,
     "name": name,
     "shown": _shown,
+    "safetensors-file": safetensors_file,
     "foreign-pickle": foreign_pickle,
     "torch-file": torch_file,
     "torch-pickle": torch_pickle,

@@ -14,8 +14,8 @@ from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.differences import differences
 from holdfast.manager.export import ExportReport, ExportRequest, carry_out_export
 from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.importing import ImportReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
-from holdfast.manager.run import Run
 from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
 from holdfast.manager.value_differences import value_document
@@ -40,6 +40,7 @@ __all__ = [
     "CheckpointManager",
     "Damage",
     "ExportReport",
+    "ImportReport",
     "LoadReport",
     "NameOnly",
     "RunRecord",
@@ -53,6 +54,7 @@ __all__ = [
     "async_save",
     "export",
     "diff",
+    "import_checkpoint",
     "list_steps",
     "load",
     "open_checkpoint",
@@ -189,6 +191,39 @@ def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SE
     return wiring.checkpoint_at(path, settings)
 
 
+def import_checkpoint(
+    src: wiring.Path,
+    root: wiring.Path,
+    *,
+    step: int | None = None,
+    copy: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+    observer: Observer | None = None,
+) -> ImportReport:
+    """Make a checkpoint of another system a step of a run; needs no torch, and this process alone calls.
+
+    Its bytes stay where they are: the step names each file, its size and the digest of every chunk, for which all of it
+    is read once. Whoever loads it must allow the folder of the files, `Settings(reference_roots=(…,))`, and a file that
+    changed since is `CorruptError`. With `copy` they are copied into packs of the run, and the source may go; a
+    checkpoint of Holdfast's can be imported so, too.
+
+    Args:
+        src: The checkpoint: a folder or file of any format that Holdfast reads.
+        root: The folder of the run; it becomes one if it is none.
+        step: Which step it becomes; None for the one that the checkpoint tells.
+        copy: Whether to copy its bytes.
+        settings: Bytes of a chunk, and reads in flight.
+        observer: Told of progress.
+    Raises:
+        ConflictError: The step exists; it was not touched.
+        InvalidError: It tells no step, or cannot be imported so.
+        MissingError: There is no checkpoint.
+        CorruptError: The checkpoint is damaged; nothing was committed.
+        UnavailableError: Storage failed, or the outcome is unknown.
+    """
+    return wiring.imported(src, root, step, copy, settings, observer)
+
+
 EXPORT_DTYPES = ("float32", "float16", "bfloat16")
 """What the floating tensors of a model can be cast to on their way out."""
 
@@ -308,9 +343,7 @@ class CheckpointManager:
         Raises:
             InvalidError: The root is one checkpoint, or no path.
         """
-        store = wiring.store_at(root, settings)
-        job = wiring.new_job(process_group, settings)
-        self._run = Run(store, job, wiring.framework_of(job.comm))
+        self._run = wiring.run_at(root, process_group, settings)
 
     def save(
         self,

@@ -82,6 +82,10 @@ class Settings:
     sample_block_bytes: int = 1 * KIB
     """Bytes of one sampled block."""
 
+    reference_roots: tuple[str, ...] = ()
+    """Folders under which files may be read that a checkpoint references, as an import without `copy` leaves them. None
+    by default: a checkpoint from a stranger must not make a job read whatever it likes."""
+
     file_mode: int = 0o600
     """Permission bits of new files; folders get the search bits that go with them."""
 
@@ -103,6 +107,10 @@ class Settings:
         for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
             if getattr(self, name) % PAGE_BYTES:
                 raise InvalidError(f"settings: {name}={getattr(self, name)}; expected a multiple of {PAGE_BYTES}")
+        if not _are_paths(self.reference_roots):
+            raise InvalidError(
+                f"settings: reference_roots={str(self.reference_roots)[:80]!r}; expected a tuple of paths of folders"
+            )
         if self.staging not in ("copy", "lazy"):
             raise InvalidError(f"settings: staging={self.staging!r}; expected 'copy' or 'lazy'")
         if not 0 < self.commit_timeout_seconds < float("inf"):
@@ -114,3 +122,7 @@ class Settings:
 def _require(name: str, value: int, lowest: int, highest: int) -> None:
     if not lowest <= value <= highest:
         raise InvalidError(f"settings: {name}={value}; expected a whole number from {lowest} to {highest}")
+
+
+def _are_paths(found: object) -> bool:
+    return isinstance(found, tuple) and all(isinstance(path, str) and path and "\0" not in path for path in found)

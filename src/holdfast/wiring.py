@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.errors import InvalidError
+from holdfast.formats.dcp.format import DcpFormat
 from holdfast.formats.dcp_writer import DcpWriter
 from holdfast.formats.deepspeed.format import DeepSpeedFormat
 from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
@@ -19,15 +20,19 @@ from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.safetensors_writer import SafetensorsWriter
 from holdfast.formats.torch_writer import TorchWriter
 from holdfast.formats.torchsave import TorchSaveFormat
+from holdfast.frameworks.alone import AloneComm
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.export import Crew, Export
 from holdfast.manager.export_crew import answer, have_carried_out
+from holdfast.manager.importing import ImportReport, import_step
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place
+from holdfast.manager.run import Run
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.comm import Comm
 from holdfast.ports.format import Format, Writer
 from holdfast.ports.framework import Framework
+from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.spec.export import ExportOptions
@@ -36,6 +41,7 @@ from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.references import References
 
 Path = str | os.PathLike[str]
 ProcessGroup = object
@@ -71,7 +77,13 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (DeepSpeedFormat(), SafetensorsFormat(), HuggingFaceBinFormat(), TorchSaveFormat())
+FORMATS: tuple[Format, ...] = (
+    DcpFormat(),
+    DeepSpeedFormat(),
+    SafetensorsFormat(),
+    HuggingFaceBinFormat(),
+    TorchSaveFormat(),
+)
 """Other systems' checkpoints that are read in place; the first that knows one lists it."""
 
 
@@ -99,9 +111,15 @@ def place_at(path: object, settings: Settings) -> Place:
         InvalidError: It is no path, or of a scheme not supported.
     """
     store = store_at(path, settings)
-    if not isinstance(store, LocalStore):
-        return Place(store, "", None)
-    return Place(store, "", None, _Foreign(store.url.removeprefix("file://")))
+    foreign = _Foreign(store.url.removeprefix("file://")) if isinstance(store, LocalStore) else None
+    return Place(store, "", None, foreign, References(settings.reference_roots))
+
+
+def run_at(root: object, process_group: ProcessGroup, settings: Settings) -> Run:
+    """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
+    store = store_at(root, settings)
+    job = new_job(process_group, settings)
+    return Run(store, job, framework_of(job.comm), References(settings.reference_roots))
 
 
 WRITERS: tuple[Writer, ...] = (SafetensorsWriter(), TorchWriter(), DcpWriter())
@@ -169,7 +187,9 @@ def export_worker() -> int:
     logging.getLogger("holdfast").setLevel(logging.ERROR)  # Whoever asked has said what is to be said.
 
     def told(request: dict[str, Any]) -> Export:
-        options, settings = ExportOptions(**request["options"]), Settings(**request["settings"])
+        chosen = request["settings"]
+        settings = Settings(**{**chosen, "reference_roots": tuple(chosen["reference_roots"])})
+        options = ExportOptions(**request["options"])
         return export_of(request["source"], request["destination"], request["to"], options, settings)[0]
 
     return answer(sys.stdin.readline(), told)
@@ -207,6 +227,18 @@ def framework_of(comm: Comm) -> Framework:
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return a job of its own over a group; a collective of its ranks."""
     return Job(comm_of(process_group), clock(), settings)
+
+
+def imported(
+    source: object, root: object, step: int | None, copied: bool, settings: Settings, observer: Observer | None
+) -> ImportReport:
+    """Make a checkpoint a step of a run, by this process alone."""
+    store = store_at(root, settings)
+    job = Job(AloneComm(), clock(), settings)
+    try:
+        return import_step(checkpoint_at(source, settings), store, job, step, copied=copied, observer=observer)
+    finally:
+        job.close()
 
 
 _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()

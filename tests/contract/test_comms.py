@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.errors import UnavailableError
+from holdfast.frameworks.alone import OwnBoard
 from holdfast.frameworks.torch.comm import SoloComm, TorchBoard
 from holdfast.ports.comm import Board, Comm
 from holdfast.testing.comm import (
@@ -27,6 +28,12 @@ class TestThreadBoard(BoardSuite):
     @pytest.fixture
     def board(self) -> Board:
         return ThreadBoard()
+
+
+class TestOwnBoard(BoardSuite):
+    @pytest.fixture
+    def board(self) -> Board:
+        return OwnBoard()
 
 
 class TestTorchBoardOverHashStore(BoardSuite):

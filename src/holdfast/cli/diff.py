@@ -10,7 +10,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import DIFFERENT, NOT_DONE, ended_well
-from holdfast.cli.opening import opened
+from holdfast.cli.opening import AllowRoot, opened
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Column, Screen, printable, shown_bytes, stdout
 from holdfast.cli.tree import in_line
@@ -38,6 +38,7 @@ def diff(
     cast: Annotated[bool, typer.Option("--cast", help="Compare tensors of different types by value.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Read what digests settle too: norms of whole tensors.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="List equal tensors too; cut no list short.")] = False,
+    allow_root: AllowRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
 ) -> None:
     """Show what differs between two checkpoints: tensors, names, values. Exits with 0 if nothing does, else with 1.
@@ -45,7 +46,7 @@ def diff(
     What digests show to be the same is not read.
     """
     with ended_well(corrupt=NOT_DONE):
-        checkpoints = opened(a), opened(b)
+        checkpoints = opened(a, allow_root), opened(b, allow_root)
         with shown_progress("comparing") as bar:
             found = api.diff(*checkpoints, tensors=tensors, cast=cast, full=full, observer=bar)
         if as_json:

@@ -8,9 +8,11 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
+from holdfast.cli.opening import AllowRoot
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, printable, shown_bytes, stdout
 from holdfast.cli.sizes import bytes_of
+from holdfast.settings import Settings
 
 
 def export(
@@ -28,6 +30,7 @@ def export(
     ] = False,
     memory: Annotated[str, typer.Option(help="Memory for bytes on their way, of all workers together.")] = "1GiB",
     workers: Annotated[int, typer.Option(help="Processes that do it beside each other.")] = 1,
+    allow_root: AllowRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
 ) -> None:
     """Write a checkpoint as another system's files, all at once. Stopped, the same command goes on where it was."""
@@ -44,6 +47,7 @@ def export(
                     memory_bytes=bytes_of(memory, "--memory"),
                     workers=workers,
                     observer=bar,
+                    settings=Settings(reference_roots=tuple(allow_root or ())),
                 )
         except KeyboardInterrupt:
             complain(f"interrupted; {dst} is not there yet. Run the same command again: it goes on where it was")

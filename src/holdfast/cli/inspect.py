@@ -88,12 +88,12 @@ def _natural(fqn: str) -> list[tuple[int, str]]:
 
 def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     manifest = checkpoint.manifest
-    saved = "another system's checkpoint" if checkpoint.origin else "checkpoint saved by path"
+    saved = "checkpoint saved by path" if manifest.attempt else "another system's checkpoint"
     what = saved if manifest.step is None else f"step {manifest.step}"
     screen.line(what, style="bold")
     screen.field("path", printable(checkpoint.url.removeprefix("file://")))
     if checkpoint.origin is not None:
-        screen.field("format", printable(checkpoint.origin))
+        screen.field("origin" if manifest.attempt else "format", printable(checkpoint.origin))
     if manifest.attempt:
         screen.field("run", printable(manifest.run_id))
         screen.field("created", shown_time(manifest.created))
@@ -102,7 +102,8 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
         run = "" if parent.run_id == manifest.run_id else f" of run {printable(parent.run_id)}"
         screen.field("continues", f"step {parent.step}{run} (manifest {printable(parent.digest)})")
     pack_bytes = sum(pack.bytes for pack in manifest.packs)
-    count, kind = len(manifest.packs), "pack" if manifest.attempt else "file"
+    count = len(manifest.packs)
+    kind = "referenced file" if checkpoint.references else "pack" if manifest.attempt else "file"
     screen.field("size", f"{manifest.tensors:,} tensors of {shown_bytes(manifest.tensor_bytes)}")
     screen.field("stored", f"{shown_bytes(pack_bytes)} in {count:,} {kind}{'s' * (count != 1)}")
     screen.field("saved by", f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}")

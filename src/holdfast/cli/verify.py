@@ -11,7 +11,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
-from holdfast.cli.opening import opened
+from holdfast.cli.opening import AllowRoot, opened
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, printable, shown_bytes, stdout
 from holdfast.errors import CorruptError
@@ -25,12 +25,13 @@ def verify(
     deep: Annotated[
         bool, typer.Option("--deep", help="Of another system's checkpoint compare casts wholly, not in samples.")
     ] = False,
+    allow_root: AllowRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
 ) -> None:
     """Read every byte of one checkpoint and check it. Exits with 0 if it is whole, with 1 if it is damaged."""
     with ended_well():
         try:
-            checkpoint = opened(path)
+            checkpoint = opened(path, allow_root)
         except CorruptError as error:
             own = os.path.exists(os.path.join(path.removeprefix("file://"), "manifest.json"))
             outcome = _Outcome([api.Damage("manifest.json" if own else "", None, None, None, str(error))])

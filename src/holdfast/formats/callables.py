@@ -145,7 +145,7 @@ def _timedelta(args: tuple[Any, ...], spend: Spend) -> datetime.timedelta:
 def _timezone(args: tuple[Any, ...], spend: Spend) -> datetime.timezone:
     if not 1 <= len(args) <= 2 or type(args[0]) is not datetime.timedelta or any(type(x) is not str for x in args[1:]):
         raise ValueError("a timezone; expected its offset")
-    return datetime.timezone(*args)
+    return datetime.timezone(args[0])  # A name that it may have is none that values keep.
 
 
 def _path(kind: type[pathlib.PurePath]) -> Call:
@@ -200,19 +200,22 @@ def _require_plain_bits(marks: object) -> None:
 
 
 def _parameter(args: tuple[Any, ...], spend: Spend) -> object:
-    if not args or not isinstance(args[0], StoredTensor | Instance):
+    if not args or not isinstance(args[0], StoredTensor):
         raise ValueError("a parameter; expected a tensor")
     return args[0]
 
 
 def _of_type(args: tuple[Any, ...], spend: Spend) -> object:
-    """Stand in for `_rebuild_from_type_v2`: a tensor of a subclass, or with attributes."""
+    """Stand in for `_rebuild_from_type_v2`: a tensor with attributes, which are left out, or of a subclass."""
     if len(args) != 4 or not all(isinstance(each, Named) for each in args[:2]) or type(args[2]) is not tuple:
         raise ValueError("a tensor of a subclass; expected function, type, arguments and state")
-    made = CALLS[args[0].qualname](args[2], spend) if args[0].qualname in _TENSORS else None
-    if isinstance(made, StoredTensor) and args[1].qualname in _PLAIN_TENSORS:
-        return made
-    return Instance(args[1].qualname, args[2] if made is None else (made,), args[3])
+    function, kind = args[0].qualname, args[1].qualname
+    if function not in _TENSORS or kind not in _PLAIN_TENSORS:
+        raise Refusal(
+            f"a tensor of class {kind}, of which only that class knows what it holds; save plain tensors (a DTensor's "
+            ".full_tensor()), or a sharded state with torch.distributed.checkpoint"
+        )
+    return _TENSORS[function](args[2], spend)
 
 
 def _member(args: tuple[Any, ...], spend: Spend) -> Named:

@@ -32,19 +32,16 @@ class HuggingFaceBinFormat:
         return "huggingface-bin"
 
     def recognises(self, files: Readable, name: str) -> bool:
-        """Return whether it is an index of such files, one of them, or a folder that holds any."""
+        """Return whether it is an index of such files, or a folder that holds any; one alone is read as torch.save."""
         if name:
-            return name.endswith(INDEX_SUFFIX) or bool(_NAMES.fullmatch(name))
+            return name.endswith(INDEX_SUFFIX)
         return any(_NAMES.fullmatch(key) or key.endswith(INDEX_SUFFIX) for key in names_in(files))
 
     def listing(self, files: Readable, name: str) -> Listing:
-        """Return every tensor of the file that was named, or of those that the folder's index or their names count."""
-        index = name if name.endswith(INDEX_SUFFIX) else "" if name else one_index(files, INDEX_SUFFIX)
+        """Return every tensor of the files that the index counts, or else their names."""
+        index = name or one_index(files, INDEX_SUFFIX)
         weights = weight_map(files, index, SUFFIX) if index else None
-        if weights is not None:
-            keys = sorted(set(weights.values()))
-        else:
-            keys = [name] if name else _all_parts(files)
+        keys = _all_parts(files) if weights is None else sorted(set(weights.values()))
         remarks: list[str] = []
         tensors = TorchTensors(files.url)
         module: dict[str, object] = {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import accumulate, pairwise
 
 from holdfast.errors import CorruptError
 from holdfast.ports.store import Readable
@@ -36,3 +39,19 @@ def read_bytes(files: Readable, key: str, start: int, stop: int, bytes_max: int)
         (found,) = files.get_ranges(key, [(start, stop)], [slab])
         with found:
             return bytes(found)
+
+
+def read_ranges(files: Readable, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Return several byte ranges of a file, read with one call.
+
+    Args:
+        files: Where it lies.
+        key: The file.
+        ranges: Half-open and small, each known to lie in the file.
+    """
+    room = [(-(-(stop - start) // PAGE_BYTES) + 2) * PAGE_BYTES for start, stop in ranges]
+    with mmap.mmap(-1, sum(room)) as memory, memoryview(memory) as whole, ExitStack() as views:
+        bounds = accumulate(room, initial=0)
+        slabs = [views.enter_context(whole[start:stop]) for start, stop in pairwise(bounds)]
+        found = files.get_ranges(key, ranges, slabs)
+        return [bytes(views.enter_context(each)) for each in found]

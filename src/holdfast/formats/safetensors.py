@@ -57,13 +57,13 @@ class SafetensorsFormat:
         weights = weight_map(files, index, SUFFIX) if index else None
         keys = sorted(set(weights.values())) if weights is not None else [name] if name else names_in(files, SUFFIX)
         beside = [] if name or weights is None else [key for key in names_in(files, SUFFIX) if key.startswith(_REST)]
-        found: dict[str, list[tuple[str, _Entry]]] = {}
+        found: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
         aliases: dict[str, str] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, str] = {}
         for key in [*keys, *(key for key in beside if key not in keys)]:
             size = files.size(key)
-            header = _header(files, key, size)
+            header = read_header(files, key, 0, size)
             whole = NAMES_KEPT in header.metadata
             if key not in keys and not whole:
                 continue
@@ -94,19 +94,37 @@ class SafetensorsFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class SafetensorsEntry:
+    """A tensor of a file, or a part of one."""
+
     name: str
+    """As the file has it."""
+
     dtype: str
+    """Element type, a key of `DTYPES`."""
+
     box: Box
+    """Which part of the tensor it is."""
+
     is_shard: bool
     """Whether the file says which part of the tensor it is."""
+
     start: int
+    """Byte of the file where its first element lies."""
+
+    stop: int
+    """Byte past its last."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
-    entries: list[_Entry]
+class SafetensorsHeader:
+    """What a file says of itself."""
+
+    entries: list[SafetensorsEntry]
+    """Its tensors."""
+
     metadata: dict[str, str]
+    """Text by name, of whoever wrote it."""
 
     def ties(self) -> dict[str, str]:
         """Return the tied names that the file speaks of, as `safetensors.torch.save_model` leaves them."""
@@ -114,7 +132,7 @@ class _Header:
         return {alias: kept for alias, kept in self.metadata.items() if kept in names and alias not in names}
 
 
-def _spec(files: Readable, fqn: str, entries: list[tuple[str, _Entry]]) -> TensorSpec:
+def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]) -> TensorSpec:
     """Return the whole tensor that entries of several files are of.
 
     Raises:
@@ -136,28 +154,53 @@ def _spec(files: Readable, fqn: str, entries: list[tuple[str, _Entry]]) -> Tenso
     return TensorSpec(fqn, first.dtype, tuple(map(max, lengths)))
 
 
-def _header(files: Readable, key: str, size: int) -> _Header:
+def read_header(files: Readable, key: str, start: int, stop: int) -> SafetensorsHeader:
     """Return what a file says of itself, every number of it checked.
 
+    Args:
+        files: Where it lies.
+        key: The file.
+        start, stop: Which bytes of it are safetensors: all, or a part that another format has put there.
     Raises:
         CorruptError: It is cut short, or is no safetensors file.
         InvalidError: It holds an element type that Holdfast does not store.
     """
     where = f"{files.url}/{key}"
-    if size < 8:
-        raise CorruptError(f"{where}: {size} bytes; expected a safetensors file")
-    length = int.from_bytes(read_bytes(files, key, 0, 8, 8), "little")
-    if length > min(HEADER_BYTES_MAX, size - 8):
+    if stop - start < 8:
+        raise CorruptError(f"{where}: {stop - start} bytes; expected a safetensors file")
+    length = int.from_bytes(read_bytes(files, key, start, start + 8, 8), "little")
+    if length > min(HEADER_BYTES_MAX, stop - start - 8):
         raise CorruptError(
-            f"{where}: bytes 0–8 state a header of {length} bytes in a file of {size}; expected at most "
-            f"{min(HEADER_BYTES_MAX, size - 8)}. Is it cut short, or a pointer of Git LFS?"
+            f"{where}: bytes {start}–{start + 8} state a header of {length} bytes in {stop - start}; expected at most "
+            f"{min(HEADER_BYTES_MAX, stop - start - 8)}. Is it cut short, or a pointer of Git LFS?"
         )
-    document = json_object(read_bytes(files, key, 8, 8 + length, HEADER_BYTES_MAX), where)
+    document = json_object(read_bytes(files, key, start + 8, start + 8 + length, HEADER_BYTES_MAX), where)
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise CorruptError(f"{where}: __metadata__ is {str(metadata)[:80]!r}; expected text by name")
     offsets = _offsets(metadata.get(_SHARDING), where)
-    return _Header(list(_entries(document, offsets, 8 + length, size, where)), metadata)
+    entries = list(_entries(document, offsets, start + 8 + length, stop, where))
+    _require_gapless(entries, start + 8 + length, stop, where)
+    return SafetensorsHeader(entries, metadata)
+
+
+def _require_gapless(entries: list[SafetensorsEntry], first: int, stop: int, where: str) -> None:
+    """Refuse entries that share bytes, and bytes that belong to none, as the format and its own library do.
+
+    Raises:
+        CorruptError: Names the entry.
+    """
+    at, before = first, "the header"
+    for entry in sorted(entries, key=lambda each: (each.start, each.stop)):
+        if entry.start != at:
+            raise CorruptError(
+                f"{where}: {entry.name[:200]} begins at byte {entry.start}; expected {at}, where {before[:200]} ends"
+            )
+        at, before = entry.stop, entry.name
+    if at != stop:
+        raise CorruptError(
+            f"{where}: ends at byte {stop}; expected {at}, where {before[:200]} ends. Was it written twice?"
+        )
 
 
 def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
@@ -177,7 +220,7 @@ def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
 
 def _entries(
     document: Mapping[str, object], offsets: Mapping[str, tuple[int, ...]], first: int, size: int, where: str
-) -> Iterator[_Entry]:
+) -> Iterator[SafetensorsEntry]:
     for name, entry in document.items():
         dtype, shape, bounds = (
             (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
@@ -202,7 +245,7 @@ def _entries(
         if len(at) != len(shape):
             raise CorruptError(f"{where}: {name[:200]}: a shard of shape {shape[:8]} at {at[:8]}; expected as many")
         box = Box(at, tuple(start + length for start, length in zip(at, shape, strict=True)))
-        yield _Entry(name, known.name, box, name in offsets, first + bounds[0])
+        yield SafetensorsEntry(name, known.name, box, name in offsets, first + bounds[0], first + bounds[1])
 
 
 def _whole_numbers(found: object, count_max: int) -> bool:

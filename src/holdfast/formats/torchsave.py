@@ -23,6 +23,9 @@ _ZIP_HEAD = b"PK\3\4"
 _NAME_AT = 30
 """Where the name of a zip archive's first entry stands."""
 
+_SUFFIXES = (".pt", ".pth", ".ckpt")
+"""Of files that nothing else writes, so that what is wrong with one can be said."""
+
 _EXTRA_STATE = "_extra_state"
 """What `state_dict` calls a module's values that are no tensors."""
 
@@ -40,7 +43,8 @@ class TorchSaveFormat:
         if not name:
             return False
         head = read_bytes(files, name, 0, min(files.size(name), 512), 512)
-        return head.startswith(LEGACY_HEAD) or (head.startswith(_ZIP_HEAD) and b"/data.pkl" in head[_NAME_AT:])
+        is_archive = head.startswith(_ZIP_HEAD) and b"/data.pkl" in head[_NAME_AT:]
+        return is_archive or head.startswith(LEGACY_HEAD) or name.endswith(_SUFFIXES)
 
     def listing(self, files: Readable, name: str) -> Listing:
         """Return every tensor of the file, and the other values as they are nested."""

@@ -102,8 +102,24 @@ def _set(value: set[Any] | frozenset[Any], path: str, remarks: list[str]) -> Val
 
 def _left_out(value: object, path: str, remarks: list[str]) -> Skipped:
     name = value.qualname if isinstance(value, Instance | Named) else type(value).__name__
-    remark(remarks, f"{path}: left out; it is a {name}, of which only plain values and tensors are read")
+    count = _tensors_of(value) if isinstance(value, Instance) else 0
+    what = f"{name}, with {count} tensors in it" if count else name
+    remark(remarks, f"{path}: left out; it is a {what}. Save it as plain values to have it read")
     return Skipped(path)
+
+
+def _tensors_of(instance: Instance) -> int:
+    """Return how many tensors an object holds, those of objects within it set aside."""
+    waiting: list[object] = [instance.args, instance.state, instance.items]
+    count = 0
+    while waiting:
+        value = waiting.pop()
+        count += isinstance(value, StoredTensor)
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return count
 
 
 def remark(remarks: list[str], text: str) -> None:

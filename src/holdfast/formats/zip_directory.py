@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.formats.reading import read_bytes
+from holdfast.formats.reading import read_bytes, read_ranges
 from holdfast.ports.store import Readable
-from holdfast.settings import KIB, MIB
+from holdfast.settings import KIB, MIB, PAGE_BYTES
 from holdfast.spec.noun import noun
 
 DIRECTORY_BYTES_MAX = 64 * MIB
@@ -25,9 +25,11 @@ _STORED = 0
 _ENCRYPTED = 1
 _ZIP64 = 1
 _IN_ZIP64 = (1 << 32) - 1
-_GAP_BYTES_MAX = 32 * KIB
-"""Between two local headers that are read with one call."""
-_SPAN_BYTES_MAX = 4 * MIB
+_GAP_BYTES_MAX = PAGE_BYTES
+"""Between two headers that are read as one range: storage gives no less than a page anyhow."""
+_SPAN_BYTES_MAX = 64 * KIB
+_SPANS_AT_ONCE = 256
+"""Ranges of one call, and so of a few mebibytes of memory."""
 
 
 @noun
@@ -63,8 +65,10 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
         InvalidError: An entry is compressed or encrypted.
     """
     where = f"{files.url}/{key}"
-    at, size, count, end = _directory(files, key, start, stop, where)
+    at, size, count = _directory(files, key, start, stop, where)
     records = sorted(_records(read_bytes(files, key, at, at + size, DIRECTORY_BYTES_MAX), count, where), key=_place)
+    if not records:
+        raise CorruptError(f"{where}: a zip archive without entries. Read another copy")
     entries: dict[str, ZipEntry] = {}
     bounds = [start + record.local for record in records[1:]] + [at]
     headers = _headers(files, key, [start + record.local for record in records], at, where)
@@ -79,7 +83,6 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
         if name in entries:
             raise CorruptError(f"{where}: two entries {name[:200]!r}; expected each name once. Read another copy")
         entries[name] = ZipEntry(name, offset, record.bytes)
-    assert end <= stop
     return entries
 
 
@@ -87,8 +90,8 @@ def _place(record: _Record) -> int:
     return record.local
 
 
-def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> tuple[int, int, int, int]:
-    """Return where the directory lies in the file, its bytes, its entries, and where what closes it begins."""
+def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> tuple[int, int, int]:
+    """Return where the directory lies in the file, its bytes and its entries."""
     first = max(start, stop - _END.size - _COMMENT_BYTES_MAX)
     tail = read_bytes(files, key, first, stop, _END.size + _COMMENT_BYTES_MAX)
     found = tail.rfind(b"PK\5\6")
@@ -107,7 +110,7 @@ def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> 
             f"{where}: a zip directory of {count} entries in {size} bytes from {start + at} on; expected it before "
             f"byte {end}. Read another copy"
         )
-    return start + at, size, count, end
+    return start + at, size, count
 
 
 def _directory64(files: Readable, key: str, start: int, end: int, where: str) -> tuple[int, int, int, int]:
@@ -172,22 +175,32 @@ def _widened(extra: bytes, fields: tuple[int, int, int], where: str) -> Iterator
 
 
 def _headers(files: Readable, key: str, places: Sequence[int], stop: int, where: str) -> Iterator[tuple[int, bytes]]:
-    """Yield each place with the header there; headers near one another are read with one call."""
-    span, begun = b"", 0
-    for number, place in enumerate(places):
-        if place + _LOCAL.size > stop:
-            raise CorruptError(f"{where}: an entry begins at byte {place}, behind the entries. Read another copy")
-        if number and place < begun:
-            raise CorruptError(f"{where}: two entries begin at byte {place}. Read another copy")
-        if not span or place + _LOCAL.size > begun + len(span):
-            last = place
-            for later in places[number + 1 :]:
-                if later - last > _GAP_BYTES_MAX or later - place > _SPAN_BYTES_MAX:
-                    break
-                last = later
-            begun = place
-            span = read_bytes(files, key, begun, min(last + _LOCAL.size, stop), _SPAN_BYTES_MAX + _LOCAL.size)
-        yield place, span[place - begun : place - begun + _LOCAL.size]
+    """Yield each place with the header there.
+
+    Args:
+        files, key: The file.
+        places: Where the entries begin, ascending.
+        stop: Where they end.
+        where: For messages.
+    """
+    spans: list[list[int]] = []
+    last = -_LOCAL.size
+    for place in places:
+        if place < last + _LOCAL.size or place + _LOCAL.size > stop:
+            raise CorruptError(
+                f"{where}: an entry begins at byte {place}, within another or behind byte {stop}, where they end. "
+                "Read another copy"
+            )
+        if spans and place - last <= _GAP_BYTES_MAX and place - spans[-1][0] <= _SPAN_BYTES_MAX:
+            spans[-1].append(place)
+        else:
+            spans.append([place])
+        last = place
+    for first in range(0, len(spans), _SPANS_AT_ONCE):
+        several = spans[first : first + _SPANS_AT_ONCE]
+        ranges = [(span[0], span[-1] + _LOCAL.size) for span in several]
+        for span, data in zip(several, read_ranges(files, key, ranges), strict=True):
+            yield from ((place, data[place - span[0] : place - span[0] + _LOCAL.size]) for place in span)
 
 
 def _header_bytes(header: bytes, record: _Record, where: str) -> int:

@@ -31,7 +31,7 @@ from holdfast.repository.adopted import adopted
 from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
-from holdfast.repository.names import is_pack_name, rank_of_pack
+from holdfast.repository.names import is_file_url, is_pack_name, rank_of_pack
 from holdfast.repository.split_index import SplitIndex
 from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
@@ -92,13 +92,23 @@ class Checkpoint:
 
     @property
     def origin(self) -> str | None:
-        """What wrote it, with a version where it says one; None for Holdfast."""
+        """What wrote it, or what it was imported from, with a version where it says one; None for Holdfast."""
         return self.manifest.origin
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """URLs of files elsewhere that it references, as an import without `copy` leaves them."""
+        return tuple(pack.name for pack in self.manifest.packs if is_file_url(pack.name))
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What was left out or ignored of another system's checkpoint, and why."""
         return () if self._listing is None else tuple(self._listing.remarks)
+
+    @cached_property
+    def packs(self) -> Packs:
+        """Where its packs lie, by name."""
+        return self._place.packs_of(self.manifest)
 
     @cached_property
     def index(self) -> Index:
@@ -167,7 +177,7 @@ class Checkpoint:
     @property
     def source(self) -> Source:
         """What windows of its tensors are read from."""
-        return Source(self.index.pieces_near, self._place.packs_of(self.manifest), self._settings)
+        return Source(self.index.pieces_near, self.packs, self._settings)
 
     def _at_hand(self) -> Index | SplitIndex:
         """Return the index, or as much of one in several files as was read; of that at least every tensor."""
@@ -190,26 +200,25 @@ class Checkpoint:
         return index_for(found, [(fqn, box)], self._clock, self._place)
 
     def _require_there(self, plan: LoadPlan) -> None:
-        """Refuse to read past the end of a pack, before memory is allocated for it."""
+        """Refuse to read past the end of a pack, before memory is allocated for it.
+
+        Raises:
+            CorruptError: A pack ends too early, or a referenced file is not as long as it was.
+        """
         if self._listing is not None:
             return  # Held against the sizes of the files as it was listed.
         records = {pack.name: pack for pack in self.manifest.packs}
-        prefix = f"{self._place.folder}{self.manifest.attempt}/"
         for run in plan.runs:
-            if run.pack not in self._pack_bytes:
-                self._pack_bytes[run.pack] = stored_bytes(self._place.store, prefix + run.pack)
-            if run.stop > self._pack_bytes[run.pack]:
-                check_size(self._place.store, prefix + run.pack, records[run.pack])
+            stored, known = self.packs(run.pack), self._pack_bytes.get(run.pack)
+            if known is None:
+                known = self._pack_bytes[run.pack] = stored_bytes(stored.files, stored.key)
+            if run.stop > known or (is_file_url(run.pack) and known != records[run.pack].bytes):
+                check_size(stored.files, stored.key, records[run.pack])
 
     @property
     def settings(self) -> Settings:
         """How it is read."""
         return self._settings
-
-    @property
-    def packs(self) -> Packs:
-        """Where its packs lie."""
-        return self._place.packs_of(self.manifest)
 
     @cached_property
     def identity(self) -> str:
@@ -279,6 +288,7 @@ class Checkpoint:
             self._place.store,
             self._place.folder,
             self.manifest,
+            self.packs,
             slab,
             lambda index: require_covered(index, self._clock, self.url),
             observer,

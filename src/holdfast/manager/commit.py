@@ -1,24 +1,30 @@
-"""What the committing rank writes: the index of all that the ranks wrote, and the manifest to be published."""
+"""What the committing rank does: write the index of all that the ranks wrote, publish the manifest, sweep up."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from holdfast.engine.in_flight import each_in_flight
+from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.merge import merged
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
+from holdfast.repository.catalog import exists
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import encode_index
 from holdfast.repository.manifest import encode_manifest
-from holdfast.repository.names import OVERVIEW_FILE, index_name
+from holdfast.repository.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder
 from holdfast.repository.overview import Overview, encode_overview, split
+from holdfast.repository.publish import publish
 from holdfast.settings import Settings
 from holdfast.spec.manifest import FileRecord, Manifest, Parent
+
+logger = logging.getLogger(__name__)
 
 _FILES = 8
 """Files of an index that is split at all, at least: so that a rank reads little that it does not need."""
@@ -48,22 +54,8 @@ def assembled(
         CorruptError: A part or pack is not what its rank voted for.
     """
     whole = merged(place, attempt, votes, settings.chunk_bytes)
-    with collector_paused():
-        indexes, overview = _files_of(whole.index, settings.index_chunks_max)
-    folder = f"{place.folder}{attempt}/"
-
-    def put(file: tuple[str, Callable[[], bytes]]) -> FileRecord:
-        name, encode = file
-        data = encode()
-        place.store.put_if_absent(folder + name, data)
-        return FileRecord(name, len(data), hex_digest_of(data))
-
-    files = [(index_name(number), partial(encode_index, index)) for number, index in enumerate(indexes)]
-    if overview is not None:
-        files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
-    written += [folder + name for name, _ in files]
-    with collector_paused():
-        records = list(each_in_flight(put, files))
+    indexes, overview = written_index(place, attempt, whole.index, settings, written)
+    origin, masters = note.get("origin"), note.get("masters")
     return encode_manifest(
         Manifest(
             run_id=str(note["run_id"]),
@@ -81,10 +73,99 @@ def assembled(
             tree=whole.tree,
             packs=whole.packs,
             parts=whole.parts,
-            indexes=tuple(records[: len(indexes)]),
-            overview=records[-1] if overview is not None else None,
+            indexes=indexes,
+            overview=overview,
+            origin=None if origin is None else str(origin),
+            masters=masters if isinstance(masters, dict) else {},
         )
     )
+
+
+def written_index(
+    place: Place, attempt: str, index: Index, settings: Settings, written: list[str], *, whole: bool = False
+) -> tuple[tuple[FileRecord, ...], FileRecord | None]:
+    """Write an index, in several files if it is large; return their records, and that of the overview if there is one.
+
+    Args:
+        place: Where the checkpoint goes.
+        attempt: The attempt that is to be published.
+        index: The index.
+        settings: Chunks of an index that is kept in one file.
+        written: Told the key of every file before it is written.
+        whole: Whether it goes into one file, however large.
+    """
+    with collector_paused():
+        indexes, overview = ([index], None) if whole else _files_of(index, settings.index_chunks_max)
+    folder = f"{place.folder}{attempt}/"
+
+    def put(file: tuple[str, Callable[[], bytes]]) -> FileRecord:
+        name, encode = file
+        data = encode()
+        place.store.put_if_absent(folder + name, data)
+        return FileRecord(name, len(data), hex_digest_of(data))
+
+    files = [(index_name(number), partial(encode_index, each)) for number, each in enumerate(indexes)]
+    if overview is not None:
+        files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
+    written += [folder + name for name, _ in files]
+    with collector_paused():
+        records = list(each_in_flight(put, files))
+    return tuple(records[: len(indexes)]), records[-1] if overview is not None else None
+
+
+class PublishFailed(UnavailableError):
+    """The store failed in the very act of publishing: whether the manifest is visible is unknown."""
+
+
+def published(place: Place, data: bytes) -> str:
+    """Publish a manifest; return its digest.
+
+    Raises:
+        ConflictError: Another attempt was published first.
+        PublishFailed: The outcome is unknown.
+        CheckpointError: It is certain that nothing was published.
+    """
+    try:
+        publish(place.store, place.manifest_key, data)
+    except ConflictError:
+        raise
+    except Exception as error:
+        # The name may have been given before it failed (a folder could not be synced), or be given later.
+        if _is_certainly_absent(place):
+            raise
+        raise PublishFailed(str(error)) from error
+    return hex_digest_of(data)
+
+
+def _is_certainly_absent(place: Place) -> bool:
+    """Return whether a manifest that could not be put is not there and will not come."""
+    try:
+        return place.store.failed_calls_are_over and not exists(place.store, place.manifest_key)
+    except CheckpointError:
+        return False
+
+
+def sweep(place: Place, attempt: str, name: str) -> None:
+    """Remove what failed attempts left at a place: with a manifest there, none of them can publish any more.
+
+    Args:
+        place: The checkpoint.
+        attempt: The attempt that was published.
+        name: What was done, for messages.
+    """
+    try:
+        for folder in place.store.folders(place.folder):
+            if not is_attempt_folder(folder) or folder == attempt:
+                continue
+            prefix = f"{place.folder}{folder}/"
+            keys = [entry.key for entry in place.store.list(prefix)]
+            if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
+                # A key that is absent still has its folder looked at: one that died early left nothing else.
+                place.store.delete([*keys, f"{prefix}nothing"])
+            else:
+                logger.warning("%s: %s holds more than an attempt and is left alone", name, prefix)
+    except CheckpointError as error:
+        logger.warning("%s: leftovers of failed attempts stay for now: %s", name, error)
 
 
 def _files_of(index: Index, chunks_max: int) -> tuple[list[Index], Overview | None]:

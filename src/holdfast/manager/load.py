@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.engine.exchange import Moved
 from holdfast.errors import CorruptError, InvalidError, MissingError
@@ -15,6 +16,7 @@ from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, off
 from holdfast.manager.job import error_text, raise_together
 from holdfast.manager.place import Place
 from holdfast.manager.resolve import index_for, resolve
+from holdfast.manager.sameness import same_content
 from holdfast.manager.soundness import RequireStored
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock
@@ -141,7 +143,7 @@ def _load(
     place, manifest, stored, require_stored = resolved
     restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
     try:
-        catalog = _catalog(place, manifest, stored, require_stored)
+        catalog = _catalog(place, manifest, stored, require_stored, settings)
         restoration = framework.restoration(request.state, catalog, request.selection)
         for wanted in restoration.wanted:
             require_stored(wanted.stored_fqn)
@@ -217,14 +219,13 @@ def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) ->
     return {str(path): value for path, value in kept.items()}
 
 
-def _catalog(place: Place, manifest: Manifest, index: Index | SplitIndex, require_stored: RequireStored) -> Catalog:
-    def same_content(first: str, second: str) -> bool:
-        def content(fqn: str) -> list[tuple[object, object]]:
-            # Of what no digest is known, only the very same bytes are known to be alike.
-            return [(piece.region, piece.digests or (piece.pack, piece.offset)) for piece in index.pieces_of(fqn)]
-
-        return content(first) == content(second)
-
+def _catalog(
+    place: Place,
+    manifest: Manifest,
+    index: Index | SplitIndex,
+    require_stored: RequireStored,
+    settings: Settings,
+) -> Catalog:
     return Catalog(
         tensors=index.tensors,
         aliases=manifest.aliases,
@@ -233,7 +234,7 @@ def _catalog(place: Place, manifest: Manifest, index: Index | SplitIndex, requir
         step=manifest.step,
         world_size=manifest.world_size,
         per_rank=lambda rank: per_rank_values(place.store, place.folder, manifest, rank),
-        same_content=same_content,
+        same_content=partial(same_content, index, place.packs_of(manifest), settings),
         masters=manifest.masters,
         require_stored=require_stored,
     )

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.ports.format import Foreign
 from holdfast.ports.store import Packs, Store, packs_under
 from holdfast.repository.catalog import exists, read_manifest_bytes, step_folders
-from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, step_folder
+from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder
 from holdfast.spec.manifest import Manifest
+
+
+def none_allowed(url: str) -> NoReturn:
+    """Refuse a referenced file, where nobody allowed any.
+
+    Raises:
+        InvalidError: Always.
+    """
+    raise InvalidError(f"{url}: the checkpoint references this file; expected a place where that may be read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,9 @@ class Place:
     foreign: Foreign | None = None
     """What another system may have left there instead."""
 
+    references: Packs = none_allowed
+    """Where files lie that the checkpoint references by URL."""
+
     @property
     def url(self) -> str:
         """The place, for messages."""
@@ -44,7 +57,8 @@ class Place:
         """Return where the packs of the checkpoint lie."""
         if not manifest.attempt and self.foreign is not None:
             return packs_under(self.foreign.files, "")
-        return packs_under(self.store, f"{self.folder}{manifest.attempt}/")
+        own = packs_under(self.store, f"{self.folder}{manifest.attempt}/")
+        return lambda name: self.references(name) if is_file_url(name) else own(name)
 
     def require_empty(self) -> None:
         """Refuse to save onto something.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError, InvalidError
@@ -55,7 +56,7 @@ def resolve(
                 if listed is None:
                     frames = given_frames(place)
                     read = resolved_frames(frames, place)
-                    short = short_packs(place.store, place.folder, read[0])
+                    short = short_packs(place.store, place.folder, read[0], place.packs_of(read[0]))
                 else:
                     read = adopted(listed, place.url)
                     frames = encode_adopted(*read)
@@ -77,7 +78,7 @@ def resolve(
         raise own if own is not None else error_from(head["error"], "rank 0: ")
     if head["folder"] is None:
         return None
-    place = Place(home.store, head["folder"], head["step"], home.foreign)
+    place = replace(home, folder=head["folder"], step=head["step"])
     if read is None:
         given = frames[1:]
         read = decode_adopted(given, place.url) if head["listed"] else resolved_frames(given, place)

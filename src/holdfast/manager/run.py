@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadReport, LoadRequest, load
-from holdfast.manager.place import Place, require_no_checkpoint
+from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.save import Save
+from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Framework, Selection
-from holdfast.ports.store import Store
+from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, exists, found_run, read_manifest
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.spec.manifest import Parent
@@ -24,9 +26,10 @@ logger = logging.getLogger(__name__)
 class Run:
     """A root and the job that saves into it."""
 
-    def __init__(self, store: Store, job: Job, framework: Framework) -> None:
+    def __init__(self, store: Store, job: Job, framework: Framework, references: Packs = none_allowed) -> None:
         require_no_checkpoint(store)
         self._store, self._job, self._framework = store, job, framework
+        self._home = Place(store, "", None, references=references)
         self._writer = PackWriter(store, job.settings)
         self._latest = _Link(None, None)
         self._pending: list[SaveHandle] = []
@@ -37,11 +40,11 @@ class Run:
     def save(self, step: int, state: Mapping[str, object], selection: Selection) -> SaveHandle:
         """Begin a save of a step."""
         self._require_open()
-        _require_step(step)
-        place = Place(self._store, step_folder(step), step)
+        require_step(step)
+        place = self._place_of(step)
         before, own = self._latest, _Link(None, self._latest)
-        save = Save(self._job, self._framework, place, self._writer, self._identify, before.parent, own.settle)
-        handle = save.begin(state, selection)
+        save = Save(self._job, place, self._writer, self._identify, before.parent, own.settle)
+        handle = save.begin(lambda: self._framework.collect(state, selection))
         self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
@@ -51,14 +54,14 @@ class Run:
         """Fill a state from a step, or from the newest whose manifest is whole; return the step."""
         self._require_open()
         if step is not None:
-            _require_step(step)
+            require_step(step)
         job = self._job
         done = load(
             job.comm,
             job.clock,
             job.settings,
             self._framework,
-            Place(self._store, "", None),
+            self._home,
             lambda: self._choose(step),
             request,
         )
@@ -109,13 +112,15 @@ class Run:
 
     def _identify(self) -> str:
         """Return the id of the run, founding it with the first save; on rank 0."""
-        clock = self._job.clock
-        return found_run(self._store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+        return founded(self._store, self._job.clock)
+
+    def _place_of(self, step: int) -> Place:
+        return replace(self._home, folder=step_folder(step), step=step)
 
     def _choose(self, step: int | None) -> Place | None:
         require_no_checkpoint(self._store)
         if step is not None:
-            place = Place(self._store, step_folder(step), step)
+            place = self._place_of(step)
             if not exists(self._store, place.folder + MANIFEST_FILE):
                 raise MissingError(f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}")
             return place
@@ -126,7 +131,7 @@ class Run:
             except CorruptError as error:
                 logger.warning("step %d is damaged and passed over, older steps are tried: %s", newest, error)
             else:
-                return Place(self._store, step_folder(newest), newest)
+                return self._place_of(newest)
         if steps:
             raise CorruptError(f"{self._store.url}: the manifests of all {len(steps)} steps are damaged")
         return None
@@ -134,6 +139,11 @@ class Run:
     def _require_open(self) -> None:
         if self._closed:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
+
+
+def founded(store: Store, clock: Clock) -> str:
+    """Return the id of the run that a root belongs to, after making it that of one if need be."""
+    return found_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
 
 
 class _Link:
@@ -155,7 +165,12 @@ class _Link:
         self._own, self._before = Parent(run_id, place.step, digest), None
 
 
-def _require_step(step: object) -> None:
+def require_step(step: object) -> None:
+    """Refuse what is no step.
+
+    Raises:
+        InvalidError: It is no whole number, or out of range.
+    """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
         kind = type(step).__name__
         raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}")

@@ -6,32 +6,30 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import collector_paused
-from holdfast.manager.commit import assembled
+from holdfast.manager.commit import PublishFailed, assembled, published, sweep
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
 from holdfast.manager.plans import SavePlan, save_plan
-from holdfast.manager.provenance import layouts_of
+from holdfast.manager.provenance import layouts_of, told_time
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import confirmed_manifest, exists
+from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.digest import hex_digest_of, short_digest_of
 from holdfast.repository.listing import Listing
-from holdfast.repository.names import is_attempt_file, is_attempt_folder, part_name
+from holdfast.repository.names import part_name
 from holdfast.repository.pack import header_body
 from holdfast.repository.part import RankPart, encode_part
-from holdfast.repository.publish import publish
 from holdfast.spec.manifest import Parent
 from holdfast.spec.plan import PlannedPack
 
@@ -44,7 +42,6 @@ class Save:
     def __init__(
         self,
         job: Job,
-        framework: Framework,
         place: Place,
         writer: PackWriter,
         identify: Callable[[], str],
@@ -52,8 +49,9 @@ class Save:
         on_commit: Callable[[Place, str, str], None],
         *,
         awaited: bool = False,
+        inherited: Mapping[str, object] | None = None,
     ) -> None:
-        self._job, self._framework, self._place, self._writer = job, framework, place, writer
+        self._job, self._place, self._writer, self._inherited = job, place, writer, inherited or {}
         self._identify, self._parent_of, self._on_commit = identify, parent_of, on_commit
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
@@ -63,9 +61,11 @@ class Save:
         self._awaited = awaited
         self.handle = SaveHandle(self._name, awaited=awaited)
 
-    def begin(self, state: Mapping[str, object], selection: Selection) -> SaveHandle:
+    def begin(self, collect: Callable[[], Collected]) -> SaveHandle:
         """Agree, write this rank's share, and leave the commit to the background.
 
+        Args:
+            collect: Takes apart what is saved.
         Raises:
             InvalidError: The state, or what the ranks are about to do, is wrong; nothing was written.
         """
@@ -77,14 +77,14 @@ class Save:
         with ExitStack() as pause:
             # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
             pause.enter_context(collector_paused())
-            self._begin(state, selection, pause)
+            self._begin(collect, pause)
         return self.handle
 
-    def _begin(self, state: Mapping[str, object], selection: Selection, pause: ExitStack) -> None:
+    def _begin(self, collect: Callable[[], Collected], pause: ExitStack) -> None:
         try:
             opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
-                collected = self._framework.collect(state, selection)
+                collected = collect()
                 digests = Digests(collected, self._job, self._place)
                 statement = digests.statement(self._step)
             except BaseException as error:
@@ -133,7 +133,8 @@ class Save:
         self._place.require_empty()
         return {
             "run_id": self._identify(),
-            "created": datetime.fromtimestamp(self._job.clock.unix_seconds(), UTC).isoformat(timespec="seconds"),
+            "created": told_time(self._job.clock),
+            **self._inherited,
         }
 
     def _plan(self, collected: Collected, digests: Digests, agreement: Agreement) -> tuple[SavePlan, bool]:
@@ -261,14 +262,14 @@ class Save:
             return ballot.await_result()
         try:
             digest = self._publish(ballot.votes(), agreement)
-        except _PublishFailed as failure:
+        except PublishFailed as failure:
             ballot.announce_failure(failure, certain=False)
             raise Undecided(str(failure), storage_knows=False) from failure
         except Exception as error:
             ballot.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
         ballot.announce_committed(digest)
-        self._sweep(agreement)
+        sweep(self._place, agreement.attempt, self._name)
         return digest
 
     def _publish(self, votes: list[Vote], agreement: Agreement) -> str:
@@ -276,41 +277,7 @@ class Save:
         data = assembled(
             place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
         )
-        try:
-            publish(place.store, place.manifest_key, data)
-        except ConflictError:
-            raise
-        except Exception as error:
-            # The name may have been given before it failed (a folder could not be synced), or be given later.
-            if self._is_certainly_absent():
-                raise
-            raise _PublishFailed(str(error)) from error
-        return hex_digest_of(data)
-
-    def _is_certainly_absent(self) -> bool:
-        """Return whether a manifest that could not be put is not there and will not come."""
-        store = self._place.store
-        try:
-            return store.failed_calls_are_over and not exists(store, self._place.manifest_key)
-        except CheckpointError:
-            return False
-
-    def _sweep(self, agreement: Agreement) -> None:
-        """Remove what failed attempts left at this place: with a manifest here, none of them can publish any more."""
-        place = self._place
-        try:
-            for name in place.store.folders(place.folder):
-                if not is_attempt_folder(name) or name == agreement.attempt:
-                    continue
-                prefix = f"{place.folder}{name}/"
-                keys = [entry.key for entry in place.store.list(prefix)]
-                if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
-                    # A key that is absent still has its folder looked at: one that died early left nothing else.
-                    place.store.delete([*keys, f"{prefix}nothing"])
-                else:
-                    logger.warning("%s: %s holds more than an attempt and is left alone", self._name, prefix)
-        except CheckpointError as error:
-            logger.warning("%s: leftovers of failed attempts stay for now: %s", self._name, error)
+        return published(place, data)
 
     def _ask_storage(self, agreement: Agreement, report_of: Callable[[], SaveReport], undecided: Undecided) -> None:
         """The board cannot say what became of the attempt: the manifest can, if it is there."""
@@ -385,12 +352,8 @@ def save_checkpoint(
 
     place = Place(store, "", None)
     writer = PackWriter(store, job.settings)
-    save = Save(job, framework, place, writer, identify, lambda: None, lambda *_: None, awaited=awaited)
-    return save.begin(state, selection)
-
-
-class _PublishFailed(UnavailableError):
-    """The store failed in the very act of publishing: whether the manifest is visible is unknown."""
+    save = Save(job, place, writer, identify, lambda: None, lambda *_: None, awaited=awaited)
+    return save.begin(lambda: framework.collect(state, selection))
 
 
 def _unknown(name: str, place: Place, reason: str) -> UnavailableError:

@@ -228,7 +228,7 @@ class Catalog:
     """Reads what one of those ranks kept as its own, by path."""
 
     same_content: Callable[[str, str], bool]
-    """Whether two stored FQNs are known, by their digests, to hold the same bytes."""
+    """Whether two stored FQNs are known to hold the same bytes: by digests, or where there are none by reading."""
 
     masters: Mapping[str, str] = field(default_factory=dict)
     """Stored FQN to that of its master copy, of higher precision, where another system kept both: a target of the

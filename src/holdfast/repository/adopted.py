@@ -68,6 +68,8 @@ def adopted(listing: Listing, where: str) -> tuple[Manifest, Index]:
     """
     for fqn, spec in listing.tensors.items():
         _require_possible(fqn, spec, where)
+    for name in (*listing.tensors, *listing.aliases, *listing.files):
+        _require_text(name, where)
     table = TensorTable.of(listing.tensors.values())
     for alias, fqn in listing.aliases.items():
         if fqn not in table.specs or alias in table.specs:
@@ -161,6 +163,13 @@ def _require_possible(fqn: str, spec: TensorSpec, where: str) -> None:
         raise CorruptError(f"{where}: {fqn}: shape {str(shape)[:200]}; expected up to {NDIM_MAX} lengths of 0 and more")
     if math.prod(length or 1 for length in shape) * spec.itemsize >= _TENSOR_BYTES_MAX:
         raise CorruptError(f"{where}: {fqn}: {spec.dtype} of shape {shape}; expected under 2**62 bytes")
+
+
+def _require_text(name: str, where: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidError(f"{where}: the name {name[:200]!a} is no Unicode text; rename it") from error
 
 
 def require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:

@@ -8,12 +8,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Store
+from holdfast.ports.store import Packs, Readable, Store
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.index import Index, Merging
 from holdfast.repository.index_file import INDEX_BYTES_MAX, decode_index
 from holdfast.repository.manifest import MANIFEST_BYTES_MAX, check_format, decode_manifest, sealed, unsealed
-from holdfast.repository.names import MANIFEST_FILE, OVERVIEW_FILE, RUN_FILE, step_folder, step_of_folder
+from holdfast.repository.names import (
+    MANIFEST_FILE,
+    OVERVIEW_FILE,
+    RUN_FILE,
+    is_file_url,
+    step_folder,
+    step_of_folder,
+)
 from holdfast.repository.overview import Overview, decode_overview
 from holdfast.repository.publish import publish
 from holdfast.repository.tensors import TensorTable
@@ -156,7 +163,7 @@ def read_file(store: Store, folder: str, attempt: str, record: FileRecord) -> by
     return data
 
 
-def stored_bytes(store: Store, key: str) -> int:
+def stored_bytes(store: Readable, key: str) -> int:
     """Return the bytes that are stored at `key`; 0 if there is no such object."""
     try:
         return store.size(key)
@@ -164,7 +171,7 @@ def stored_bytes(store: Store, key: str) -> int:
         return 0
 
 
-def check_size(store: Store, key: str, record: FileRecord) -> None:
+def check_size(store: Readable, key: str, record: FileRecord) -> None:
     """Refuse a file that is not there or not as long as the manifest says.
 
     Raises:
@@ -240,7 +247,7 @@ def _merged(indexes: Sequence[Index], table: TensorTable | None, where: str) -> 
 
 
 def require_places(index: Index, manifest: Manifest, where: str) -> None:
-    """Refuse pieces beyond the end of their packs, and two that share a byte: what an index claims, packs must hold.
+    """Refuse pieces beyond the end of their packs, and two that share a byte of a pack of the attempt's own.
 
     Raises:
         CorruptError: Names the first.
@@ -263,7 +270,10 @@ def require_places(index: Index, manifest: Manifest, where: str) -> None:
     filled = np.flatnonzero(pieces.bytes)
     order = filled[np.lexsort((pieces.offsets[filled], pieces.packs[filled]))]
     stops = pieces.offsets[order] + pieces.bytes[order]
-    shared = (pieces.packs[order][1:] == pieces.packs[order][:-1]) & (pieces.offsets[order][1:] < stops[:-1])
+    # Files of another system may hold tied tensors once.
+    is_own = np.array([not is_file_url(name) for name in index.packs], dtype=bool)[pieces.packs[order]]
+    same_pack = pieces.packs[order][1:] == pieces.packs[order][:-1]
+    shared = is_own[1:] & same_pack & (pieces.offsets[order][1:] < stops[:-1])
     if shared.any():
         at = int(order[1:][int(shared.argmax())])
         name, byte = index.packs[int(pieces.packs[at])], int(pieces.offsets[at])
@@ -282,20 +292,27 @@ def _require_totals(tensors: Mapping[str, TensorSpec], manifest: Manifest, where
         )
 
 
-def short_packs(store: Store, folder: str, manifest: Manifest) -> dict[str, tuple[int, CheckpointError]]:
+def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> dict[str, tuple[int, CheckpointError]]:
     """Return, by name, packs that are not there in full: the bytes there are, and what to say of it.
 
-    One listing, however many packs there are. What is there of a short pack can still be read.
+    One listing, however many packs of its own there are. What is there of a short one can still be read; of a
+    referenced file that has another size nothing can, for it is another file.
     """
     prefix = f"{folder}{manifest.attempt}/"
-    found = {entry.key: entry.bytes for entry in store.list(prefix)}
+    found: dict[str, int] | None = None
     short: dict[str, tuple[int, CheckpointError]] = {}
     for pack in manifest.packs:
-        there = found.get(prefix + pack.name, 0)
-        if there >= pack.bytes:
-            continue
+        there = 0
         try:
-            check_size(store, prefix + pack.name, pack)
+            if is_file_url(pack.name):
+                stored = packs(pack.name)
+                check_size(stored.files, stored.key, pack)
+                continue
+            if found is None:
+                found = {entry.key: entry.bytes for entry in store.list(prefix)}
+            there = found.get(prefix + pack.name, 0)
+            if there < pack.bytes:
+                check_size(store, prefix + pack.name, pack)
         except (CorruptError, InvalidError) as error:
             short[pack.name] = there, error
     return short

@@ -98,6 +98,13 @@ class Index:
         return self._made(self.pieces.taken(order[first[number] : first[number + 1]]))
 
     @cached_property
+    def bytes_by_pack(self) -> Mapping[str, int]:
+        """Bytes of the pieces in each pack, by its name; bytes that two pieces share count twice."""
+        found = np.zeros(len(self.packs), dtype=np.int64)
+        np.add.at(found, self.pieces.packs, self.pieces.bytes)
+        return dict(zip(self.packs, found.tolist(), strict=True))
+
+    @cached_property
     def _first(self) -> Ints:
         """For each tensor, and one past the last: number of its first piece."""
         return np.searchsorted(self.pieces.tensors, np.arange(len(self.table.specs) + 1))

@@ -13,11 +13,12 @@ from holdfast.repository.names import (
     OVERVIEW_FILE,
     STEP_MAX,
     WORLD_SIZE_MAX,
+    is_file_url,
     is_index_name,
     is_pack_name,
     is_part_name,
 )
-from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest, Parent
+from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_IMPORTED, FileRecord, Manifest, Parent
 from holdfast.spec.values import Group
 
 MANIFEST_BYTES_MAX = 1 << 28
@@ -63,7 +64,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     parent = manifest.parent
     data = sealed(
         {
-            "holdfast": {"format": [FORMAT_MAJOR, 0], "kind": "checkpoint"},
+            "holdfast": {"format": [FORMAT_MAJOR, _minor_of(manifest)], "kind": "checkpoint"},
             "run_id": manifest.run_id,
             "step": manifest.step,
             "attempt": manifest.attempt,
@@ -79,6 +80,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "parts": [_record(each) for each in manifest.parts],
             "indexes": [_record(each) for each in manifest.indexes],
             **({} if manifest.overview is None else {"overview": _record(manifest.overview)}),
+            **({} if manifest.origin is None else {"origin": manifest.origin}),
             **({"masters": manifest.masters} if manifest.masters else {}),
             "state": values.encode(manifest.tree, ""),
         }
@@ -116,13 +118,20 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         tensor_bytes=field.whole("tensor_bytes", 1 << 80),
         aliases=field.texts("aliases"),
         tree=tree,
-        packs=_records(field.of("packs", list), is_pack_name, where),
+        packs=_records(field.of("packs", list), lambda name: is_pack_name(name) or is_file_url(name), where),
         parts=_records(field.of("parts", list), is_part_name, where),
         indexes=_records(field.of("indexes", list), is_index_name, where),
         overview=_overview(document.get("overview"), where),
+        origin=field.of("origin", str, values.plain) if document.get("origin") is not None else None,
         masters=field.texts("masters") if document.get("masters") is not None else {},
         digest=digest,
     )
+
+
+def _minor_of(manifest: Manifest) -> int:
+    """Return the lowest minor version of the format that has everything a manifest says."""
+    is_referencing = any(is_file_url(pack.name) for pack in manifest.packs)
+    return FORMAT_MINOR_IMPORTED if manifest.origin is not None or manifest.masters or is_referencing else 0
 
 
 def check_format(document: Mapping[str, object], kind: str, where: str) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.ports.observer import Observer
-from holdfast.ports.store import Store
+from holdfast.ports.store import Packs, Store, Stored
 from holdfast.repository.catalog import check_size, index_from, overview_from, read_file
 from holdfast.repository.digest import digest_of
 from holdfast.repository.index import Index
-from holdfast.repository.names import MANIFEST_FILE, rank_of_part
+from holdfast.repository.names import MANIFEST_FILE, is_file_url, rank_of_part
 from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.repository.part import decode_part, require_own
 from holdfast.spec.damage import Damage
@@ -26,6 +26,7 @@ class Verification:
         store: Store,
         folder: str,
         manifest: Manifest,
+        packs: Packs,
         slab: memoryview,
         judge: Callable[[Index], None],
         observer: Observer | None = None,
@@ -36,12 +37,13 @@ class Verification:
             store: Where the checkpoint lies.
             folder: Its folder there.
             manifest: Its manifest.
+            packs: Where its packs lie.
             slab: Room for two windows and two pages.
             judge: Raises `CorruptError` if the pieces of an index do not cover every tensor exactly once.
             observer: Told of progress.
         """
         self._judge = judge
-        self._store, self._folder, self._manifest = store, folder, manifest
+        self._store, self._folder, self._manifest, self._packs = store, folder, manifest, packs
         self._slab, self._observer = slab, observer
         self._files = (*manifest.packs, *manifest.parts, *manifest.indexes)
         if manifest.overview is not None:
@@ -51,7 +53,7 @@ class Verification:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files the manifest names."""
+        """Bytes of all files the manifest names; of referenced ones, once the index is read, those of their pieces."""
         return self._total
 
     @property
@@ -65,8 +67,14 @@ class Verification:
         return ()
 
     def damages(self) -> Iterator[Damage]:
-        """Yield everything that is damaged, missing or surplus; nothing for a whole checkpoint."""
+        """Yield everything that is damaged, missing or surplus; nothing for a whole checkpoint.
+
+        Raises:
+            InvalidError: It references a file that may not be read.
+        """
         manifest = self._manifest
+        for pack in manifest.packs:
+            self._packs(pack.name)  # Refuses files that the caller did not allow, before any work is done.
         for part in manifest.parts:
             try:
                 data = read_file(self._store, self._folder, manifest.attempt, part)
@@ -93,14 +101,18 @@ class Verification:
             # Every index file is what the manifest says, so the manifest and the index contradict each other.
             yield Damage(MANIFEST_FILE, None, None, None, str(error))
             return
+        # Of a referenced file nothing but its pieces is read.
+        self._total += sum(
+            index.bytes_by_pack.get(pack.name, 0) - pack.bytes for pack in manifest.packs if is_file_url(pack.name)
+        )
         for pack in manifest.packs:
-            yield from self._damages_of_pack(pack, index.pieces_in(pack.name))
+            damages = self._damages_of_file if is_file_url(pack.name) else self._damages_of_pack
+            yield from damages(pack, index.pieces_in(pack.name), self._packs(pack.name))
         yield from self._surplus()
 
-    def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
-        key = f"{self._folder}{self._manifest.attempt}/{pack.name}"
+    def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
         try:
-            check_size(self._store, key, pack)
+            check_size(stored.files, stored.key, pack)
         except CheckpointError as error:
             yield self._of_file(pack.name, error)
             self._advance(pack.bytes)
@@ -108,11 +120,26 @@ class Verification:
         yield from self._damages_of_layout(pack, pieces)
         whole = True
         for piece in pieces:
-            for damage in self._damages_of_piece(key, piece):
+            for damage in self._damages_of_piece(stored, piece):
                 whole = False
                 yield damage
         if whole:
-            yield from self._damages_of_header(key, pack, pieces)
+            yield from self._damages_of_header(stored, pack, pieces)
+
+    def _damages_of_file(self, file: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
+        """Yield what is damaged of a referenced file: its size, and the chunks of its pieces."""
+        try:
+            check_size(stored.files, stored.key, file)
+        except CheckpointError as error:
+            yield self._of_file(file.name, error)
+            self._advance(sum(piece.bytes for piece in pieces))
+            return
+        for piece in pieces:
+            yield from self._damages_of_piece(stored, piece)
+        found = pack_digest(b"", b"".join(piece.digests for piece in pieces))
+        if found != file.digest:
+            message = f"the chunk digests of the index hash to {found}; the manifest says {file.digest}"
+            yield self._damage(file.name, None, None, None, message)
 
     def _damages_of_layout(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
         """Yield gaps and overlaps between the pieces of a pack."""
@@ -124,13 +151,13 @@ class Verification:
         if at != pack.bytes:
             yield self._damage(pack.name, at, pack.bytes, None, "bytes that no piece of the index accounts for")
 
-    def _damages_of_piece(self, key: str, piece: Piece) -> Iterator[Damage]:
+    def _damages_of_piece(self, stored: Stored, piece: Piece) -> Iterator[Damage]:
         for number in range(len(piece.digests) // 16):
             start = piece.offset + number * piece.chunk_bytes
             stop = min(start + piece.chunk_bytes, piece.offset + piece.bytes)
             expected = piece.digests[16 * number : 16 * number + 16]
             try:
-                (data,) = self._store.get_ranges(key, [(start, stop)], [self._slab])
+                (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [self._slab])
             except CheckpointError as error:
                 yield self._damage(piece.pack, start, stop, piece.tensor.fqn, str(error))
             else:
@@ -140,19 +167,23 @@ class Verification:
                     yield self._damage(piece.pack, start, stop, piece.tensor.fqn, message)
             self._advance(stop - start)
 
-    def _damages_of_header(self, key: str, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
+    def _damages_of_header(self, stored: Stored, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
         """Yield what is wrong with a pack's header, its chunks being whole."""
         header_bytes = min((piece.offset for piece in pieces), default=pack.bytes)
         try:
             if header_bytes > HEADER_BYTES_MAX + 8:
-                raise CorruptError(f"{key}: a header of {header_bytes} bytes; expected at most {HEADER_BYTES_MAX}")
-            header = self._header(key, header_bytes)
+                raise CorruptError(
+                    f"{stored.url}: a header of {header_bytes} bytes; expected at most {HEADER_BYTES_MAX}"
+                )
+            header = self._header(stored, header_bytes)
             found = pack_digest(header, b"".join(piece.digests for piece in pieces))
             if found != pack.digest:
                 message = f"header and chunk digests hash to {found}; expected {pack.digest}"
                 yield self._damage(pack.name, 0, header_bytes, None, message)
                 return
-            listed = {(each.fqn, each.dtype, each.shape, each.start, each.stop) for each in entries_of(header, key)}
+            listed = {
+                (each.fqn, each.dtype, each.shape, each.start, each.stop) for each in entries_of(header, stored.url)
+            }
         except CheckpointError as error:
             yield self._damage(pack.name, 0, header_bytes, None, str(error))
             return
@@ -166,11 +197,11 @@ class Verification:
         for fqn, *_ in sorted(listed ^ indexed):
             yield self._damage(pack.name, 0, header_bytes, fqn, "the pack's header and the index disagree")
 
-    def _header(self, key: str, header_bytes: int) -> bytes:
+    def _header(self, stored: Stored, header_bytes: int) -> bytes:
         parts = []
         window = len(self._slab) // 2
         for start in range(0, header_bytes, window):
-            (data,) = self._store.get_ranges(key, [(start, min(start + window, header_bytes))], [self._slab])
+            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + window, header_bytes))], [self._slab])
             parts.append(bytes(data))
         return b"".join(parts)
 
@@ -190,7 +221,8 @@ class Verification:
         return self._damage(name, None, None, None, str(error))
 
     def _damage(self, name: str, start: int | None, stop: int | None, fqn: str | None, message: str) -> Damage:
-        return Damage(f"{self._manifest.attempt}/{name}", start, stop, fqn, message)
+        file = name if is_file_url(name) else f"{self._manifest.attempt}/{name}"
+        return Damage(file, start, stop, fqn, message)
 
     def _advance(self, done: int) -> None:
         self._done += done

@@ -10,7 +10,7 @@ class Damage:
     """One thing that is not as it was saved."""
 
     file: str
-    """Key of the file, relative to the checkpoint."""
+    """Key of the file, relative to the checkpoint; of a referenced file its URL."""
 
     start: int | None
     """First damaged byte known, or None for the whole file."""

@@ -9,19 +9,22 @@ from holdfast.spec.values import Group
 FORMAT_MAJOR = 1
 """Version of the format on disk; another major version is refused."""
 
+FORMAT_MINOR_IMPORTED = 1
+"""Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of the attempt."""
+    """One file of the attempt, or one that lies elsewhere and is referenced."""
 
     name: str
-    """Path inside the attempt's folder."""
+    """Path inside the attempt's folder; of a referenced file its URL."""
 
     bytes: int
     """Its exact size."""
 
     digest: str
-    """xxh3-128 in hex: of the content; for a pack, of its header and chunk digests."""
+    """xxh3-128 in hex: of the content; for a pack, of its header and chunk digests; for a referenced file, of those."""
 
 
 @dataclass(frozen=True, slots=True)

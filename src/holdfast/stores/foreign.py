@@ -164,11 +164,9 @@ class ForeignFiles:
         lies = os.readlink(f"/proc/self/fd/{fd}")
         if lies.startswith(home.rstrip("/") + "/"):
             return
-        snapshots = os.path.dirname(home)
-        if os.path.basename(snapshots) == "snapshots":
-            blobs = os.path.join(os.path.dirname(snapshots), _BLOBS)
-            if os.path.dirname(lies) == blobs:
-                return
+        repository, cached, revision = home.rpartition("/snapshots/")
+        if cached and revision and os.path.dirname(lies) == os.path.join(repository, _BLOBS):
+            return
         raise InvalidError(
             f"{where}: is reached through a link that leads out of the folder, to {lies}; expected files of the "
             "checkpoint's own folder. Name the folder in which they really lie"

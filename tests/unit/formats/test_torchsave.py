@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import pathlib
 import tempfile
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.formats.torchsave import TorchSaveFormat
-from holdfast.spec.values import FrameworkValue, Group, TensorRef
+from holdfast.spec.values import FrameworkValue, Group, Skipped, TensorRef
 from holdfast.stores.foreign import ForeignFiles
 from tests.unit.formats.torch_states import leaves, listed, nested, read, same_bits, saved
 
@@ -188,6 +189,36 @@ def test_names_that_collide_are_refused(tmp_path: Path) -> None:
 def test_what_is_not_read_is_refused_by_name(state: object, match: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=match):
         listed(saved(state, tmp_path))
+
+
+def test_a_distributed_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Replicate()])
+        path = saved({"w": tensor}, tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(InvalidError, match=r"class torch\.distributed\.tensor\.DTensor.*full_tensor"):
+        listed(path)
+
+
+def test_an_object_is_left_out_with_a_remark(tmp_path: Path) -> None:
+    values = {"args": argparse.Namespace(lr=1, start=torch.ones(2)), "rest": [argparse.Namespace(), 3]}
+    path = saved({"model": {"w": torch.ones(1)}, "values": values, "step": 4}, tmp_path)
+    listing = listed(path)
+    assert listing.tree.items["values"] == {
+        "args": Skipped("values.args"), "rest": [Skipped("values.rest.0"), 3],
+    }  # fmt: skip
+    assert [each.partition(". ")[0] for each in listing.remarks] == [
+        "values.args: left out; it is a argparse.Namespace, with 1 tensors in it",
+        "values.rest.0: left out; it is a argparse.Namespace",
+    ]
+    state: dict[str, Any] = {"model": {"w": torch.zeros(1)}, "step": 0}
+    holdfast.load(path, state)
+    assert state["step"] == 4
 
 
 def test_the_old_format_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.frameworks.alone import AloneComm
 
 _CONNECT_SECONDS_MAX = 10.0
 """Longest try to reach the store's host; c10d takes up to about twice what it is told."""
@@ -225,42 +226,13 @@ class ProcessGroupComm:
         return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
 
-class SoloComm:
-    """One process alone."""
-
-    def __init__(self) -> None:
-        self._board = TorchBoard(HashStore())
-
-    @property
-    def rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """Always 1."""
-        return 1
-
-    @property
-    def board(self) -> TorchBoard:
-        """A key-value store inside this process."""
-        return self._board
+class SoloComm(AloneComm):
+    """One process alone, which may yet be a rank of a process group."""
 
     def rank_of_global(self, rank: int) -> int | None:
         """Return 0 for this process's own global rank, None for any other."""
         own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return 0 if rank == own else None
-
-    def broadcast(self, payload: bytes | None) -> bytes:
-        """Return the payload."""
-        return payload or b""
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payload alone."""
-        return [payload]
-
-    def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
-        """Do nothing: there is nobody else."""
 
 
 def _tensor_of(payload: bytes, length: int, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import put_together
 from holdfast.frameworks.torch.optimizers import OptimizerView
+from holdfast.ports.framework import Catalog
 from holdfast.spec.values import Group, TensorRef, Value
 
 
@@ -25,7 +26,7 @@ class ByName:
 def numbered(saved: Value) -> dict[str, Value] | None:
     """Return a value if it is what `Optimizer.state_dict()` returns; else None."""
     items = saved.items if isinstance(saved, Group) and saved.kind == "dict" else saved
-    if not isinstance(items, dict) or not isinstance(items.get("state"), dict):
+    if not isinstance(items, dict) or not isinstance(items.get("state"), dict | Group):
         return None
     groups = items.get("param_groups")
     if not isinstance(groups, list):
@@ -33,18 +34,21 @@ def numbered(saved: Value) -> dict[str, Value] | None:
     return items if all(isinstance(each, dict) and isinstance(each.get("params"), list) for each in groups) else None
 
 
-def by_name(saved: Mapping[str, Value], view: OptimizerView, on_leaf: Callable[[Value], object]) -> ByName:
+def by_name(
+    saved: Mapping[str, Value], view: OptimizerView, catalog: Catalog, on_leaf: Callable[[Value], object]
+) -> ByName:
     """Return an optimizer's state dict by the names of an optimizer's parameters, matched as torch does: by position.
 
     Args:
-        saved: The state dict, `TensorRef` for its tensors.
+        saved: The state dict.
         view: The optimizer that takes it.
+        catalog: Where its tensors are listed, by number.
         on_leaf: Returns what a `TensorRef` among the hyperparameters stands for.
     Raises:
         InvalidError: The groups are not as many or as long.
     """
     groups, state = saved["param_groups"], saved["state"]
-    assert isinstance(groups, list) and isinstance(state, dict)
+    assert isinstance(groups, list)
     own = [group["params"] for group in view.optimizer.param_groups]
     if [len(each) for each in own] != [len(group["params"]) for group in groups]:
         raise InvalidError(
@@ -52,21 +56,38 @@ def by_name(saved: Mapping[str, Value], view: OptimizerView, on_leaf: Callable[[
             f"{[len(group['params']) for group in groups]}; expected the same, since it holds numbers and no names. "
             "Group the parameters as they were saved"
         )
-    found = Group("optimizer", {"hyperparameters": {}, "param_groups": {}, "state": {}})
-    hyperparameters, members, values = found.items.values()
-    assert isinstance(hyperparameters, dict) and isinstance(members, dict) and isinstance(values, dict)
-    aliases: dict[str, str] = {}
+    hyperparameters: dict[str, Value] = {}
+    members: dict[str, Value] = {}
+    values: dict[str, Value] = {}
+    names: dict[str, str] = {}
     for at, (group, parameters) in enumerate(zip(groups, own, strict=True)):
         hyperparameters[str(at)] = {
             key: put_together(each, on_leaf) for key, each in group.items() if key not in ("params", "param_names")
         }
         for number, parameter in zip(group["params"], parameters, strict=True):
             name = view.names[parameter]
-            members[name] = str(at)
-            entries = state.get(number, {})
-            for key, each in entries.items() if isinstance(entries, dict) else ():
-                if isinstance(each, TensorRef):
-                    aliases[view.state_fqn(name, key)] = each.fqn
-                else:
-                    values.setdefault(name, {})[key] = each
-    return ByName(found, aliases)
+            members[name], names[str(number)] = str(at), name
+            kept = {key: each for key, each in _entries(state, number).items() if not isinstance(each, TensorRef)}
+            if kept:
+                values[name] = kept
+    group = {"hyperparameters": hyperparameters, "param_groups": members, "state": values}
+    return ByName(Group("optimizer", group), _aliases(view, names, catalog))
+
+
+def _entries(state: Value, number: object) -> Mapping[str, Value]:
+    """Return what is kept of a parameter; DCP writes its number as text."""
+    items = state.items if isinstance(state, Group) else state
+    assert isinstance(items, dict)
+    found = items.get(number, items.get(str(number)))
+    found = found.items if isinstance(found, Group) else found
+    return found if isinstance(found, dict) else {}
+
+
+def _aliases(view: OptimizerView, names: Mapping[str, str], catalog: Catalog) -> dict[str, str]:
+    prefix = f"{view.path}.state."
+    found: dict[str, str] = {}
+    for fqn in (*catalog.tensors, *catalog.aliases):
+        number, _, key = fqn.removeprefix(prefix).rpartition(".") if fqn.startswith(prefix) else ("", "", "")
+        if number in names:
+            found[view.state_fqn(names[number], key)] = catalog.aliases.get(fqn, fqn)
+    return found

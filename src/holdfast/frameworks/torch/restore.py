@@ -231,9 +231,8 @@ class TorchRestoration:
                 self._module(node, saved)
             case OptimizerNode():
                 if (by_number := numbered(saved)) is not None:
-                    named = by_name(by_number, node.view, self._leaf({}))
-                    aliases = {fqn: self._catalog.aliases.get(each, each) for fqn, each in named.aliases.items()}
-                    self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **aliases})
+                    named = by_name(by_number, node.view, self._catalog, self._leaf({}))
+                    self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **named.aliases})
                     saved = named.group
                 if not isinstance(saved, Group) or saved.kind != "optimizer":
                     if self._takes_part_whole(node.path):

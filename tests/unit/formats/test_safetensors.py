@@ -1,0 +1,243 @@
+"""Safetensors files, and a Hugging Face model in several; the stock library writes them and judges with us."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load, save, save_file
+
+import holdfast
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.formats.safetensors import SafetensorsFormat
+from holdfast.spec.dtype import BY_SAFETENSORS
+from holdfast.stores.memory import MemoryStore
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def crafted(header: object, data: bytes = b"", *, length: int | None = None) -> bytes:
+    """A file with any header, given as bytes or as what becomes JSON."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    found = {}
+    for dtype in BY_SAFETENSORS.values():
+        bits = torch.randint(0, 2 if dtype.name == "bool" else 256, (3, 5 * dtype.itemsize), generator=chance)
+        found[dtype.name] = bits.to(torch.uint8).view(getattr(torch, dtype.name))
+    return found
+
+
+def raw(tensor: object) -> bytes:
+    assert isinstance(tensor, torch.Tensor)
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def sharded(folder: Path, weight_map: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
+    """A model in two files with an index, as Hugging Face lays it out."""
+    folder.mkdir(exist_ok=True)
+    state = {"a.weight": torch.randn(7, 5), "a.bias": torch.randn(7), "b.weight": torch.randn(2, 3, 4)}
+    save_file({name: state[name] for name in ("a.weight", "a.bias")}, folder / FIRST, metadata={"format": "pt"})
+    save_file({"b.weight": state["b.weight"]}, folder / SECOND, metadata={"format": "pt"})
+    if weight_map is None:
+        weight_map = {"a.weight": FIRST, "a.bias": FIRST, "b.weight": SECOND}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 264}, "weight_map": weight_map}))
+    return state
+
+
+def test_every_dtype_is_read_bit_for_bit(tmp_path: Path) -> None:
+    save_file(every_dtype(), tmp_path / "model.safetensors")
+    checkpoint = holdfast.open_checkpoint(tmp_path)
+    assert {fqn: info.dtype for fqn, info in checkpoint.tensors.items()} == {f"model.{n}": n for n in every_dtype()}
+    for name, tensor in every_dtype().items():
+        read = checkpoint.read(f"model.{name}", framework="torch")
+        assert isinstance(read, torch.Tensor)
+        assert read.dtype == tensor.dtype
+        assert raw(read) == raw(tensor)
+        assert raw(checkpoint.read(f"model.{name}", np.s_[1:, 2], framework="torch")) == raw(tensor[1:, 2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(min_size=1, max_size=20), st.lists(st.integers(0, 5), max_size=4), max_size=6))
+def test_any_names_and_shapes_lie_where_the_stock_library_put_them(shapes: dict[str, list[int]]) -> None:
+    shapes = {name: shape for name, shape in shapes.items() if name != "__metadata__"}
+    state = {name: torch.full(shape, number, dtype=torch.int16) for number, (name, shape) in enumerate(shapes.items())}
+    data = save(state)
+    store = MemoryStore("unit-safetensors")
+    store.put("model.safetensors", data)
+    listing = SafetensorsFormat().listing(store, "model.safetensors")
+    assert {fqn: list(spec.global_shape) for fqn, spec in listing.tensors.items()} == {
+        f"model.{name}": shape for name, shape in shapes.items()
+    }
+    for name, tensor in state.items():
+        (piece,) = listing.pieces[f"model.{name}"]
+        assert data[piece.offset : piece.offset + 2 * tensor.numel()] == raw(tensor)
+
+
+@pytest.mark.parametrize("named", ["", INDEX])
+def test_a_model_in_several_files_loads_into_a_module(tmp_path: Path, named: str) -> None:
+    state = sharded(tmp_path)
+    held = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    report = holdfast.load(tmp_path / named, {"model": held}, process_group=False)
+    assert report.missing == report.unexpected == ()
+    assert all(torch.equal(held[name], tensor) for name, tensor in state.items())
+    checkpoint = holdfast.open_checkpoint(tmp_path / named)
+    assert checkpoint.objects["metadata"] == {"format": "pt"}
+    assert checkpoint.origin == "safetensors"
+    assert checkpoint.step is None
+
+
+def test_one_file_of_several_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    assert list(holdfast.open_checkpoint(tmp_path / SECOND).tensors) == ["model.b.weight"]
+
+
+def test_files_without_an_index_are_read_together(tmp_path: Path) -> None:
+    state = sharded(tmp_path)
+    (tmp_path / INDEX).unlink()
+    assert set(holdfast.open_checkpoint(tmp_path).tensors) == {f"model.{name}" for name in state}
+
+
+def test_what_the_index_does_not_name_is_left_out_and_said(tmp_path: Path) -> None:
+    sharded(tmp_path, {"a.weight": FIRST, "b.weight": SECOND})
+    save_file({"c": torch.ones(2)}, tmp_path / "other.safetensors")
+    checkpoint = holdfast.open_checkpoint(tmp_path)
+    assert set(checkpoint.tensors) == {"model.a.weight", "model.b.weight"}
+    assert [remark for remark in checkpoint.remarks if "a.bias is left out" in remark]
+
+
+def test_a_tensor_that_lies_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CorruptError, match=r"w lies in .*safetensors too"):
+        holdfast.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "error", "text"),
+    [
+        ({"a.weight": "../x.safetensors"}, InvalidError, "names '../x.safetensors'"),
+        ({"a.weight": "/etc/passwd"}, InvalidError, "names '/etc/passwd'"),
+        ({"a.weight": "sub/x.safetensors"}, InvalidError, "expected .*safetensors files beside it"),
+        ({"a.weight": "model.bin"}, InvalidError, "names 'model.bin'"),
+        ({"a.weight": 3}, CorruptError, "weight_map is"),
+        ([], CorruptError, "weight_map is"),
+        ({"a.weight": "gone.safetensors"}, MissingError, "gone.safetensors"),
+        ({"a.weight": FIRST, "lost": SECOND}, MissingError, "1 tensors are not in the files it names: .'lost'."),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: object, error: type[Exception], text: str) -> None:
+    (tmp_path / "x.safetensors").write_bytes(save({"a.weight": torch.ones(1)}))
+    folder = tmp_path / "checkpoint"
+    sharded(folder, weight_map)  # type: ignore[arg-type]
+    with pytest.raises(error, match=text):
+        holdfast.open_checkpoint(folder)
+
+
+def test_several_indexes_are_refused_unless_one_is_named(tmp_path: Path) -> None:
+    state = sharded(tmp_path)
+    (tmp_path / "model.fp16.safetensors.index.json").write_text((tmp_path / INDEX).read_text())
+    with pytest.raises(InvalidError, match="expected one index"):
+        holdfast.open_checkpoint(tmp_path)
+    assert len(holdfast.open_checkpoint(tmp_path / INDEX).tensors) == len(state)
+
+
+def entry(start: int, stop: int, dtype: object = "U8", shape: object = None) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [stop - start] if shape is None else shape, "data_offsets": [start, stop]}
+
+
+HOSTILE: dict[str, bytes] = {
+    "empty": b"",
+    "seven bytes": b"1234567",
+    "a pointer of git lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
+    "a header longer than the file": crafted({}, length=500),
+    "a header of 100 MB that is not there": crafted({}, length=100_000_000),
+    "a header of 2**64 - 1": crafted({}, length=2**64 - 1),
+    "a header that ends in the middle": crafted(b'{"w": {"dtype"'),
+    "no object": crafted(b"[1, 2]"),
+    "not UTF-8": crafted(b'{"\xff": 1}'),
+    "deep nesting": crafted(b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "deep objects": crafted(b'{"w":' * 50_000 + b"1" + b"}" * 50_000),
+    "a huge number": crafted(b'{"w": ' + b"9" * 10_000 + b"}"),
+    "a name twice": crafted(b'{"w":%b,"w":%b}' % ((json.dumps(entry(0, 4)).encode(),) * 2), bytes(4)),
+    "a field twice": crafted(b'{"w":{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', bytes(4)),
+    "an unknown dtype": crafted({"w": entry(0, 4, "F13")}, bytes(4)),
+    "a dtype that is no text": crafted({"w": entry(0, 4, ["F32"])}, bytes(4)),
+    "bytes past the end": crafted({"w": entry(0, 40)}, bytes(4)),
+    "bytes before the beginning": crafted({"w": entry(-4, 0)}, bytes(4)),
+    "bytes backwards": crafted({"w": entry(4, 0, shape=[4])}, bytes(4)),
+    "bytes beyond 64 bits": crafted({"w": entry(2**64, 2**64 + 4)}, bytes(4)),
+    "a shape that lies": crafted({"w": entry(0, 4, "F32", [2])}, bytes(4)),
+    "a shape beyond 64 bits": crafted({"w": entry(0, 0, "U8", [2**62, 2**62, 0])}),
+    "a negative shape": crafted({"w": entry(0, 4, "U8", [-2, -2])}, bytes(4)),
+    "a shape of fractions": crafted({"w": entry(0, 4, "U8", [4.0])}, bytes(4)),
+    "a shape of truths": crafted({"w": entry(0, 1, "U8", [True])}, bytes(1)),
+    "a thousand dimensions": crafted({"w": entry(0, 1, "U8", [1] * 1000)}, bytes(1)),
+    "one offset": crafted({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0]}}, bytes(4)),
+    "no offsets": crafted({"w": {"dtype": "U8", "shape": [4]}}, bytes(4)),
+    "overlapping tensors": crafted({"v": entry(0, 4), "w": entry(2, 6)}, bytes(6)),
+    "the same bytes twice": crafted({"v": entry(0, 4), "w": entry(0, 4)}, bytes(4)),
+    "a hole between tensors": crafted({"v": entry(0, 2), "w": entry(4, 6)}, bytes(6)),
+    "a hole at the beginning": crafted({"w": entry(2, 4)}, bytes(4)),
+    "bytes that belong to nothing": crafted({"w": entry(0, 4)}, bytes(9)),
+    "metadata that is no text": crafted({"__metadata__": {"a": 1}, "w": entry(0, 4)}, bytes(4)),
+    "metadata that is a list": crafted({"__metadata__": [], "w": entry(0, 4)}, bytes(4)),
+    "a name that is no Unicode text": crafted(b'{"\\ud800":%b}' % json.dumps(entry(0, 4)).encode(), bytes(4)),
+    "an entry that is a tensor's name": crafted({"w": "v", "v": entry(0, 4)}, bytes(4)),
+}  # fmt: skip
+
+TAKEN_BY_STOCK = {"a name twice", "a thousand dimensions"}
+"""What the stock library reads, the first as whichever came last."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_the_stock_library_refuses_is_refused_here_by_place(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(HOSTILE[name])
+    if name not in TAKEN_BY_STOCK:
+        with pytest.raises((SafetensorError, ValueError, OverflowError)):
+            load(HOSTILE[name])
+    with pytest.raises((CorruptError, InvalidError)) as met:
+        holdfast.open_checkpoint(path)
+    assert "model.safetensors" in str(met.value)
+    held = {"w": torch.zeros(4, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError):
+        holdfast.load(path, {"model": held}, process_group=False)
+    assert not held["w"].any()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_damaged_header_is_refused_or_says_what_the_stock_library_reads(data: st.DataObject) -> None:
+    """Whatever is changed, we never list what the stock library would read otherwise."""
+    state = {"a.weight": torch.arange(12, dtype=torch.int16).reshape(3, 4), "b": torch.arange(5, dtype=torch.uint8)}
+    whole = bytearray(save(state))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(whole) - 18))
+        whole[at] = data.draw(st.sampled_from([*b'0123456789"[]{},:FUI', 0, 255]))
+    store = MemoryStore("unit-safetensors-damaged")
+    store.put("model.safetensors", bytes(whole))
+    try:
+        listing = SafetensorsFormat().listing(store, "model.safetensors")
+    except CheckpointError:
+        return
+    try:
+        stock = load(bytes(whole))
+    except (SafetensorError, ValueError, AttributeError):
+        return  # We tell no more than the stock library does, but of names: it refuses some that we can read.
+    assert {f"model.{name}" for name in stock} == set(listing.tensors)
+    for name, tensor in stock.items():
+        (piece,) = listing.pieces[f"model.{name}"]
+        assert listing.tensors[f"model.{name}"].global_shape == tuple(tensor.shape)
+        assert bytes(whole[piece.offset : piece.offset + tensor.nbytes]) == raw(tensor)
