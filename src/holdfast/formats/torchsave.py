@@ -1,15 +1,19 @@
 """A file of `torch.save`: any nested state, its tensors read where they lie.
 
 A dict of nothing but tensors, as `module.state_dict()` returns, has its names under `model.`; anything else keeps its
-own paths, joined by dots. Of an optimizer's state dict that goes by numbers, the names are numbers too.
+own paths, joined by dots. Of an optimizer's state dict that goes by numbers, the names are numbers too; one that goes
+by names, as `torch.distributed.checkpoint.state_dict` has it, is an optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeGuard
 
 from holdfast.errors import InvalidError
+from holdfast.formats.dcp.optimizers import OptimizerState, nested_optimizer
 from holdfast.formats.inert import Instance
+from holdfast.formats.optimizers import optimizer_group
 from holdfast.formats.reading import read_bytes
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.torch_tensors import TorchTensors
@@ -105,11 +109,38 @@ def _branch(value: dict[str, object], path: str, tensors: TorchTensors, remarks:
             tensors.add(name, each)
         elif is_module_state(each):
             items[key] = module_state(each, name, tensors, remarks)
+        elif isinstance(each, dict) and (optimizer := _by_name(each)):
+            items[key] = _optimizer(optimizer, name, tensors, remarks)
         elif _is_branch(each):
             items[key] = _branch(each, name, tensors, remarks)
         else:
             items[key] = _value(each, name, tensors, remarks)
     return Group("dict", {key: each for key, each in items.items() if not isinstance(each, Skipped)})
+
+
+def _by_name(value: dict[object, object]) -> OptimizerState | None:
+    """Return an optimizer whose state goes by names of parameters; None for anything else."""
+    return None if holds_tensor(value.get("param_groups")) else nested_optimizer(value)
+
+
+def _optimizer(found: OptimizerState, path: str, tensors: TorchTensors, remarks: list[str]) -> Group:
+    """Put down the state of an optimizer that goes by names; return its hyperparameters and what else is in it."""
+    groups = {id(shared): shared for shared in found.hyperparameters.values()}
+    known = {each: _kept(shared, f"{path}.param_groups", tensors, remarks) for each, shared in groups.items()}
+    hyperparameters = {fqn: known[id(shared)] for fqn, shared in found.hyperparameters.items()}
+    values = {fqn: _kept(entries, f"{path}.state.{fqn}", tensors, remarks) for fqn, entries in found.values.items()}
+    return optimizer_group(hyperparameters, values)
+
+
+def _kept(entries: Mapping[str, object], path: str, tensors: TorchTensors, remarks: list[str]) -> dict[str, Value]:
+    """Put down the tensors among named values; return the others."""
+    kept: dict[str, Value] = {}
+    for key, each in entries.items():
+        if isinstance(each, StoredTensor):
+            tensors.add(below(path, key), each)
+        elif not isinstance(value := _value(each, below(path, key), tensors, remarks), Skipped):
+            kept[key] = value
+    return kept
 
 
 def _value(value: object, path: str, tensors: TorchTensors, remarks: list[str]) -> Value:
