@@ -15,6 +15,8 @@ from zipfile import ZipFile
 import numpy as np
 import torch
 
+from fuzz.dcp import DATA, checkpoint
+from holdfast.formats.dcp.format import METADATA
 from holdfast.repository import values
 from holdfast.repository.index import Index
 from holdfast.repository.listing import Listing
@@ -90,6 +92,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [_torch_file(protocol) for protocol in (2, 4)]
     if target == "torch-pickle":
         return [ZipFile(io.BytesIO(_torch_file(protocol))).read("archive/data.pkl") for protocol in (2, 4)]
+    if target in ("dcp-metadata", "dcp-items"):
+        return [checkpoint()[METADATA if target == "dcp-metadata" else DATA]]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]
 
 

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.api import CheckpointManager, SaveHandle, async_save, diff, load, open_checkpoint, save
+    from holdfast.api import CheckpointManager, SaveHandle, async_save, diff, export, load, open_checkpoint, save
     from holdfast.errors import (
         CheckpointError,
         ConflictError,
@@ -32,6 +32,7 @@ __all__ = [
     "open_checkpoint",
     "import_checkpoint",
     "diff",
+    "export",
     "CheckpointManager",
     "SaveHandle",
     "PerRank",
@@ -54,6 +55,7 @@ _HOME = {
     "open_checkpoint": "holdfast.api",
     "import_checkpoint": "holdfast.api",
     "diff": "holdfast.api",
+    "export": "holdfast.api",
     "CheckpointManager": "holdfast.api",
     "SaveHandle": "holdfast.api",
     "PerRank": "holdfast.spec.per_rank",

@@ -19,7 +19,7 @@ def bytes_of(text: str, option: str) -> int:
     Raises:
         InvalidError: It is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     unit = _UNITS.get(match[2].upper()) if match else None
     count = int(float(match[1]) * unit) if match and unit else 0
     if not 0 < count < 1 << 60:

@@ -15,7 +15,7 @@ def model_names(content: ExportContent) -> Mapping[str, str]:
     """Return the names of the model's tensors by stored FQN, in the order of the content.
 
     The model is what is stored under `model.`; without that the one module of the state. Its key is taken off. Of
-    several modules each keeps its key. A state of plain tensors, without any module or optimizer, is the model itself.
+    several modules each keeps its key. In a state without modules it is everything that is not an optimizer's.
 
     Raises:
         InvalidError: The state has no model.
@@ -31,7 +31,8 @@ def model_names(content: ExportContent) -> Mapping[str, str]:
         prefixes = tuple(f"{key}." for key in modules)
         names = {fqn: fqn for fqn in content.tensors if fqn.startswith(prefixes)}
     else:
-        names = {} if "optimizer" in groups.values() else {fqn: fqn for fqn in content.tensors}
+        others = tuple(f"{key}." for key, kind in groups.items() if kind == "optimizer")
+        names = {fqn: fqn for fqn in content.tensors if not fqn.startswith(others)}
     if not names:
         keys = sorted({fqn.partition(".")[0] for fqn in content.tensors})
         raise InvalidError(

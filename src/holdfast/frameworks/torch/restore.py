@@ -286,17 +286,36 @@ class TorchRestoration:
     def _stateful(self, node: StatefulNode, saved: Value) -> None:
         if not self._takes_part_whole(node.path):
             return
+        own = node.stateful.state_dict()
         if isinstance(saved, Group) and saved.kind == "stateful":
             saved = saved.items.get("state")
-        elif not isinstance(saved, dict):
+        elif isinstance(saved, dict) or (isinstance(saved, Group) and saved.kind == "dict"):
+            # Systems that keep nothing but dicts do not tell an object's state from one.
+            saved = self._with_tensors(saved, own, node.path)
+        else:
             self.missing.append(node.path)
             return
         current: dict[str, object] = {}
-        take_apart(node.stateful.state_dict(), node.path, lambda path, tensor: current.setdefault(path, tensor))
+        take_apart(own, node.path, lambda path, tensor: current.setdefault(path, tensor))
         loaded = put_together(saved, self._leaf(current))
         if not isinstance(loaded, dict):
             raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict")
         self._finishes.append(lambda: _load_stateful(node, loaded))
+
+    def _with_tensors(self, saved: Value, own: object, path: str) -> dict[object, Value]:
+        """Return a dict that was saved, with those of its tensors that are listed by name and that an object has."""
+        items = saved.items if isinstance(saved, Group) else saved
+        assert isinstance(items, dict)
+        known = own if isinstance(own, dict) else {}
+        found: dict[object, Value] = {
+            key: self._with_tensors(value, known.get(key), f"{path}.{key}") if isinstance(value, Group) else value
+            for key, value in items.items()
+        }
+        for key, each in known.items():
+            fqn = f"{path}.{key}"
+            if isinstance(each, torch.Tensor) and self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors:
+                found[key] = TensorRef(fqn)
+        return found
 
     def _value(self, parent: DictNode, key: str, node: ValueNode, saved: Value) -> None:
         if isinstance(node.value, dict) and isinstance(saved, Group) and saved.kind == "dict":

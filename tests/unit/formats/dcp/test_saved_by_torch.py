@@ -254,6 +254,40 @@ def test_torchtitans_names(tmp_path: Path) -> None:
     assert target["train_state"] == {"step": torch.tensor(7)}
 
 
+class Position:
+    """Where a data loader stands: tensors and numbers, some of them deeper."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.taken: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        at = self.at
+        return {"at": torch.tensor(at), "name": f"at {at}", "deep": {"sum": torch.full((2,), at), "list": [at]}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taken = state_dict
+        self.at = int(state_dict["at"])
+
+
+def test_objects_take_their_state_back(tmp_path: Path) -> None:
+    net = plain(1)
+    optimizer = adamw(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    train(net, optimizer)
+    scheduler.step()
+    path = saved(tmp_path / "ck", {"scheduler": scheduler, "data": Position(7)})
+    again = torch.optim.lr_scheduler.StepLR(adamw(plain(2)), 9)
+    position = Position(1)
+    report = holdfast.load(path, {"scheduler": again, "data": position})
+    assert report.missing == report.unexpected == ()
+    assert again.state_dict() == scheduler.state_dict()
+    assert position.at == 7
+    assert position.taken["name"] == "at 7"
+    assert torch.equal(position.taken["deep"]["sum"], torch.full((2,), 7))
+    assert position.taken["deep"]["list"] == [7]
+
+
 def test_an_optimizer_by_number_is_read_and_taken_by_position(tmp_path: Path) -> None:
     net = plain(1)
     optimizer = adamw(net)

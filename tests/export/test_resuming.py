@@ -1,0 +1,349 @@
+"""Exports that were killed, interrupted or refused: what is left, and what the next try makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import api, wiring
+from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
+from holdfast.manager.export import ExportRequest, carry_out_export
+from holdfast.ports.clock import SystemClock
+from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.spec.export import ExportOptions
+from tests.export.sources import SMALL, bits, exported, noise
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WORK = """
+import sys
+from holdfast import wiring
+from holdfast.manager.export import Export, ExportRequest, carry_out_export
+from holdfast.ports.clock import SystemClock
+from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.spec.export import ExportOptions
+from holdfast.stores.destination import LocalDestination
+from tests.export.odd import OddWriter
+
+class Fast(SystemClock):
+    def monotonic_seconds(self):
+        return super().monotonic_seconds() * 1000  # each window is made durable, and written down, on its own
+
+class Told:
+    def progress(self, done_bytes, total_bytes):
+        print(done_bytes, total_bytes, flush=True)
+
+source, target = sys.argv[1:]
+destination = LocalDestination(target)
+export = Export(wiring.checkpoint_at(source, Settings()), destination, OddWriter(), ExportOptions(), Fast())
+request = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=16 * PAGE_BYTES)
+report = carry_out_export(export, destination, request, Fast(), None, Told())
+print("done", report.resumed_bytes, report.bytes, flush=True)
+"""
+
+
+def begun(source: Path, target: Path) -> subprocess.Popen[str]:
+    """Start an export in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", WORK, str(source), str(target)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_journal(work: Path, process: subprocess.Popen[str]) -> None:
+    """Return once something was written down as durable, or the process has ended."""
+    until = time.monotonic() + 60
+    while process.poll() is None:
+        try:
+            if any(path.stat().st_size for path in work.glob("journal-*")):
+                return
+        except FileNotFoundError:
+            pass  # It was published just now.
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "saved"
+    tensors = {f"layer{n}": noise((123, 1021), torch.float32, n) for n in range(12)}
+    holdfast.save(path, {"model": tensors}, process_group=False, settings=SMALL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    target = tmp_path_factory.mktemp("whole") / "out"
+    with begun(source, target) as process:
+        assert process.wait() == 0
+    return contents(target)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_export_killed_at_any_moment_goes_on_and_ends_the_same(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], seed: int
+) -> None:
+    chance = random.Random(seed)
+    target = tmp_path / "out"
+    kills = 0
+    while True:
+        process = begun(source, target)
+        assert process.stdout is not None
+        lines = []
+        wanted = chance.randrange(1, 60) if kills < 4 else 1 << 30
+        for line in process.stdout:
+            lines.append(line)
+            if len(lines) >= wanted:
+                time.sleep(chance.random() / 100)
+                process.kill()
+                break
+        lines += process.stdout.readlines()
+        process.stdout.close()
+        if process.wait() == 0:
+            break
+        kills += 1
+        assert not target.exists()
+    assert kills >= 1, "nothing was killed: the test proves nothing"
+    word, resumed, total = lines[-1].split()
+    assert word == "done"
+    if kills == 4:
+        assert 0 < int(resumed) <= int(total)
+    assert contents(target) == whole
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_command_killed_with_its_workers_at_work_goes_on(tmp_path: Path) -> None:
+    tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(12)}
+    holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
+    command = [sys.executable, "-m", "holdfast.cli", "export", str(tmp_path / "saved"), str(tmp_path / "out")]
+    command += ["--to", "safetensors", "--workers", "2", "--memory", "128MiB", "--shard-size", "100MB", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, text=True)
+    wait_for_journal(tmp_path / ".out.holdfast-export", process)
+    process.kill()
+    status = process.wait()
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if status == 0:
+        pytest.skip("it was done before it could be killed")
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert 0 < document["resumed_bytes"] < document["bytes"]
+    again = api.open_checkpoint(tmp_path / "out")
+    for name, tensor in tensors.items():
+        assert bits(again.read(f"model.{name}", framework="torch")) == bits(tensor)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
+    tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(12)}
+    holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
+    command = [sys.executable, "-m", "holdfast.cli", "export", str(tmp_path / "saved"), str(tmp_path / "out")]
+    command += ["--to", "safetensors", "--memory", "64MiB"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_journal(tmp_path / ".out.holdfast-export", process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("it was done before it could be interrupted")
+    assert process.returncode == 130
+    assert "Run the same command again: it goes on where it was" in said
+    assert not (tmp_path / "out").exists()
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["resumed_bytes"] > 0
+
+
+class Stopped(Exception):
+    """What an observer raises to stop an export."""
+
+
+class StopsAt:
+    """Stops an export that is so far."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        if done_bytes >= total_bytes * self._share:
+            raise Stopped
+
+
+def stopped(source: Path, target: Path, options: ExportOptions | None = None) -> None:
+    """Leave half an export."""
+    export, destination = wiring.export_of(
+        source, target, "safetensors", options or ExportOptions(), wiring.DEFAULT_SETTINGS
+    )
+    request = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=PAGE_BYTES)
+    with pytest.raises(Stopped):
+        carry_out_export(export, destination, request, SystemClock(), None, StopsAt(0.5))
+
+
+def test_what_was_done_is_not_done_again(tmp_path: Path, source: Path) -> None:
+    stopped(source, tmp_path / "out")
+    larger = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=64 * PAGE_BYTES)
+    report = exported(source, tmp_path / "out", request=larger)
+    assert report.bytes * 0.4 < report.resumed_bytes < report.bytes
+    assert report.read_bytes < report.bytes * 0.8
+    exported(source, tmp_path / "straight")
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_other_options_and_another_source_begin_anew_and_say_so(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = {f"layer{n}": torch.randn(123, 1021) for n in range(12)}
+    holdfast.save(tmp_path / "other", {"model": dict(other)}, process_group=False)
+    stopped(source, tmp_path / "out")
+    stopped(source, tmp_path / "out", ExportOptions(dtype="float16"))
+    assert "other options; it is thrown away" in caplog.text
+    caplog.clear()
+    report = exported(tmp_path / "other", tmp_path / "out", ExportOptions(dtype="float16"))
+    assert report.begun_anew and not report.resumed_bytes
+    assert "another source" in caplog.text
+    again = api.open_checkpoint(tmp_path / "out")
+    for name, tensor in other.items():
+        assert bits(again.read(f"model.{name}", framework="torch")) == bits(tensor.half())  # type: ignore[arg-type]
+
+
+def test_files_read_in_place_that_changed_begin_anew(tmp_path: Path, source: Path) -> None:
+    exported(source, tmp_path / "first")
+    stopped(tmp_path / "first", tmp_path / "out")
+    path = tmp_path / "first" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    report = exported(tmp_path / "first", tmp_path / "out")
+    assert report.begun_anew and not report.resumed_bytes
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == bytes(data)
+
+
+def test_an_export_that_died_just_after_it_appeared_is_done(tmp_path: Path, source: Path) -> None:
+    stopped(source, tmp_path / "out")
+    work = tmp_path / ".out.holdfast-export"
+    note = (work / "plan.json").read_bytes()
+    exported(source, tmp_path / "out")
+    made = contents(tmp_path / "out")
+    work.mkdir()
+    (work / "plan.json").write_bytes(note)
+    report = exported(source, tmp_path / "out")
+    assert report.resumed_bytes == report.bytes
+    assert contents(tmp_path / "out") == made
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_stands_at_the_destination_is_not_touched(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ConflictError, match="something is there; it was not touched"):
+        exported(source, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_appears_at_the_destination_meanwhile_is_not_touched(tmp_path: Path, source: Path) -> None:
+    class Meanwhile:
+        def progress(self, done_bytes: int, total_bytes: int) -> None:
+            (tmp_path / "out").mkdir(exist_ok=True)
+
+    export, destination = wiring.export_of(
+        source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS
+    )
+    request = ExportRequest(memory_bytes=64 * MIB, workers=1)
+    with pytest.raises(ConflictError, match="appeared there meanwhile; it was not touched"):
+        carry_out_export(export, destination, request, SystemClock(), None, Meanwhile())
+    (tmp_path / "out").rmdir()
+    assert exported(source, tmp_path / "out").read_bytes == 0
+
+
+def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path) -> None:
+    _, destination = wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
+    with destination.claimed(), pytest.raises(ConflictError, match="another process is exporting to it"):
+        exported(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("inside", ["out", "deep/out"])
+def test_a_destination_inside_the_source_is_refused(tmp_path: Path, source: Path, inside: str) -> None:
+    with pytest.raises(InvalidError, match="which is exported; expected a place outside it"):
+        exported(source, source / inside)
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(InvalidError, match="which is exported; expected a place outside it"):
+        exported(source, tmp_path / "link" / inside)
+
+
+def test_bad_calls_are_refused(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "out"
+    for wrong, message in (
+        ({"to": "safetensor"}, "to='safetensor'; expected one of safetensors"),
+        ({"to": "safetensors", "dtype": "int8"}, "dtype='int8'; expected one of float32"),
+        ({"to": "safetensors", "shard_bytes": 0}, "shard_bytes=0; expected a positive"),
+        ({"to": "safetensors", "workers": -1}, "workers=-1; expected a positive"),
+        ({"to": "safetensors", "memory_bytes": MIB}, "memory: 1048576 bytes for 1 workers; expected at least"),
+        ({"to": "safetensors", "memory_bytes": 64 * MIB, "workers": 2}, "for 2 workers; expected at least"),
+    ):
+        with pytest.raises(InvalidError, match=message):
+            api.export(source, target, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError, match="make it first"):
+        exported(source, tmp_path / "absent" / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_room_is_looked_for_before_anything_is_written(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    length = free.f_bavail * free.f_frsize + (1 << 30)
+    if length > 1 << 43:
+        pytest.skip("no file of that length on most file systems")
+    header = json.dumps({"w": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}).encode()
+    header += b" " * (-len(header) % 8)
+    with (tmp_path / "large.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + length)
+    with pytest.raises(UnavailableError, match=r"needs \d+ more bytes, and the file system has \d+ free"):
+        exported(tmp_path / "large.safetensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_is_damaged_is_named_and_nothing_appears(tmp_path: Path) -> None:
+    tensors = {f"layer{n}": noise((64, 1024), torch.float32, n) for n in range(4)}
+    holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
+    (pack,) = (tmp_path / "saved").glob("*/r00000.safetensors")
+    data = bytearray(pack.read_bytes())
+    data[-7] ^= 1
+    pack.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"model\.layer3: .*hash to"):
+        exported(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
+    tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(4)}
+    holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
+    target = tmp_path / "out"
+    known = {int(each) for each in os.listdir("/proc") if each.isdigit()}
+
+    class Kills:
+        def progress(self, done_bytes: int, total_bytes: int) -> None:
+            if done_bytes:
+                for each in _children(os.getpid()) - known:
+                    os.kill(each, signal.SIGKILL)
+
+    with pytest.raises(UnavailableError, match=r"worker \d ended with status -9; what was written is kept"):
+        api.export(tmp_path / "saved", target, to="safetensors", workers=2, memory_bytes=128 * MIB, observer=Kills())
+    assert not target.exists()
+    assert not _children(os.getpid()) - known
+    api.export(tmp_path / "saved", target, to="safetensors")
+    assert set(api.open_checkpoint(target).tensors) == {f"model.{name}" for name in tensors}
+
+
+def _children(parent: int) -> set[int]:
+    listed = Path(f"/proc/{parent}/task").glob("*/children")
+    return {int(each) for path in listed for each in path.read_text().split()}
