@@ -236,6 +236,7 @@ def _catalog(
         per_rank=lambda rank: per_rank_values(place.store, place.folder, manifest, rank),
         same_content=partial(same_content, index, place.packs_of(manifest), settings),
         masters=manifest.masters,
+        drops_ties=manifest.origin is not None,
         require_stored=require_stored,
     )
 

@@ -16,6 +16,7 @@ from holdfast.manager.run import founded
 from holdfast.manager.save import Save
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
+from holdfast.repository.catalog import check_size
 from holdfast.spec.box import Box
 from holdfast.spec.plan import Piece
 from holdfast.spec.region import Region, flat_run
@@ -75,6 +76,9 @@ def _collected(source: Checkpoint, model_only: bool, observer: Observer | None) 
             f"{source.url}: {manifest.world_size} ranks saved it and kept values of their own under {kept[:5]}; "
             "expected none, for one process copies it. Copy its folder, or load it on as many ranks and save it there"
         )
+    for pack in manifest.packs:
+        stored = source.packs(pack.name)
+        check_size(stored.files, stored.key, pack)
     tensors = [spec for fqn, spec in source.index.tensors.items() if takes_part(fqn)]
     reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), observer)
     return Collected(

@@ -234,6 +234,10 @@ class Catalog:
     """Stored FQN to that of its master copy, of higher precision, where another system kept both: a target of the
     master's dtype is filled from the master. Nobody need have a place for a master itself."""
 
+    drops_ties: bool = False
+    """Whether what wrote it may have kept a tied tensor under only one of its names, as Hugging Face does: another name
+    of memory that is filled is not missing then."""
+
     require_stored: Callable[[str], None] = lambda _: None
     """Refuses a stored FQN whose packs are not there in full; asked before memory of its shape is allocated."""
 

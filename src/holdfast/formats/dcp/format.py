@@ -22,6 +22,7 @@ from holdfast.spec.tensor import TensorSpec
 from holdfast.spec.values import FrameworkValue, Skipped, TensorRef, Value
 
 METADATA = ".metadata"
+_BY_RANK = "__0.metadata"
 COMMON = "common.pt"
 """What Megatron-core keeps beside it: everything that is the same on every rank."""
 
@@ -44,6 +45,8 @@ class DcpFormat:
 
     def recognises(self, files: Readable, name: str) -> bool:
         """Return whether it is a folder with a `.metadata` that names DCP's classes, or that file itself."""
+        if name in ("", _BY_RANK) and not _holds(files, METADATA) and _holds(files, _BY_RANK):
+            return True
         if name not in ("", METADATA) or not _holds(files, METADATA):
             return False
         head = read_bytes(files, METADATA, 0, min(files.size(METADATA), KIB), KIB)
@@ -51,6 +54,11 @@ class DcpFormat:
 
     def listing(self, files: Readable, name: str) -> Listing:
         """Return every tensor and object that `.metadata` names."""
+        if not _holds(files, METADATA):
+            raise InvalidError(
+                f"{files.url}/{_BY_RANK}: each rank saved by itself, with use_collectives=False; expected a {METADATA} "
+                "of all. Load it with torch.distributed.checkpoint, and save it with collectives"
+            )
         where = f"{files.url}/{METADATA}"
         reading = _Reading(files)
         nested = reading.state(saved_of(unpickled(files.get(METADATA, _METADATA_BYTES_MAX), where), where), where)

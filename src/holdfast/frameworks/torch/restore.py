@@ -38,6 +38,7 @@ from holdfast.frameworks.torch.tensors import (
     dtype_name,
     require_storable,
     storable_dtype,
+    storage_key,
     torch_dtype,
 )
 from holdfast.frameworks.torch.walk import (
@@ -79,12 +80,15 @@ class TorchRestoration:
         self._names: set[str] = set()
         self._ties: Ties[tuple[str, str, Held]] = Ties()
         self._lacked: dict[int, str] = {}
-        self._had: set[int] = set()
+        self._had: dict[int, torch.Tensor] = {}
+        self._without: list[tuple[str, torch.Tensor]] = []
         self._gradients: dict[int, torch.Tensor] = {}
         self._made: dict[str, torch.Tensor] = {}
         self._finishes: list[Callable[[], None]] = []
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
+        if catalog.drops_ties:
+            self._forgive_ties()
         self._find_unexpected_tensors(state)
 
     def finish(self) -> None:
@@ -103,6 +107,7 @@ class TorchRestoration:
         stored = self._catalog.aliases.get(fqn, fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
+            self._without.append((fqn, tensor))
             if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
                 self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
@@ -123,7 +128,7 @@ class TorchRestoration:
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
                 "expected the same. Build the model it was saved from, or leave it out with skip="
             )
-        self._had.add(id(tensor))
+        self._had[id(tensor)] = tensor
         if id(tensor) in self._lacked:
             # A tied tensor that came under another name lacks nothing.
             self.held.pop(self._lacked[id(tensor)], None)
@@ -403,6 +408,14 @@ class TorchRestoration:
             return value
 
         return on_leaf
+
+    def _forgive_ties(self) -> None:
+        """Miss no name of which the memory is filled under another."""
+        filled = {storage_key(tensor) for tensor in self._had.values()} if self._without else set()
+        for fqn, tensor in self._without:
+            if storage_key(tensor) in filled and fqn in self.missing:
+                self.missing.remove(fqn)
+                self.held.pop(fqn, None)
 
     def _find_unexpected_tensors(self, state: Mapping[str, object]) -> None:
         masters = set(self._catalog.masters.values())

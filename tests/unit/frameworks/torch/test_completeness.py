@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import holdfast
@@ -111,3 +112,30 @@ def test_a_tied_tensor_that_came_under_one_name_lacks_nothing(tmp_path: Path, *,
     report = holdfast.load(tmp_path / "c", state, strict=False, process_group=False)
     assert report.missing == ("m.z" if late else "m.a",)
     assert (report.tensors, report.tensor_bytes, report.loaded_bytes) == (1, 12, 12)
+
+
+@pytest.mark.parametrize("kept", ["gate", "second"])
+def test_another_system_keeps_a_tied_tensor_under_one_of_its_names(tmp_path: Path, kept: str) -> None:
+    """As Hugging Face does; a name of memory that nothing fills is missing all the same."""
+    torch.manual_seed(1)
+    model = Tied(extra=True)
+    model.second = model.gate
+    content = {name: tensor for name, tensor in model.state_dict().items() if name not in {"gate", "second"} - {kept}}
+    save_file({name: tensor.clone() for name, tensor in content.items()}, tmp_path / "model.safetensors")
+    for whole in (True, False):
+        torch.manual_seed(2)
+        fresh = Tied(extra=True)
+        fresh.second = fresh.gate
+        state = {"model": fresh if whole else fresh.state_dict()}
+        report = holdfast.load(tmp_path, state, process_group=False)
+        assert report.missing == ()
+        assert report.tensor_bytes == report.loaded_bytes
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(fresh.state_dict()[name], tensor), name
+    apart = Tied(extra=True)
+    apart.second = torch.nn.Parameter(apart.gate.detach().clone())
+    before = {name: tensor.clone() for name, tensor in apart.state_dict().items()}
+    lacking = "second" if kept == "gate" else "gate"
+    with pytest.raises(InvalidError, match=f"1 missing from the checkpoint: model.{lacking}"):
+        holdfast.load(tmp_path, {"model": apart}, process_group=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in apart.state_dict().items())
