@@ -249,7 +249,7 @@ def export(
     Args:
         src: The checkpoint.
         dst: What is to be made; nothing may be there.
-        to: The format, e.g. `safetensors`; docs/formats.md lists them.
+        to: The format: `safetensors`, `torch` or `dcp`; docs/formats.md tells what lies where.
         shard_bytes: Bytes of tensors in one file, at most, where the format has several.
         dtype: What the floating tensors of the model are cast to: float32, float16 or bfloat16; None: nothing.
         model_only: Whether to leave out what is not the model.
