@@ -312,6 +312,30 @@ def test_a_checkpoint_of_our_own_is_copied_whole(root: Path, tmp_path: Path) -> 
         api.import_checkpoint(tmp_path / "own", root, step=STEP + 1)
 
 
+def test_export_to_holdfast_is_a_checkpoint_of_our_own_by_path(source: Path, root: Path, tmp_path: Path) -> None:
+    report = api.export(source, tmp_path / "out", to="holdfast", settings=SETTINGS)
+    files = {
+        path.relative_to(tmp_path / "out").as_posix(): path.stat().st_size for path in (tmp_path / "out").rglob("*.*")
+    }
+    assert report.files == files and report.format == "holdfast"
+    shutil.move(source, tmp_path / "gone")
+    loaded = blank()
+    holdfast.load(tmp_path / "out", {"model": loaded}, process_group=False)
+    require_model(loaded)
+    exported = holdfast.open_checkpoint(tmp_path / "out")
+    assert (list(exported.verify()), exported.step, exported.origin) == ([], None, "safetensors")
+    with pytest.raises(ConflictError, match="already there"):
+        api.export(tmp_path / "gone", tmp_path / "out", to="holdfast")
+    for wrong in ({"dtype": "float16"}, {"workers": 2}):
+        with pytest.raises(InvalidError, match="one process"):
+            api.export(tmp_path / "gone", root, to="holdfast", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError, match="outside"):
+        api.export(tmp_path / "gone", tmp_path / "gone" / "in", to="holdfast")
+    # And on to others from there.
+    api.export(tmp_path / "out", tmp_path / "back", to="safetensors")
+    assert holdfast.diff(tmp_path / "back", tmp_path / "gone", tensors="*").equal
+
+
 def test_a_damaged_checkpoint_of_our_own_is_not_copied(root: Path, tmp_path: Path) -> None:
     holdfast.save(tmp_path / "own", {"model": model()}, process_group=False, settings=SETTINGS)
     (pack,) = (tmp_path / "own").rglob("*.safetensors")

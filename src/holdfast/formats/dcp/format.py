@@ -13,7 +13,7 @@ from holdfast.formats.pickled import unpickled
 from holdfast.formats.reading import read_bytes
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.torch_zip import read_torch_file
-from holdfast.formats.values_in import plain
+from holdfast.formats.values_in import plain, remark
 from holdfast.ports.store import Readable
 from holdfast.settings import KIB, MIB
 from holdfast.spec.box import Box
@@ -113,7 +113,7 @@ class _Reading:
             raise CorruptError(f"{self._files.url}/{COMMON}: {type(common).__name__}; expected a dict of names")
         for key, value in common.items():
             if key in nested:
-                self.remarks.append(f"{COMMON}: {key} is left out; {METADATA} has it too")
+                remark(self.remarks, f"{COMMON}: {key} is left out; {METADATA} has it too")
             else:
                 nested[key] = plain(value, key, self._on_tensor, self.remarks)
 
@@ -121,7 +121,7 @@ class _Reading:
         """Return a tensor as a value and list it no longer; None, and leave it listed, where it is not small."""
         spec, pieces = self.tensors[fqn], self.pieces[fqn]
         if spec.global_bytes > _SMALL_BYTES_MAX or len(pieces) != 1:
-            self.remarks.append(f"{fqn}: a hyperparameter of shape {list(spec.global_shape)} is left out of its group")
+            remark(self.remarks, f"{fqn}: a hyperparameter of shape {list(spec.global_shape)} is left out of its group")
             return None
         place = pieces[0]
         data = read_bytes(self._files, place.file, place.offset, place.offset + spec.global_bytes, _SMALL_BYTES_MAX)
@@ -133,7 +133,7 @@ class _Reading:
         if path in self.tensors:
             raise InvalidError(f"{self._files.url}: two tensors are named {path}; expected each name once")
         if not found.is_contiguous:
-            self.remarks.append(f"{path}: is left out; it is stored with strides {list(found.strides)}")
+            remark(self.remarks, f"{path}: is left out; it is stored with strides {list(found.strides)}")
             return Skipped(path)
         self.tensors[path] = TensorSpec(path, found.dtype, found.shape)
         self.pieces[path] = [ListedPiece(Box.whole(found.shape), found.file, found.offset)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,30 @@ def test_a_learning_rate_that_is_a_tensor_is_a_hyperparameter(tmp_path: Path, fl
     holdfast.load(path, {"model": net_again, "optimizer": again})
     assert torch.equal(again.param_groups[0]["lr"], torch.tensor(0.125))
     assert digests(net_again, again) == digests(net, optimizer)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_what_of_a_group_holds_tensors_or_cannot_be_had(tmp_path: Path, flatten: bool) -> None:
+    net = torch.nn.Linear(3, 2)
+    odd = argparse.Namespace(a=1)
+    group = {"betas": (torch.tensor(0.5), 0.75), "deep": {"x": [torch.tensor(3)]}, "odd": odd, "lr": 0.125}
+    state = {"weight": {"odd": [odd], "count": 2}}
+    optim: dict[str, object] = {"state": state, "param_groups": [{**group, "params": ["weight", "bias"]}]}
+    if flatten:
+        optim = {"state.weight.count": 2, "state.weight.odd": odd} | {
+            f"param_groups.{name}.{key}": value for name in ("weight", "bias") for key, value in group.items()
+        }
+    path = saved(tmp_path / "ck", {"model": net.state_dict(), "optimizer": optim})
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer.param_groups[0]["odd"] = "own"
+    report = holdfast.load(path, {"model": net, "optimizer": optimizer})
+    assert report.missing == report.unexpected == ()
+    (found,) = optimizer.param_groups
+    assert found["betas"] == (torch.tensor(0.5), 0.75)
+    assert found["deep"] == {"x": [torch.tensor(3)]}
+    assert found["lr"] == 0.125
+    assert found["odd"] == "own"
+    assert optimizer.state[net.weight] == {"count": 2}
 
 
 @pytest.mark.parametrize("flatten", [False, True])
