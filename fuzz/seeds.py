@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fuzz.dcp import DATA, checkpoint
+from fuzz.deepspeed import pickle_of
 from holdfast.formats.dcp.format import METADATA
 from holdfast.repository import values
 from holdfast.repository.index import Index
@@ -92,6 +93,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [_torch_file(protocol) for protocol in (2, 4)]
     if target == "torch-pickle":
         return [ZipFile(io.BytesIO(_torch_file(protocol))).read("archive/data.pkl") for protocol in (2, 4)]
+    if target.startswith("deepspeed-"):
+        return [pickle_of(target.removeprefix("deepspeed-"))]
     if target in ("dcp-metadata", "dcp-items"):
         return [checkpoint()[METADATA if target == "dcp-metadata" else DATA]]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fuzz import dcp
+from fuzz import dcp, deepspeed
 from holdfast.cli.screen import printable
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
@@ -395,6 +395,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "foreign-pickle": foreign_pickle,
     "torch-file": torch_file,
     "torch-pickle": torch_pickle,
+    "deepspeed-model": deepspeed.listed("model"),
+    "deepspeed-optimizer": deepspeed.listed("optimizer"),
     "dcp-metadata": dcp.metadata,
     "dcp-items": dcp.items,
     "dcp-document": dcp.document,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
 from holdfast.errors import InvalidError
@@ -12,7 +13,8 @@ DEPTH_MAX = 200
 
 _VALUES_MIN = 1 << 20
 _VALUES_PER_BYTE = 4
-_CONTAINERS = (list, dict, tuple, set, frozenset)
+_CONTAINERS = frozenset({list, dict, OrderedDict, Counter, tuple, set, frozenset})
+"""Every type of container that is made of a pickle."""
 
 
 def require_walkable(value: object, instances: Iterable[Instance], where: str, data_bytes: int) -> None:
@@ -44,14 +46,14 @@ class _Walk:
 
     def over(self, root: object) -> None:
         """Walk what hangs on a value, without recursion."""
-        if not isinstance(root, _CONTAINERS) or id(root) in self._known:
+        if type(root) not in _CONTAINERS or id(root) in self._known:
             return
         path: list[tuple[object, Iterator[object], int, int]] = [(root, _below(root), 1, 0)]
         self._open.add(id(root))
         while path:
             container, children, count, height = path.pop()
             for child in children:
-                if not isinstance(child, _CONTAINERS):
+                if type(child) not in _CONTAINERS:
                     count += 1
                     continue
                 known = self._known.get(id(child))
@@ -90,9 +92,6 @@ class _Walk:
 
 
 def _below(container: object) -> Iterator[object]:
-    if isinstance(container, dict):
-        yield from container.values()
-        # Of keys only tuples and frozensets hold anything; they are small.
-        return
-    assert isinstance(container, list | tuple | set | frozenset)
-    yield from container
+    """Return what a container holds; of a dict the values, since keys are small and hold little."""
+    assert isinstance(container, dict | list | tuple | set | frozenset)
+    return iter(container.values() if isinstance(container, dict) else container)

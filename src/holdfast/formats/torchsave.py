@@ -1,7 +1,8 @@
 """A file of `torch.save`: any nested state, its tensors read where they lie.
 
-A dict of nothing but tensors, as `module.state_dict()` returns, has its names under `model.`; anything else keeps its
-own paths, joined by dots. Of an optimizer's state dict that goes by numbers, the names are numbers too.
+A dict of nothing but tensors, as `module.state_dict()` returns, has its names under `model.`, an optimizer's alone
+under `optimizer.`; anything else keeps its own paths, joined by dots. Of an optimizer's state dict that goes by
+numbers, the names are numbers too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from holdfast.formats.reading import read_bytes
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.torch_tensors import TorchTensors
 from holdfast.formats.torch_zip import LEGACY_HEAD, read_torch_file
-from holdfast.formats.values_in import below, holds_tensor, plain
+from holdfast.formats.values_in import below, plain, tensor_holders
 from holdfast.ports.store import Readable
 from holdfast.spec.listing import Listing
 from holdfast.spec.values import Group, Skipped, TensorRef, Value
@@ -28,6 +29,10 @@ _SUFFIXES = (".pt", ".pth", ".ckpt")
 
 _EXTRA_STATE = "_extra_state"
 """What `state_dict` calls a module's values that are no tensors."""
+
+
+_OPTIMIZER_KEYS = {"state", "param_groups"}
+"""What `state_dict` of an optimizer returns."""
 
 
 class TorchSaveFormat:
@@ -55,7 +60,10 @@ class TorchSaveFormat:
         if is_module_state(found.value):
             tree = Group("dict", {"model": module_state(found.value, "model", tensors, remarks)})
         else:
-            tree = _branch(found.value if _goes_by_name(found.value) else {"value": found.value}, "", tensors, remarks)
+            state = found.value if _goes_by_name(found.value) else {"value": found.value}
+            if state.keys() == _OPTIMIZER_KEYS:
+                state = {"optimizer": state}
+            tree = _Nesting(tensors, remarks, tensor_holders(state)).branch(state, "")
         if not len(tensors) and isinstance(found.value, Instance):
             raise InvalidError(
                 f"{files.url}/{name}: holds a {found.value.qualname} as a whole; expected its state: "
@@ -91,25 +99,26 @@ def _goes_by_name(value: object) -> TypeGuard[dict[str, object]]:
     return isinstance(value, dict) and all(type(key) is str for key in value)
 
 
-def _is_branch(value: object) -> TypeGuard[dict[str, object]]:
-    """Return whether a value is a dict that holds tensors under names."""
-    return _goes_by_name(value) and holds_tensor(value)
+class _Nesting:
+    """Puts down what a nested state holds."""
 
+    def __init__(self, tensors: TorchTensors, remarks: list[str], holders: set[int]) -> None:
+        self._tensors, self._remarks, self._holders = tensors, remarks, holders
 
-def _branch(value: dict[str, object], path: str, tensors: TorchTensors, remarks: list[str]) -> Group:
-    """Put down the tensors of a dict under its path; return everything else in it."""
-    items: dict[str, Value] = {}
-    for key, each in value.items():
-        name = below(path, key)
-        if isinstance(each, StoredTensor):
-            tensors.add(name, each)
-        elif is_module_state(each):
-            items[key] = module_state(each, name, tensors, remarks)
-        elif _is_branch(each):
-            items[key] = _branch(each, name, tensors, remarks)
-        else:
-            items[key] = _value(each, name, tensors, remarks)
-    return Group("dict", {key: each for key, each in items.items() if not isinstance(each, Skipped)})
+    def branch(self, value: dict[str, object], path: str) -> Group:
+        """Put down the tensors of a dict under its path; return everything else in it."""
+        items: dict[str, Value] = {}
+        for key, each in value.items():
+            name = below(path, key)
+            if isinstance(each, StoredTensor):
+                self._tensors.add(name, each)
+            elif is_module_state(each):
+                items[key] = module_state(each, name, self._tensors, self._remarks)
+            elif _goes_by_name(each) and id(each) in self._holders:
+                items[key] = self.branch(each, name)
+            else:
+                items[key] = _value(each, name, self._tensors, self._remarks)
+        return Group("dict", {key: each for key, each in items.items() if not isinstance(each, Skipped)})
 
 
 def _value(value: object, path: str, tensors: TorchTensors, remarks: list[str]) -> Value:

@@ -61,13 +61,21 @@ def below(path: str, key: object) -> str:
     return f"{path}.{name}" if path else name
 
 
-def holds_tensor(value: object) -> bool:
-    """Return whether a tensor lies in a value, objects of classes we do not have set aside."""
-    if isinstance(value, dict):
-        return any(map(holds_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(holds_tensor, value))
-    return isinstance(value, StoredTensor)
+def tensor_holders(value: object) -> set[int]:
+    """Return the identities of all containers in a value that lead to a tensor, objects left out set aside."""
+    known: dict[int, bool] = {}
+
+    def leads(each: object) -> bool:
+        if not isinstance(each, dict | list | tuple):
+            return isinstance(each, StoredTensor)
+        if id(each) not in known:
+            items = each.values() if isinstance(each, dict) else each
+            found = [leads(item) for item in items]  # Of all, also behind the first: each is to be known.
+            known[id(each)] = any(found)
+        return known[id(each)]
+
+    leads(value)
+    return {identity for identity, does in known.items() if does}
 
 
 def _dict(value: dict[Any, object], path: str, on_tensor: OnTensor, remarks: list[str]) -> Value:

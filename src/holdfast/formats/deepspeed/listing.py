@@ -74,9 +74,7 @@ def finished(files: Readable, folder: Folder, models: Models, parameters: Parame
     tensors, first, zero = parameters.tensors, parameters.states[0], found.zero
     _list_masters_as_weights(parameters)
     if zero is not None and zero.stage == 3:
-        tps = range(folder.mp_degree)
-        by_rank = [[models[tp, dp] for dp in range(zero.ranks) if (tp, dp) in models] for tp in tps]
-        list_frozen(parameters, by_rank, zero.ranks)
+        list_frozen(parameters, models, zero.ranks)
     _require_complete(parameters)
     list_ties(parameters)
     if found.state is None and first.has_optimizer:
@@ -131,10 +129,15 @@ def _require_complete(parameters: Parameters) -> None:
         CorruptError: Names one.
     """
     first = parameters.states[0]
-    for name in (*first.module, *parameters.trained):
-        if f"model.{name}" in parameters.tensors.specs or name in parameters.ties or parameters.is_left_out(name):
-            continue
-        if isinstance(first.module.get(name), StoredTensor) or name in parameters.trained:
+    for name in sorted(parameters.trained | first.module.keys()):
+        tensor = isinstance(first.module.get(name), StoredTensor)
+        if name in parameters.trained and not tensor:
+            raise CorruptError(
+                f"{parameters.tensors.where}/{first.file}: param_shapes name {name}, and the module has no such "
+                "tensor; expected the parameters of the module. Was the file changed?"
+            )
+        known = f"model.{name}" in parameters.tensors.specs or name in parameters.ties
+        if tensor and not known and not parameters.is_left_out(name):
             raise CorruptError(
                 f"{parameters.tensors.where}/{first.file}: the module has {name}, and no file holds it; expected it "
                 "among param_shapes, frozen_param_fragments or shared_params. Was the checkpoint saved whole?"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.formats.deepspeed.folder import Place
 from holdfast.formats.deepspeed.layout import InexactError, Layout, Layouts
-from holdfast.formats.deepspeed.partition import Part, Shapes, parts_of_one
+from holdfast.formats.deepspeed.partition import Shapes, parts_of_one
 from holdfast.formats.deepspeed.pieces import Run, Slice, runs_of
 from holdfast.formats.deepspeed.saved import ModelState
 from holdfast.formats.deepspeed.tensors import Held, Tensors
@@ -37,6 +38,7 @@ class Parameters:
     """Whether whole parameters lie elsewhere too, so that one that no rank holds as it is can be had all the same."""
 
     _known: dict[str, Layout | None] = field(default_factory=dict)
+    _shapes: dict[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
 
     def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Layout | None:
         """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
@@ -45,6 +47,12 @@ class Parameters:
             name: The parameter.
             shapes: By tensor-parallel rank, the shape of what it holds.
         """
+        if self._shapes.setdefault(name, shapes) != shapes:
+            raise CorruptError(
+                f"{self.tensors.where}/{self.states[0].file}: {name} has shape {list(shapes[0])} in one place and "
+                f"{list(self._shapes[name][0])} in another, or so on another rank; expected module and param_shapes to "
+                "agree"
+            )
         if name not in self._known:
             try:
                 self._known[name] = self.layouts.of(name, shapes)
@@ -113,12 +121,12 @@ def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
     return others
 
 
-def list_frozen(parameters: Parameters, fragments: Sequence[Sequence[ModelState]], ranks: int) -> None:
+def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], ranks: int) -> None:
     """List parameters that ZeRO-3 cut and no optimizer has.
 
     Args:
         parameters: Where they go.
-        fragments: By tensor-parallel and data-parallel rank, files of model states.
+        models: By tensor-parallel and data-parallel rank, files of model states.
         ranks: Data-parallel ranks.
     """
     for name in parameters.states[0].frozen:
@@ -127,9 +135,10 @@ def list_frozen(parameters: Parameters, fragments: Sequence[Sequence[ModelState]
         if layout is None:
             continue
         held = []
-        for of_rank, shape in zip(fragments, shapes, strict=True):
-            runs = list(_fragment_runs(of_rank, name, shape, ranks, parameters.tensors.where))
-            held.append(Held(_dtype_of(of_rank, name), shape, runs))
+        for tp, shape in enumerate(shapes):
+            own = models[tp, 0].fragments.get(name)
+            runs = list(_fragment_runs(models, tp, name, shape, ranks, parameters.tensors.where))
+            held.append(Held(own.dtype if own is not None else "float32", shape, runs))
         parameters.tensors.add(f"model.{name}", layout, held)
 
 
@@ -186,25 +195,23 @@ def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
     return state.frozen[name]
 
 
-def _dtype_of(states: Sequence[ModelState], name: str) -> str:
-    return next((state.fragments[name].dtype for state in states if name in state.fragments), "float32")
-
-
 def _fragment_runs(
-    states: Sequence[ModelState], name: str, shape: tuple[int, ...], ranks: int, where: str
+    models: Mapping[Place, ModelState], tp: int, name: str, shape: tuple[int, ...], ranks: int, where: str
 ) -> Iterator[Run]:
-    parts: list[Part] = parts_of_one(math.prod(shape), ranks)
-    for part in parts:
-        if part.rank >= len(states):
+    for part in parts_of_one(math.prod(shape), ranks):
+        state = models.get((tp, part.rank))
+        if state is None:
             raise MissingError(
-                f"{where}: no model states of data-parallel rank {part.rank}, which holds a part of {name}"
+                f"{where}: no model states of data-parallel rank {part.rank}, tensor-parallel rank {tp}, which hold "
+                f"some of {name}. Copy the missing files"
             )
-        state = states[part.rank]
         tensor = state.fragments.get(name)
-        if tensor is None or not tensor.is_contiguous or tensor.numel < part.stop - part.start:
-            held = "nothing" if tensor is None else list(tensor.shape)
+        own = models[tp, 0].fragments.get(name, tensor)
+        fits = tensor is not None and tensor.is_contiguous and tensor.numel >= part.stop - part.start
+        if tensor is None or own is None or not fits or tensor.dtype != own.dtype:
+            held = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise CorruptError(
                 f"{where}/{state.file}: frozen_param_fragments holds {held} of {name}, shape {list(shape)} over "
-                f"{ranks} ranks; expected {part.stop - part.start} elements"
+                f"{ranks} ranks; expected {part.stop - part.start} elements of one type"
             )
         yield Run(part.start, part.stop, tensor.file, tensor.offset)

@@ -154,10 +154,10 @@ class _Buffer:
             yield from parts_of_each_cut(shapes, len(of_rank))
             return
         gaps = shares[0].gaps or [0] * len(shapes)
-        if len(gaps) != len(shapes):
+        if len(gaps) != len(shapes) or any(list(each.gaps or gaps) != list(gaps) for each in shares):
             raise CorruptError(
                 f"{self._where}/{of_rank[0].file}: param_alignment_paddings for {len(gaps)} parameters of buffer "
-                f"{self._number}, which has {len(shapes)}"
+                f"{self._number}, which has {len(shapes)}, or others on another rank"
             )
         share, needed = self._whole[tp], numel_of(shapes, gaps)
         if share * len(shares) < needed:

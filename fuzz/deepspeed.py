@@ -1,0 +1,44 @@
+"""Checkpoints of DeepSpeed of which one file says something else."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import CheckpointError
+from holdfast.formats.deepspeed.format import DeepSpeedFormat
+from holdfast.manager.soundness import uncovered_names
+from holdfast.repository.adopted import adopted
+from holdfast.stores.memory import MemoryStore
+
+FOLDER = Path(__file__).parents[1] / "tests/fixtures/deepspeed/zero1_tp2_dp2/ckpt/global_step3"
+CHANGED = {"model": "mp_rank_00_model_states.pt", "optimizer": "zero_pp_rank_1_mp_rank_01_optim_states.pt"}
+"""Files of which the pickle is fuzzed."""
+
+
+def listed(kind: str) -> Callable[[bytes], None]:
+    """Return what lists the checkpoint with another pickle in one file: what it lists lies in tensors and in files."""
+
+    def target(data: bytes) -> None:
+        store = MemoryStore(f"fuzz-deepspeed-{kind}")
+        held = io.BytesIO()
+        with zipfile.ZipFile(FOLDER / CHANGED[kind]) as file, zipfile.ZipFile(held, "w") as made:
+            for name in file.namelist():
+                made.writestr(name, data if name.endswith("/data.pkl") else file.read(name))
+        for path in FOLDER.iterdir():
+            store.put(path.name, held.getvalue() if path.name == CHANGED[kind] else path.read_bytes())
+        try:
+            found = DeepSpeedFormat().listing(store, "")
+            uncovered_names(adopted(found, store.url)[1], 12345)
+        except CheckpointError as error:
+            assert str(error).startswith(store.url)
+
+    return target
+
+
+def pickle_of(kind: str) -> bytes:
+    """Return the pickle that the file holds."""
+    with zipfile.ZipFile(FOLDER / CHANGED[kind]) as file:
+        return next(file.read(name) for name in file.namelist() if name.endswith("/data.pkl"))
