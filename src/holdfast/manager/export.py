@@ -139,7 +139,9 @@ class Export:
         """What is another text for any other content or any other files."""
         found = hashlib.sha256(self._checkpoint.identity.encode())
         for file in self.files:
-            found.update(repr(file).encode("utf-8", "surrogatepass"))
+            found.update(repr(replace(file, literals=())).encode("utf-8", "surrogatepass"))
+            for at, data in file.literals:
+                found.update(b"%d %d " % (at, len(data)) + data)
         return found.hexdigest()
 
     @property
