@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from zipfile import ZipFile
 
+import msgspec
 import numpy as np
 import torch
 
@@ -63,12 +64,27 @@ def _torch_file(protocol: int) -> bytes:
     return held.getvalue()
 
 
+def _imported(manifest: bytes) -> bytes:
+    """Return a manifest as an import leaves it."""
+    inherited = b'"origin": "dcp",\n "masters": {"a": "b"},\n "state": '
+    return manifest.replace(b'"r00000.safetensors"', b'"file:///models/a.bin"').replace(b'"state": ', inherited, 1)
+
+
+def _referencing(index: bytes) -> bytes:
+    """Return an index of files elsewhere."""
+    document = msgspec.msgpack.decode(index)
+    document["packs"] = [["file", f"file:///models/{name}"] for _, name in document["packs"]]
+    return msgspec.msgpack.encode(document)
+
+
 def seeds_of(target: str) -> list[bytes]:
     """Return what a target begins with."""
     if target == "manifest":
-        return [_unsealed(path.read_bytes()) for path in sorted(GOLDEN.rglob("manifest.json"))]
+        whole = [_unsealed(path.read_bytes()) for path in sorted(GOLDEN.rglob("manifest.json"))]
+        return [*whole, *map(_imported, whole)]
     if target == "index":
-        return [path.read_bytes() for path in sorted(GOLDEN.rglob("index-*.msgpack"))]
+        whole = [path.read_bytes() for path in sorted(GOLDEN.rglob("index-*.msgpack"))]
+        return [*whole, *map(_referencing, whole)]
     if target == "part":
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("parts/*.msgpack"))]
     if target == "overview":
@@ -82,7 +98,7 @@ def seeds_of(target: str) -> list[bytes]:
         return [bytes((width, count)) + bytes(range(width * count)) for width in (1, 2, 4, 8) for count in (0, 1, 3)]
     if target == "name":
         names = ("r00000.safetensors", "enc/r00003-1.safetensors", "parts/r00003.msgpack", "index-00000.msgpack")
-        return [each.encode() for each in (*names, "step-000000001000", "../a", "a/./b")]
+        return [each.encode() for each in (*names, "step-000000001000", "../a", "a/./b", "file:///a/b")]
     if target == "shown":
         return [b"plain", "\x1b[31m\u202e\x9b".encode(), b"s\xed\xa0\x80"]
     if target == "safetensors-file":

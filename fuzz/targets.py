@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -32,7 +33,14 @@ from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import IndexDocument, decode_index, encode_index, index_of
 from holdfast.repository.manifest import decode_manifest, encode_manifest
-from holdfast.repository.names import is_index_name, is_pack_name, is_part_name, step_folder, step_of_folder
+from holdfast.repository.names import (
+    is_file_url,
+    is_index_name,
+    is_pack_name,
+    is_part_name,
+    step_folder,
+    step_of_folder,
+)
 from holdfast.repository.overview import decode_overview, encode_overview
 from holdfast.repository.pack import entries_of
 from holdfast.repository.part import decode_part, encode_part
@@ -173,6 +181,10 @@ def name(data: bytes) -> None:
         assert text.isascii()
         assert ".." not in text
         assert split_key(text) == tuple(text.split("/"))
+    if is_file_url(text):
+        assert not is_pack_name(text)
+        path = text.removeprefix("file://")
+        assert os.path.isabs(path) and os.path.normpath(path) == path
     step = step_of_folder(text)
     if step is not None:
         assert step_folder(step) == text + "/"

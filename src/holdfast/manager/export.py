@@ -139,9 +139,11 @@ class Export:
         """What is another text for any other content or any other files."""
         found = hashlib.sha256(self._checkpoint.identity.encode())
         for file in self.files:
-            found.update(repr(replace(file, literals=())).encode("utf-8", "surrogatepass"))
+            # One by one: there may be a million tensors, and literals as large as what DCP keeps of them.
+            for each in ((file.name, file.bytes), *file.tensors, *file.checksums):
+                found.update(repr(each).encode("utf-8", "surrogatepass"))
             for at, data in file.literals:
-                found.update(b"%d %d " % (at, len(data)) + data)
+                found.update(b"%d %d " % (at, len(data)) + hashlib.sha256(data).digest())
         return found.hexdigest()
 
     @property
