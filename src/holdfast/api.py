@@ -249,7 +249,8 @@ def export(
     Args:
         src: The checkpoint.
         dst: What is to be made; nothing may be there.
-        to: The format, e.g. `safetensors`; docs/formats.md lists them.
+        to: The format, e.g. `safetensors`; docs/formats.md lists them. `holdfast` copies everything into a checkpoint
+            of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
         shard_bytes: Bytes of tensors in one file, at most, where the format has several.
         dtype: What the floating tensors of the model are cast to: float32, float16 or bfloat16; None: nothing.
         model_only: Whether to leave out what is not the model.
@@ -268,6 +269,13 @@ def export(
     for name, value in (("shard_bytes", shard_bytes), ("memory_bytes", memory_bytes), ("workers", workers)):
         if type(value) is not int or value < 1:
             raise InvalidError(f"{name}={value!r}; expected a positive whole number")
+    if to == wiring.HOLDFAST:
+        if dtype is not None or workers > 1:
+            raise InvalidError(
+                f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies all tensors "
+                "as they are"
+            )
+        return wiring.export_again(src, dst, settings, observer)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
     made, destination = wiring.export_of(src, dst, to, options, settings)

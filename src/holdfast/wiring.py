@@ -20,11 +20,12 @@ from holdfast.formats.safetensors_writer import SafetensorsWriter
 from holdfast.formats.torchsave import TorchSaveFormat
 from holdfast.frameworks.alone import AloneComm
 from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.export import Crew, Export
+from holdfast.manager.export import Crew, Export, ExportReport
 from holdfast.manager.export_crew import answer, have_carried_out
 from holdfast.manager.importing import ImportReport, import_step
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place
+from holdfast.manager.resave import exported
 from holdfast.manager.run import Run
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.comm import Comm
@@ -124,6 +125,23 @@ WRITERS: tuple[Writer, ...] = (SafetensorsWriter(),)
 """Other systems' layouts that are written."""
 
 
+HOLDFAST = "holdfast"
+"""What our own checkpoints are called among formats."""
+
+
+def export_again(source: object, destination: object, settings: Settings, observer: Observer | None) -> ExportReport:
+    """Save a checkpoint once more, as one of our own; errors as `manager.resave.exported`."""
+    store = store_at(destination, settings)
+    checkpoint = checkpoint_at(source, settings)
+    if isinstance(store, LocalStore):
+        LocalDestination(store.url.removeprefix("file://")).require_outside(checkpoint.url)
+    job = Job(AloneComm(), clock(), settings)
+    try:
+        return exported(checkpoint, store, job, observer)
+    finally:
+        job.close()
+
+
 def export_of(
     source: object, destination: object, to: object, options: ExportOptions, settings: Settings
 ) -> tuple[Export, LocalDestination]:
@@ -135,7 +153,7 @@ def export_of(
     """
     writer = next((each for each in WRITERS if each.name == to), None)
     if writer is None:
-        raise InvalidError(f"to={to!r}; expected one of {', '.join(each.name for each in WRITERS)}")
+        raise InvalidError(f"to={to!r}; expected one of {', '.join(each.name for each in WRITERS)}, {HOLDFAST}")
     store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
         raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -51,7 +52,7 @@ def _show(screen: Screen, report: api.ImportReport) -> None:
     if not report.copied:
         roots = [printable(root) for root in report.reference_roots]
         screen.line("Its bytes stay where they are and must not change. Whoever reads them allows that folder:")
-        screen.field("commands", " ".join(f"--allow-root {root}" for root in roots))
+        screen.field("commands", " ".join(f"--allow-root {quote(root)}" for root in roots))
         screen.field("Python", f"Settings(reference_roots=({''.join(f'{root!r}, ' for root in roots).rstrip()}))")
 
 

@@ -1,7 +1,8 @@
 """A file of `torch.save`: any nested state, its tensors read where they lie.
 
-A dict of nothing but tensors, as `module.state_dict()` returns, has its names under `model.`; anything else keeps its
-own paths, joined by dots. Of an optimizer's state dict that goes by numbers, the names are numbers too.
+A dict of nothing but tensors, as `module.state_dict()` returns, has its names under `model.`, an optimizer's alone
+under `optimizer.`; anything else keeps its own paths, joined by dots. Of an optimizer's state dict that goes by
+numbers, the names are numbers too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _EXTRA_STATE = "_extra_state"
 """What `state_dict` calls a module's values that are no tensors."""
 
 
+_OPTIMIZER_KEYS = {"state", "param_groups"}
+"""What `state_dict` of an optimizer returns."""
+
+
 class TorchSaveFormat:
     """Lists files of `torch.save` where they lie."""
 
@@ -56,6 +61,8 @@ class TorchSaveFormat:
             tree = Group("dict", {"model": module_state(found.value, "model", tensors, remarks)})
         else:
             state = found.value if _goes_by_name(found.value) else {"value": found.value}
+            if state.keys() == _OPTIMIZER_KEYS:
+                state = {"optimizer": state}
             tree = _Nesting(tensors, remarks, tensor_holders(state)).branch(state, "")
         if not len(tensors) and isinstance(found.value, Instance):
             raise InvalidError(

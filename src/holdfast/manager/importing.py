@@ -75,7 +75,7 @@ def import_step(
     require_step(step)
     place = Place(store, step_folder(step), step)
     if copied:
-        attempt = saved_again(source, place, job, observer=observer).attempt
+        attempt = saved_again(source, place, job, observer).attempt
         roots: set[str] = set()
     else:
         attempt = referenced(source, place, job.clock, job.settings, observer)

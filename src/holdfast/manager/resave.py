@@ -9,6 +9,7 @@ from holdfast.engine.copying import PieceReader, StoredSource
 from holdfast.engine.write import PackWriter
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.export import ExportReport
 from holdfast.manager.handle import SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place, require_no_checkpoint
@@ -16,19 +17,17 @@ from holdfast.manager.run import founded
 from holdfast.manager.save import Save
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import check_size, read_manifest
+from holdfast.repository.names import MANIFEST_FILE
 from holdfast.spec.box import Box
 from holdfast.spec.plan import Piece
 from holdfast.spec.region import Region, flat_run
 from holdfast.spec.tensor import Role, Shard, TensorSpec
 from holdfast.spec.values import Group, PerRankRef, Value
 
-MODEL = "model"
-"""Path of the model in the state of a checkpoint that Holdfast did not write."""
 
-
-def saved_again(
-    source: Checkpoint, place: Place, job: Job, *, model_only: bool = False, observer: Observer | None = None
-) -> SaveReport:
+def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer | None = None) -> SaveReport:
     """Save what a checkpoint holds once more, through the way every save goes; its bytes are read once and checked.
 
     Tensors whose pieces follow one another become one piece; others keep theirs.
@@ -37,7 +36,6 @@ def saved_again(
         source: Any checkpoint: of Holdfast, or of another system.
         place: Where it goes.
         job: This process alone.
-        model_only: Leave out what does not lie under `model`.
         observer: Told of progress.
     Raises:
         ConflictError: A checkpoint is there; it was not touched.
@@ -53,50 +51,59 @@ def saved_again(
         return job.clock.random_bytes(8).hex() if place.step is None else founded(place.store, job.clock)
 
     def collect() -> Collected:
-        return _collected(source, model_only, observer)
+        return _collected(source, observer)
 
     writer = PackWriter(place.store, job.settings)
-    inherited = {"origin": source.origin, "masters": _masters(source, model_only)}
+    inherited = {"origin": source.origin, "masters": source.manifest.masters}
     save = Save(job, place, writer, identify, lambda: None, lambda *_: None, awaited=True, inherited=inherited)
     report = save.begin(collect).wait()
     assert report is not None, "committed comes with a report"
     return report
 
 
-def _collected(source: Checkpoint, model_only: bool, observer: Observer | None) -> Collected:
-    def takes_part(name: str) -> bool:
-        return _takes_part(name, model_only)
+def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | None = None) -> ExportReport:
+    """Save what a checkpoint holds once more, as the one checkpoint that a store is to hold.
 
+    Arguments and errors as `saved_again`.
+    """
+    start = job.clock.monotonic_seconds()
+    report = saved_again(source, Place(store, "", None), job, observer)
+    made = read_manifest(store, "")
+    overviews = () if made.overview is None else (made.overview,)
+    files = {
+        f"{made.attempt}/{file.name}": file.bytes for file in (*made.packs, *made.parts, *made.indexes, *overviews)
+    }
+    return ExportReport(
+        url=report.url,
+        format="holdfast",
+        files={MANIFEST_FILE: store.size(MANIFEST_FILE), **files},
+        resumed_bytes=0,
+        read_bytes=report.bytes,
+        seconds=job.clock.monotonic_seconds() - start,
+        begun_anew=False,
+    )
+
+
+def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
     manifest = source.manifest
-    tree = Group("dict", {key: value for key, value in manifest.tree.items.items() if takes_part(key)})
-    kept = sorted(_per_rank_paths(tree))
+    kept = sorted(_per_rank_paths(manifest.tree))
     if kept and manifest.world_size > 1:
         raise InvalidError(
             f"{source.url}: {manifest.world_size} ranks saved it and kept values of their own under {kept[:5]}; "
             "expected none, for one process copies it. Copy its folder, or load it on as many ranks and save it there"
         )
-    tensors = [spec for fqn, spec in source.index.tensors.items() if takes_part(fqn)]
+    for pack in manifest.packs:
+        stored = source.packs(pack.name)
+        check_size(stored.files, stored.key, pack)
+    tensors = source.index.tensors.values()
     reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), observer)
     return Collected(
         shards=[_shard(spec, source.index.pieces_of(spec.fqn), reader) for spec in tensors],
-        tree=tree,
-        aliases={alias: fqn for alias, fqn in manifest.aliases.items() if takes_part(alias) and takes_part(fqn)},
+        tree=manifest.tree,
+        aliases=manifest.aliases,
         skipped=[],
-        per_rank={path: value for path, value in source.per_rank(0).items() if path in kept} if kept else {},
+        per_rank=source.per_rank(0) if kept else {},
     )
-
-
-def _takes_part(name: str, model_only: bool) -> bool:
-    return not model_only or name == MODEL or name.startswith(f"{MODEL}.")
-
-
-def _masters(source: Checkpoint, model_only: bool) -> dict[str, str]:
-    """Return the master copies that are saved again, by what was cast from them."""
-    return {
-        fqn: master
-        for fqn, master in source.manifest.masters.items()
-        if all(_takes_part(each, model_only) for each in (fqn, master))
-    }
 
 
 def _per_rank_paths(value: Value) -> Iterator[str]:

@@ -118,7 +118,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         tensor_bytes=field.whole("tensor_bytes", 1 << 80),
         aliases=field.texts("aliases"),
         tree=tree,
-        packs=_records(field.of("packs", list), lambda name: is_pack_name(name) or is_file_url(name), where),
+        packs=_records(field.of("packs", list), _is_pack_or_file, where),
         parts=_records(field.of("parts", list), is_part_name, where),
         indexes=_records(field.of("indexes", list), is_index_name, where),
         overview=_overview(document.get("overview"), where),
@@ -196,6 +196,10 @@ def _records(entries: list[object], is_name: Callable[[str], bool], where: str) 
     if len({record.name for record in records}) != len(records):
         raise CorruptError(f"{where}: a file is listed twice")
     return tuple(records)
+
+
+def _is_pack_or_file(name: str) -> bool:
+    return is_pack_name(name) or (is_file_url(name) and values.plain(name))
 
 
 def _overview(entry: object, where: str) -> FileRecord | None:

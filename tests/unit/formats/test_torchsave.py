@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast
 from holdfast.errors import CorruptError, InvalidError
@@ -101,6 +102,22 @@ def test_an_everyday_training_state_resumes(tmp_path: Path) -> None:
         _assert_same(first[key].state_dict(), second[key].state_dict())
     assert torch.equal(stepped(first), stepped(second))
     assert holdfast.load(path, {"model": made()["model"], "epoch": 0}).missing == ()
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["numbers", "names"])
+def test_an_optimizer_alone_stands_under_optimizer(by_name: bool, tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+
+    model, optimizer = made()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    path = saved(get_optimizer_state_dict(model, optimizer) if by_name else optimizer.state_dict(), tmp_path)
+    other_model, other = made()
+    other.param_groups[0]["lr"] = 3.0
+    holdfast.load(path, {"model": other_model, "optimizer": other}, only=["optimizer.*"])
+    _assert_same(optimizer.state_dict(), other.state_dict())
 
 
 def test_an_optimizer_of_other_groups_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from holdfast.formats.pickled import unpickled
 from holdfast.formats.reading import read_bytes
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.torch_zip import read_torch_file
-from holdfast.formats.values_in import plain
+from holdfast.formats.values_in import plain, remark
 from holdfast.ports.store import Readable
 from holdfast.settings import KIB, MIB
 from holdfast.spec.box import Box
@@ -22,6 +22,7 @@ from holdfast.spec.tensor import TensorSpec
 from holdfast.spec.values import FrameworkValue, Skipped, TensorRef, Value
 
 METADATA = ".metadata"
+_BY_RANK = "__0.metadata"
 COMMON = "common.pt"
 """What Megatron-core keeps beside it: everything that is the same on every rank."""
 
@@ -44,6 +45,8 @@ class DcpFormat:
 
     def recognises(self, files: Readable, name: str) -> bool:
         """Return whether it is a folder with a `.metadata` that names DCP's classes, or that file itself."""
+        if name in ("", _BY_RANK) and not _holds(files, METADATA) and _holds(files, _BY_RANK):
+            return True
         if name not in ("", METADATA) or not _holds(files, METADATA):
             return False
         head = read_bytes(files, METADATA, 0, min(files.size(METADATA), KIB), KIB)
@@ -51,6 +54,11 @@ class DcpFormat:
 
     def listing(self, files: Readable, name: str) -> Listing:
         """Return every tensor and object that `.metadata` names."""
+        if not _holds(files, METADATA):
+            raise InvalidError(
+                f"{files.url}/{_BY_RANK}: each rank saved by itself, with use_collectives=False; expected a {METADATA} "
+                "of all. Load it with torch.distributed.checkpoint, and save it with collectives"
+            )
         where = f"{files.url}/{METADATA}"
         reading = _Reading(files)
         nested = reading.state(saved_of(unpickled(files.get(METADATA, _METADATA_BYTES_MAX), where), where), where)
@@ -105,7 +113,7 @@ class _Reading:
             raise CorruptError(f"{self._files.url}/{COMMON}: {type(common).__name__}; expected a dict of names")
         for key, value in common.items():
             if key in nested:
-                self.remarks.append(f"{COMMON}: {key} is left out; {METADATA} has it too")
+                remark(self.remarks, f"{COMMON}: {key} is left out; {METADATA} has it too")
             else:
                 nested[key] = plain(value, key, self._on_tensor, self.remarks)
 
@@ -113,7 +121,7 @@ class _Reading:
         """Return a tensor as a value and list it no longer; None, and leave it listed, where it is not small."""
         spec, pieces = self.tensors[fqn], self.pieces[fqn]
         if spec.global_bytes > _SMALL_BYTES_MAX or len(pieces) != 1:
-            self.remarks.append(f"{fqn}: a hyperparameter of shape {list(spec.global_shape)} is left out of its group")
+            remark(self.remarks, f"{fqn}: a hyperparameter of shape {list(spec.global_shape)} is left out of its group")
             return None
         place = pieces[0]
         data = read_bytes(self._files, place.file, place.offset, place.offset + spec.global_bytes, _SMALL_BYTES_MAX)
@@ -125,7 +133,7 @@ class _Reading:
         if path in self.tensors:
             raise InvalidError(f"{self._files.url}: two tensors are named {path}; expected each name once")
         if not found.is_contiguous:
-            self.remarks.append(f"{path}: is left out; it is stored with strides {list(found.strides)}")
+            remark(self.remarks, f"{path}: is left out; it is stored with strides {list(found.strides)}")
             return Skipped(path)
         self.tensors[path] = TensorSpec(path, found.dtype, found.shape)
         self.pieces[path] = [ListedPiece(Box.whole(found.shape), found.file, found.offset)]

@@ -113,31 +113,49 @@ def _optimizer(found: OptimizerState, path: str, small_tensor: SmallTensor, rema
     known: dict[int, Mapping[str, Value]] = {}
     for fqn, shared in found.hyperparameters.items():
         if id(shared) not in known:
-            known[id(shared)] = _without_tensors(shared, small_tensor)
+            # In the order of their names: in what order they were saved is chance.
+            settled = {name: _settled(value, small_tensor) for name, value in sorted(shared.items())}
+            known[id(shared)] = {name: value for name, value in settled.items() if not isinstance(value, Skipped)}
         hyperparameters[fqn] = known[id(shared)]
     unknown = sorted(found.names - hyperparameters.keys())
     if unknown:
         remarks.append(f"{path}: {len(unknown)} parameters have state and are in no group, {unknown[0]} among them")
-    return optimizer_group(hyperparameters, found.values)
+    values = {
+        fqn: {name: value for name, value in entries.items() if not _holds(Skipped, value)}
+        for fqn, entries in found.values.items()
+    }
+    return optimizer_group(hyperparameters, values)
 
 
-def _without_tensors(shared: Mapping[str, Value], small_tensor: SmallTensor) -> Mapping[str, Value]:
-    """Return hyperparameters as values, in the order of their names: in what order they were saved is chance."""
-    kept: dict[str, Value] = {}
-    for name, value in sorted(shared.items()):
-        found = small_tensor(value.fqn) if isinstance(value, TensorRef) else value
-        if found is not None or value is None:
-            kept[name] = found
-    return kept
+def _settled(value: Value, small_tensor: SmallTensor) -> Value:
+    """Return a hyperparameter with its tensors as values; `Skipped` where it cannot be had whole."""
+    if isinstance(value, TensorRef):
+        return small_tensor(value.fqn) or Skipped(value.fqn)
+    if _holds(Skipped, value):
+        return Skipped("")
+    if not holds_tensor(value):
+        return value
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    settled = {key: _settled(each, small_tensor) for key, each in entries}
+    if any(isinstance(each, Skipped) for each in settled.values()):
+        return Skipped("")
+    if isinstance(value, dict):
+        return settled
+    return tuple(settled.values()) if isinstance(value, tuple) else list(settled.values())
+
+
+def _holds(kind: type, value: Value) -> bool:
+    """Return whether a noun of a kind stands anywhere in a value."""
+    if isinstance(value, dict):
+        return any(_holds(kind, each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds(kind, each) for each in value)
+    return isinstance(value, kind)
 
 
 def holds_tensor(value: Value) -> bool:
     """Return whether a tensor stands anywhere in a value."""
-    if isinstance(value, TensorRef):
-        return True
-    if isinstance(value, dict):
-        return any(map(holds_tensor, value.values()))
-    return isinstance(value, list | tuple) and any(map(holds_tensor, value))
+    return _holds(TensorRef, value)
 
 
 def _joined(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""An optimizer's own state dict, in which parameters go by number: given the names of the optimizer that takes it."""
+"""An optimizer's state dict, in which parameters go by number: given the names of the optimizer that takes it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,19 @@ def numbered(saved: Value) -> dict[str, Value] | None:
     groups = items.get("param_groups")
     if not isinstance(groups, list):
         return None
-    return items if all(isinstance(each, dict) and isinstance(each.get("params"), list) for each in groups) else None
+    return items if all(isinstance(each, dict) and _are_numbers(each.get("params")) for each in groups) else None
+
+
+def _are_numbers(members: Value) -> bool:
+    return isinstance(members, list) and all(type(each) in (int, str) for each in members)
 
 
 def by_name(
     saved: Mapping[str, Value], view: OptimizerView, catalog: Catalog, on_leaf: Callable[[Value], object]
 ) -> ByName:
     """Return an optimizer's state dict by the names of an optimizer's parameters, matched as torch does: by position.
+
+    One that `torch.distributed.checkpoint.state_dict` made goes by name already.
 
     Args:
         saved: The state dict.
@@ -49,29 +55,36 @@ def by_name(
     """
     groups, state = saved["param_groups"], saved["state"]
     assert isinstance(groups, list)
-    own = [group["params"] for group in view.optimizer.param_groups]
-    if [len(each) for each in own] != [len(group["params"]) for group in groups]:
-        raise InvalidError(
-            f"{view.path}: groups of {[len(each) for each in own]} parameters, in the checkpoint of "
-            f"{[len(group['params']) for group in groups]}; expected the same, since it holds numbers and no names. "
-            "Group the parameters as they were saved"
-        )
+    own = _names_of(groups, view)
     hyperparameters: dict[str, Value] = {}
     members: dict[str, Value] = {}
     values: dict[str, Value] = {}
     names: dict[str, str] = {}
-    for at, (group, parameters) in enumerate(zip(groups, own, strict=True)):
+    for at, (group, known) in enumerate(zip(groups, own, strict=True)):
         hyperparameters[str(at)] = {
             key: put_together(each, on_leaf) for key, each in group.items() if key not in ("params", "param_names")
         }
-        for number, parameter in zip(group["params"], parameters, strict=True):
-            name = view.names[parameter]
+        for number, name in zip(group["params"], known, strict=True):
             members[name], names[str(number)] = str(at), name
             kept = {key: each for key, each in _entries(state, number).items() if not isinstance(each, TensorRef)}
             if kept:
                 values[name] = kept
     group = {"hyperparameters": hyperparameters, "param_groups": members, "state": values}
     return ByName(Group("optimizer", group), _aliases(view, names, catalog))
+
+
+def _names_of(groups: list[Value], view: OptimizerView) -> list[list[str]]:
+    """Return the FQNs of the parameters of each saved group: its own, or those that stand at the same place."""
+    saved = [group["params"] for group in groups if isinstance(group, dict)]
+    if all(type(each) is str for members in saved for each in members):
+        return saved
+    own = [[view.names[parameter] for parameter in group["params"]] for group in view.optimizer.param_groups]
+    if list(map(len, own)) != list(map(len, saved)):
+        raise InvalidError(
+            f"{view.path}: groups of {list(map(len, own))} parameters, in the checkpoint of {list(map(len, saved))}; "
+            "expected the same, since it holds numbers and no names. Group the parameters as they were saved"
+        )
+    return own
 
 
 def _entries(state: Value, number: object) -> Mapping[str, Value]:
@@ -88,6 +101,6 @@ def _aliases(view: OptimizerView, names: Mapping[str, str], catalog: Catalog) ->
     found: dict[str, str] = {}
     for fqn in (*catalog.tensors, *catalog.aliases):
         number, _, key = fqn.removeprefix(prefix).rpartition(".") if fqn.startswith(prefix) else ("", "", "")
-        if number in names:
+        if number in names and names[number] != number:
             found[view.state_fqn(names[number], key)] = catalog.aliases.get(fqn, fqn)
     return found
