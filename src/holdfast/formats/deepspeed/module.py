@@ -66,7 +66,7 @@ class Parameters:
                 self._known[name] = None
                 if self.has_atoms:
                     return None
-                self.tensors.remarks.append(
+                self.tensors.remark(
                     f"{self.layouts.where}: {name} is left out, and its optimizer state: {error}. {CONVERT}"
                 )
         return self._known[name]
