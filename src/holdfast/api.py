@@ -249,8 +249,8 @@ def export(
     Args:
         src: The checkpoint.
         dst: What is to be made; nothing may be there.
-        to: The format, e.g. `safetensors`; docs/formats.md lists them. `holdfast` copies everything into a checkpoint
-            of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
+        to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
+            checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
         shard_bytes: Bytes of tensors in one file, at most, where the format has several.
         dtype: What the floating tensors of the model are cast to: float32, float16 or bfloat16; None: nothing.
         model_only: Whether to leave out what is not the model.

@@ -13,10 +13,12 @@ from typing import Any
 
 from holdfast.errors import InvalidError
 from holdfast.formats.dcp.format import DcpFormat
+from holdfast.formats.dcp_writer import DcpWriter
 from holdfast.formats.deepspeed.format import DeepSpeedFormat
 from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
 from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.safetensors_writer import SafetensorsWriter
+from holdfast.formats.torch_writer import TorchWriter
 from holdfast.formats.torchsave import TorchSaveFormat
 from holdfast.frameworks.alone import AloneComm
 from holdfast.manager.checkpoint import Checkpoint
@@ -121,7 +123,7 @@ def run_at(root: object, process_group: ProcessGroup, settings: Settings) -> Run
     return Run(store, job, framework_of(job.comm), References(settings.reference_roots))
 
 
-WRITERS: tuple[Writer, ...] = (SafetensorsWriter(),)
+WRITERS: tuple[Writer, ...] = (SafetensorsWriter(), TorchWriter(), DcpWriter())
 """Other systems' layouts that are written."""
 
 

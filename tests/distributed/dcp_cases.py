@@ -11,13 +11,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
+from holdfast import api
 from tests.distributed.launch import World
 from tests.distributed.networks import adamw, digests, plain, sharded, train
 
@@ -114,3 +115,26 @@ def _whole(value: object, path: str, found: dict[str, torch.Tensor]) -> None:
     elif isinstance(value, torch.Tensor):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         found[path] = whole.detach().clone().contiguous()
+
+
+def export(world: World, path: str) -> dict[str, str]:
+    """Save with Holdfast what FSDP2 trained, and have rank 0 export it; return every digest."""
+    net, optimizer = _trained([world.size], tensor_parallel=False)
+    holdfast.save(f"{path}.saved", {"model": net, "optimizer": optimizer, "step": 7})
+    if world.rank == 0:
+        api.export(f"{path}.saved", path, to="dcp", model_only=False, shard_bytes=1000)
+    dist.barrier()
+    return digests(net, optimizer)
+
+
+def load_by_dcp(world: World, path: str) -> dict[str, str]:
+    """Load with torch itself what was exported, into FSDP2; return every digest."""
+    net = sharded(3)
+    optimizer = adamw(net)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optim = get_state_dict(net, optimizer, options=options)
+    state = {"model": model, "optimizer": optim, "step": 0}
+    dcp.load(state, checkpoint_id=path)
+    assert state["step"] == 7
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim, options=options)
+    return digests(net, optimizer)

@@ -39,8 +39,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def four(root: Path) -> Results:
     """Four ranks that saved in every way."""
     cases = [Case(f"{CASES}:save", {"path": str(root / name), **kind}, name) for name, kind in KINDS.items()]
-    results = run_world(4, cases, root / "four")
-    for name in KINDS:
+    results = run_world(4, [*cases, Case(f"{CASES}:export", {"path": str(root / "exported")})], root / "four")
+    for name in (*KINDS, "export"):
         results.values(name)
     return results
 
@@ -49,6 +49,7 @@ def four(root: Path) -> Results:
 def three(root: Path, four: Results) -> Results:
     """Three ranks that loaded what four had saved."""
     cases = [Case(f"{CASES}:load", {"path": str(root / name)}, name) for name in LOADED_BY_THREE]
+    cases.append(Case(f"{CASES}:load_by_dcp", {"path": str(root / "exported")}))
     return run_world(3, cases, root / "three")
 
 
@@ -112,3 +113,9 @@ def test_another_number_of_ranks_loads_it(root: Path, three: Results, name: str)
             if key.startswith("optimizer.state."):
                 fqn, _, kind = key.removeprefix("optimizer.state.").rpartition(".")
                 assert found[f"{fqn}/{kind}"] == digest(each)
+
+
+def test_dcp_itself_loads_what_was_exported_onto_another_number_of_ranks(four: Results, three: Results) -> None:
+    saved = four.values("export")
+    assert all(each == saved[0] for each in saved)
+    assert three.values("load_by_dcp") == [saved[0]] * 3

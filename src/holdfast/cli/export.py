@@ -19,7 +19,7 @@ def export(
     src: Annotated[str, typer.Argument(metavar="SRC", help="One checkpoint, of Holdfast's or of a format it reads.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="What is to be made; nothing may be there.")],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="What to write: safetensors, or holdfast for a copy of all.")
+        str, typer.Option("--to", metavar="FORMAT", help="What to write: safetensors, torch, dcp, or holdfast.")
     ],
     shard_size: Annotated[
         str, typer.Option(help="Tensors in one file, at most, where the format has several.")

@@ -138,7 +138,8 @@ class Measure:
         self._changed += int(np.count_nonzero(differs))
         self._norms[0].add(self._count(0, x))
         self._norms[1].add(self._count(1, y))
-        x, y = x[differs], y[differs]
+        if not differs.all():
+            x, y = x[differs], y[differs]
         if x.dtype.kind in "fc":
             measurable = np.isfinite(x) & np.isfinite(y)
             self._unmeasured += int(np.count_nonzero(~measurable))
@@ -191,7 +192,8 @@ class _Norm:
         if -_SAFE_EXPONENT < exponent < _SAFE_EXPONENT:
             exponent = 0
         scaled = np.ldexp(wide, -exponent) if exponent else wide
-        self._take(float(np.dot(scaled, scaled)), exponent)
+        # Not np.dot: its threads would fight those that compare other windows for the cores.
+        self._take(float(np.square(scaled).sum()), exponent)
 
     def merge(self, other: _Norm) -> None:
         """Add another sum."""

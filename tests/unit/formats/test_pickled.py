@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import pathlib
 import pickle  # noqa: TID251 - writes what is read here without it
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -17,49 +16,17 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.formats.pickled import Instance, unpickled
+from tests.unit.formats.plain_values import types_in, values
 
 PROTOCOLS = range(6)
 
-_fixed_offsets = st.integers(-1439, 1439).map(lambda minutes: datetime.timezone(datetime.timedelta(minutes=minutes)))
-_keys = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.tuples(inner, inner),
-    max_leaves=4,
-)
-_leaves = (
-    _keys
-    | st.integers(-(1 << 4000), 1 << 4000)
-    | st.binary()
-    | st.binary().map(bytearray)
-    | st.complex_numbers(allow_nan=False)
-    | st.datetimes(timezones=st.none() | _fixed_offsets)
-    | st.dates()
-    | st.times(timezones=st.none() | _fixed_offsets)
-    | st.timedeltas()
-    | st.sets(_keys)
-    | st.frozensets(_keys)
-    | st.dictionaries(st.text(), st.integers()).map(Counter)
-    | st.lists(st.text("abc/.", min_size=1), max_size=3).map(lambda parts: pathlib.PurePosixPath(*parts))
-    | st.lists(st.text("abc", min_size=1), max_size=3).map(lambda parts: pathlib.Path(*parts))
-)
-_values = st.recursive(
-    _leaves,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(_keys, inner, max_size=4)
-        | st.dictionaries(_keys, inner, max_size=4).map(OrderedDict)
-    ),
-    max_leaves=12,
-)
-
 
 @settings(max_examples=400, deadline=None)
-@given(value=_values, protocol=st.sampled_from(PROTOCOLS))
+@given(value=values, protocol=st.sampled_from(PROTOCOLS))
 def test_what_pickle_writes_reads_back_equal_and_of_its_type(value: object, protocol: int) -> None:
     found = unpickled(pickle.dumps(value, protocol), "here")
     assert found == value
-    assert _types(found) == _types(value)
+    assert types_in(found) == types_in(value)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -145,11 +112,3 @@ def test_a_pickle_cut_short_anywhere_is_corrupt(protocol: int) -> None:
     for length in range(len(data)):
         with pytest.raises(CorruptError, match="over there, byte"):
             unpickled(data[:length], "over there")
-
-
-def _types(value: object) -> object:
-    if isinstance(value, dict):
-        return type(value), [(_types(key), _types(each)) for key, each in value.items()]
-    if isinstance(value, list | tuple):
-        return type(value), [_types(each) for each in value]
-    return type(value)

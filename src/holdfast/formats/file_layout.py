@@ -1,0 +1,65 @@
+"""A file to be written, laid out from its first byte to its last."""
+
+from __future__ import annotations
+
+from holdfast.spec.box import Box
+from holdfast.spec.export import Checksum, ExportFile, ExportTensor
+from holdfast.spec.noun import noun
+
+
+@noun
+class TensorLeaf:
+    """Stands in a state to be written for a tensor that is stored."""
+
+    fqn: str
+    """The stored tensor."""
+
+    dtype: str
+    """What its elements are cast to."""
+
+    shape: tuple[int, ...]
+    """Elements along each dimension."""
+
+
+class FileLayout:
+    """What a file is made of, as far as it is laid out."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.at = 0
+        """Bytes laid out so far."""
+        self._literals: list[tuple[int, bytearray]] = []
+        self._tensors: list[ExportTensor] = []
+        self._checksums: list[Checksum] = []
+
+    def put(self, data: bytes) -> None:
+        """Lay out bytes that are known."""
+        if not self._literals or sum((self._literals[-1][0], len(self._literals[-1][1]))) != self.at:
+            self._literals.append((self.at, bytearray()))
+        self._literals[-1][1].extend(data)
+        self.at += len(data)
+
+    def put_tensor(self, leaf: TensorLeaf) -> None:
+        """Lay out the elements of a tensor."""
+        tensor = ExportTensor(leaf.fqn, leaf.dtype, Box.whole(leaf.shape), self.at)
+        if tensor.bytes:
+            self._tensors.append(tensor)
+        self.at += tensor.bytes
+
+    def skip_to_multiple(self, count: int) -> None:
+        """Leave zeros up to the next multiple of a count of bytes."""
+        self.at += -self.at % count
+
+    def put_sum(self, start: int, stop: int, at: tuple[int, ...]) -> None:
+        """Have the CRC-32 of a run stand at places that hold zeros so far."""
+        self._checksums.append(Checksum(start, stop, at))
+
+    def file(self, name: str) -> ExportFile:
+        """Return the file under a name."""
+        return ExportFile(
+            name=name,
+            bytes=self.at,
+            literals=tuple((at, bytes(data)) for at, data in self._literals),
+            tensors=tuple(self._tensors),
+            checksums=tuple(sorted(self._checksums, key=lambda each: each.start)),
+        )
