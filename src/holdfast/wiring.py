@@ -9,17 +9,10 @@ import subprocess
 import sys
 import weakref
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from holdfast.errors import InvalidError
-from holdfast.formats.dcp.format import DcpFormat
-from holdfast.formats.dcp_writer import DcpWriter
-from holdfast.formats.deepspeed.format import DeepSpeedFormat
-from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
-from holdfast.formats.safetensors import SafetensorsFormat
-from holdfast.formats.safetensors_writer import SafetensorsWriter
-from holdfast.formats.torch_writer import TorchWriter
-from holdfast.formats.torchsave import TorchSaveFormat
 from holdfast.frameworks.alone import AloneComm
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.export import Crew, Export, ExportReport
@@ -78,14 +71,19 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
-FORMATS: tuple[Format, ...] = (
-    DcpFormat(),
-    DeepSpeedFormat(),
-    SafetensorsFormat(),
-    HuggingFaceBinFormat(),
-    TorchSaveFormat(),
-)
-"""Other systems' checkpoints that are read in place; the first that knows one lists it."""
+@cache
+def formats() -> tuple[Format, ...]:
+    """Return other systems' checkpoints that are read in place; the first that knows one lists it.
+
+    Imported when something is there that is not ours: they take as long as all else that a command needs.
+    """
+    from holdfast.formats.dcp.format import DcpFormat
+    from holdfast.formats.deepspeed.format import DeepSpeedFormat
+    from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
+    from holdfast.formats.safetensors import SafetensorsFormat
+    from holdfast.formats.torchsave import TorchSaveFormat
+
+    return DcpFormat(), DeepSpeedFormat(), SafetensorsFormat(), HuggingFaceBinFormat(), TorchSaveFormat()
 
 
 class _Foreign:
@@ -97,7 +95,7 @@ class _Foreign:
 
     def listing(self) -> Listing | None:
         """Return what it holds; None if no format knows it."""
-        known = next((each for each in FORMATS if each.recognises(self.files, self.name)), None)
+        known = next((each for each in formats() if each.recognises(self.files, self.name)), None)
         return None if known is None else known.listing(self.files, self.name)
 
     def stamp(self, key: str) -> str:
@@ -123,8 +121,14 @@ def run_at(root: object, process_group: ProcessGroup, settings: Settings) -> Run
     return Run(store, job, framework_of(job.comm), References(settings.reference_roots))
 
 
-WRITERS: tuple[Writer, ...] = (SafetensorsWriter(), TorchWriter(), DcpWriter())
-"""Other systems' layouts that are written."""
+@cache
+def writers() -> tuple[Writer, ...]:
+    """Return other systems' layouts that are written."""
+    from holdfast.formats.dcp_writer import DcpWriter
+    from holdfast.formats.safetensors_writer import SafetensorsWriter
+    from holdfast.formats.torch_writer import TorchWriter
+
+    return SafetensorsWriter(), TorchWriter(), DcpWriter()
 
 
 HOLDFAST = "holdfast"
@@ -153,9 +157,9 @@ def export_of(
         InvalidError: There is no such format, or it cannot hold what the checkpoint does, or a path is none.
         CheckpointError: The checkpoint cannot be read.
     """
-    writer = next((each for each in WRITERS if each.name == to), None)
+    writer = next((each for each in writers() if each.name == to), None)
     if writer is None:
-        raise InvalidError(f"to={to!r}; expected one of {', '.join(each.name for each in WRITERS)}, {HOLDFAST}")
+        raise InvalidError(f"to={to!r}; expected one of {', '.join(each.name for each in writers())}, {HOLDFAST}")
     store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
         raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")

@@ -165,3 +165,18 @@ def test_two_of_one_key_are_refused() -> None:
 def test_what_cannot_be_kept_is_refused_with_its_key() -> None:
     with pytest.raises(InvalidError, match=r"note\.x: a slice"):
         DcpWriter().files(ExportContent({}, {}, Group("dict", {"note": {"x": slice(1)}})), EVERYTHING)
+
+
+def test_items_that_are_alike_are_laid_out_once() -> None:
+    """Or a model of many parameters would take gigabytes of archives of the same few hyperparameters."""
+    names = [f"layer{number}" for number in range(200)]
+    fqns = [f"optimizer.state.{name}.exp_avg" for name in names]
+    tensors = {fqn: TensorSpec(fqn, "float32", (8, 8)) for fqn in fqns}
+    values = {"lr": 0.1, "betas": (0.9, 0.99), "fused": None, "maximize": False}
+    members = {"hyperparameters": {"h": values}, "param_groups": dict.fromkeys(names, "h"), "state": {}}
+    tree = Group("dict", {"optimizer": Group("optimizer", dict(members))})
+    file, _ = DcpWriter().files(ExportContent(tensors, {}, tree), EVERYTHING)
+    assert len(file.tensors) == len(file.checksums) == 200
+    assert [each.fqn for each in file.tensors] == list(tensors)
+    assert len(file.literals) == 200 * (2 + len(values))
+    assert len({id(data) for _, data in file.literals}) == 2 + len(values)

@@ -137,6 +137,36 @@ def test_values_and_loose_tensors_stand_where_they_stood(tmp_path: Path) -> None
             alike(found[key], each)
 
 
+class Scaled(torch.nn.Linear):
+    """A layer with extra state."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 2.5, "steps": (1, 2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+def test_extra_state_stands_in_the_models_state_dict(tmp_path: Path, model_only: bool) -> None:
+    model = torch.nn.Sequential(Scaled(2, 3), torch.nn.Linear(3, 1))
+    holdfast.save(tmp_path / "saved", {"net": model}, process_group=False)
+    api.export(tmp_path / "saved", tmp_path / "out.pt", to="torch", model_only=model_only)
+    found = loaded(tmp_path / "out.pt")
+    found = found if model_only else found["net"]
+    alike(found, dict(model.state_dict()))
+    model.load_state_dict(found)
+    assert model[0].loaded == {"scale": 2.5, "steps": (1, 2)}
+
+
+def test_several_modules_keep_their_keys(tmp_path: Path) -> None:
+    state = {"actor": Scaled(2, 3), "critic": torch.nn.Linear(3, 1)}
+    holdfast.save(tmp_path / "saved", dict(state), process_group=False)
+    api.export(tmp_path / "saved", tmp_path / "out.pt", to="torch")
+    expected = {f"{key}.{name}": each for key, module in state.items() for name, each in module.state_dict().items()}
+    alike(loaded(tmp_path / "out.pt"), expected)
+
+
 def test_a_hyperparameter_that_is_a_tensor_is_one(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
@@ -144,6 +174,14 @@ def test_a_hyperparameter_that_is_a_tensor_is_one(tmp_path: Path) -> None:
     api.export(tmp_path / "saved", tmp_path / "out.pt", to="torch", model_only=False)
     (group,) = loaded(tmp_path / "out.pt")["optimizer"]["param_groups"]
     assert bits(group["lr"]) == bits(torch.tensor(0.25))
+
+
+def test_a_torch_file_becomes_the_same_again(tmp_path: Path) -> None:
+    state: Any = trained_state()
+    saved = {"model": dict(state["model"].state_dict()), "optimizer": state["optimizer"].state_dict(), "epoch": 3}
+    torch.save(saved, tmp_path / "first.pt")  # noqa: TID251 - the source
+    api.export(tmp_path / "first.pt", tmp_path / "second.pt", to="torch", model_only=False)
+    alike(loaded(tmp_path / "second.pt"), saved)
 
 
 def test_what_each_rank_keeps_of_its_own_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,8 @@ Needs the extra `interop`. The first run builds DeepSpeed's communication for CP
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import holdfast
-from tests.distributed.launch import Case, Results, run_world
+from tests.distributed.launch import Case, Results, environment, run_world
 from tests.interop.deepspeed_training import BATCH, Model, groups_of, words_of
 from tests.unit.formats.deepspeed.assembled import assembled, listing_of
 
@@ -125,6 +127,26 @@ def test_training_goes_on_in_another_stage_and_on_other_ranks(trained: Path, nam
             assert torch.equal(resumed[fqn], expected), fqn
         else:  # Gradients are summed in another order.
             torch.testing.assert_close(resumed[fqn], expected, rtol=1e-4, atol=1e-6, msg=fqn)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra interop")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_it_cuts_itself_is_put_together_as_its_own_converter_does(tmp_path: Path, stage: int) -> None:
+    training = Case("tests.interop.deepspeed_autotp:train", {"folder": str(tmp_path), "stage": stage}, "autotp")
+    require_all(run_world(4, [training], tmp_path / "world", deadline_seconds=DEADLINE_SECONDS), [training])
+    tag, converted = tmp_path / "ckpt" / "global_step2", tmp_path / "universal" / "global_step2"
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", tag, "--output_folder",
+         converted, "--num_extract_workers", "1", "--num_merge_workers", "1"],
+        env=environment(DS_ACCELERATOR="cpu"), check=True, capture_output=True, timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    native, universal = listing_of(tag), listing_of(converted)
+    assert native.tensors == universal.tensors
+    assert not native.remarks
+    assert len(native.tensors) == 105
+    for fqn in native.tensors:
+        assert assembled(tag, native, fqn).tobytes() == assembled(converted, universal, fqn).tobytes(), fqn
+    assert native.replicas
 
 
 @pytest.mark.parametrize("name", ["one_dp2", "one_dp4", "three_dp2"])

@@ -10,7 +10,7 @@ from holdfast.errors import InvalidError
 from holdfast.formats.file_layout import FileLayout, TensorLeaf
 from holdfast.formats.inert import Named
 from holdfast.formats.nested_state import State, model_state, nested_state
-from holdfast.formats.pickling import Made, pickled
+from holdfast.formats.pickling import Made, Pairs, pickled
 from holdfast.formats.torch_archive import ALIGNMENT_BYTES, SmallTensor, put_archive
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.export import ExportContent, ExportFile, ExportOptions
@@ -99,6 +99,7 @@ def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportF
     layouts = [FileLayout()]
     places = {}
     filled = 0
+    archives = _Archives()
     for key, value in items.items():
         count = math.prod(value.shape) * DTYPES[value.dtype].itemsize if _is_tensor(value) else 0
         if filled and count and filled + count > shard_bytes:
@@ -109,11 +110,45 @@ def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportF
         layout.skip_to_multiple(ALIGNMENT_BYTES)
         start = layout.at
         try:
-            put_archive(layout, value)
+            archives.put(layout, value)
         except InvalidError as error:
             raise InvalidError(f"{key}: {error}") from error
         places[key] = _Stored(_file_name(len(layouts) - 1), start, layout.at - start)
     return [layout.file(_file_name(number)) for number, layout in enumerate(layouts)], places
+
+
+class _Archives:
+    """Archives of one item each. Those of equal values, and of tensors of one type and shape, are laid out once.
+
+    Every parameter has a dozen hyperparameters, so there are few different ones among hundreds of thousands.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, ExportFile] = {}
+
+    def put(self, layout: FileLayout, value: object) -> None:
+        """Lay out the archive of an item."""
+        key = _kind(value)
+        if key is None:
+            put_archive(layout, value)
+            return
+        if key not in self._known:
+            alone = FileLayout()
+            put_archive(alone, value)
+            self._known[key] = alone.file("")
+        layout.put_file(self._known[key], value.fqn if isinstance(value, TensorLeaf) else "")
+
+
+def _kind(value: object) -> object:
+    """Return what is equal for items whose archives are, but for which tensor stands in them; None if not known."""
+    if isinstance(value, TensorLeaf):
+        return value.dtype, value.shape
+    if value is None or isinstance(value, bool | int | float | str | tuple):
+        try:
+            return pickled(value)
+        except TypeError:  # A tuple in which a tensor stands.
+            return None
+    return None
 
 
 def _file_name(number: int) -> str:
@@ -123,28 +158,25 @@ def _file_name(number: int) -> str:
 def _metadata(items: Mapping[str, object], paths: Mapping[str, _Path], places: Mapping[str, _Stored]) -> ExportFile:
     """Return the file that tells what lies where."""
     kinds = _Kinds()
-    described: dict[str, object] = {}
-    stored: dict[object, object] = {}
-    for key, value in items.items():
-        place = places[key]
-        index: dict[str, object] = {"fqn": key, "index": None}
-        if _is_tensor(value):
-            described[key] = kinds.tensor(value)
-            index = {"fqn": key, "offset": _size((0,) * len(value.shape)), "index": 0}
-        else:
-            described[key] = _object(f"{_METADATA}.BytesStorageMetadata")
-        where = {"relative_path": place.file, "offset": place.offset, "length": place.bytes}
-        entry = _object("torch.distributed.checkpoint.filesystem._StorageInfo", where)
-        stored[_object(f"{_METADATA}.MetadataIndex", index)] = entry
     content = {
-        "state_dict_metadata": described,
+        "state_dict_metadata": Pairs((key, kinds.described(value)) for key, value in items.items()),
         "planner_data": dict(paths),
-        "storage_data": stored,
+        "storage_data": Pairs(_entry(key, value, places[key]) for key, value in items.items()),
         "storage_meta": None,
         "version": _VERSION,
     }
     data = pickled(_object(f"{_METADATA}.Metadata", content))
     return ExportFile(name=".metadata", bytes=len(data), literals=((0, data),))
+
+
+def _entry(key: str, value: object, place: _Stored) -> tuple[Made, Made]:
+    """Return what tells where an item lies."""
+    index: dict[str, object] = {"fqn": key, "index": None}
+    if _is_tensor(value):
+        index = {"fqn": key, "offset": _size((0,) * len(value.shape)), "index": 0}
+    where = {"relative_path": place.file, "offset": place.offset, "length": place.bytes}
+    entry = _object("torch.distributed.checkpoint.filesystem._StorageInfo", where)
+    return _object(f"{_METADATA}.MetadataIndex", index), entry
 
 
 class _Kinds:
@@ -154,8 +186,11 @@ class _Kinds:
         self._layout = Made(Named("torch.serialization._get_layout"), ("torch.strided",), shared=True)
         self._memory = Made(Named(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,), shared=True)
 
-    def tensor(self, tensor: TensorLeaf | SmallTensor) -> Made:
-        """Return the description of a tensor that is stored in one piece."""
+    def described(self, value: object) -> Made:
+        """Return the description of an item; tensors are stored in one piece."""
+        return self._tensor(value) if _is_tensor(value) else _object(f"{_METADATA}.BytesStorageMetadata")
+
+    def _tensor(self, tensor: TensorLeaf | SmallTensor) -> Made:
         state = (Named(f"torch.{tensor.dtype}"), self._layout, False, self._memory, False)
         properties = Made(Named(f"{_METADATA}.TensorProperties"), state=state, new=True)
         size = _size(tensor.shape)

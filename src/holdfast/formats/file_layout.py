@@ -28,16 +28,31 @@ class FileLayout:
         """Begin with nothing."""
         self.at = 0
         """Bytes laid out so far."""
-        self._literals: list[tuple[int, bytearray]] = []
+        self._literals: list[tuple[int, bytearray | bytes]] = []
         self._tensors: list[ExportTensor] = []
         self._checksums: list[Checksum] = []
 
     def put(self, data: bytes) -> None:
         """Lay out bytes that are known."""
-        if not self._literals or sum((self._literals[-1][0], len(self._literals[-1][1]))) != self.at:
-            self._literals.append((self.at, bytearray()))
-        self._literals[-1][1].extend(data)
+        start, last = self._literals[-1] if self._literals else (0, b"")
+        if not isinstance(last, bytearray) or start + len(last) != self.at:
+            last = bytearray()
+            self._literals.append((self.at, last))
+        last += data
         self.at += len(data)
+
+    def put_file(self, file: ExportFile, fqn: str) -> None:
+        """Lay out what makes up another file, of which nothing is copied.
+
+        Args:
+            file: A file without a name.
+            fqn: The tensor that stands in it, in place of the one that it was laid out for.
+        """
+        self._literals += [(self.at + at, data) for at, data in file.literals]
+        self._tensors += [ExportTensor(fqn, each.dtype, each.box, self.at + each.offset) for each in file.tensors]
+        for each in file.checksums:
+            self.put_sum(self.at + each.start, self.at + each.stop, tuple(self.at + at for at in each.at))
+        self.at += file.bytes
 
     def put_tensor(self, leaf: TensorLeaf) -> None:
         """Lay out the elements of a tensor."""

@@ -53,6 +53,14 @@ class Made:
     """Whether this very value stands in several places, and is one object in each."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """A dict by its items, which may be made while they are written."""
+
+    items: Iterable[tuple[object, object]]
+    """Its items; no key stands twice."""
+
+
 @dataclass(frozen=True, slots=True)
 class PersistentId:
     """What stands for an object outside the pickle, which its reader is told how to find."""
@@ -68,21 +76,21 @@ Raises `TypeError` where it knows none."""
 
 
 def pickled(value: object, stand_in: StandIn | None = None) -> bytes:
-    """Return a pickle of a value: plain values, numpy arrays, dates, paths, `Named`, `Made` and `PersistentId`.
+    """Return a pickle of a value: plain values, numpy arrays, dates, paths, and the nouns above.
 
     Raises:
         InvalidError: A value is of another type, or nested too deep.
     """
     pickler = _Pickler(stand_in)
     pickler.write(value, 0)
-    return b"\x80\x02" + b"".join(pickler.parts) + b"."
+    return b"\x80\x02" + pickler.out + b"."
 
 
 class _Pickler:
     """One pickle: what is written of it, and what stands in its memo."""
 
     def __init__(self, stand_in: StandIn | None) -> None:
-        self.parts: list[bytes] = []
+        self.out = bytearray()
         self._stand_in = stand_in
         self._known: dict[object, int] = {}
         self._kept: list[Made] = []
@@ -102,88 +110,92 @@ class _Pickler:
             self.write(self._stand_in(value), depth + 1)
 
     def put_simple(self, value: bool | None, depth: int) -> None:
-        self.parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
+        self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
 
     def put_int(self, value: int, depth: int) -> None:
         if 0 <= value < 1 << 8:
-            self.parts.append(b"K" + value.to_bytes(1, "little"))
+            self.out += b"K" + value.to_bytes(1, "little")
         elif 0 <= value < 1 << 16:
-            self.parts.append(b"M" + value.to_bytes(2, "little"))
+            self.out += b"M" + value.to_bytes(2, "little")
         elif -(1 << 31) <= value < 1 << 31:
-            self.parts.append(b"J" + value.to_bytes(4, "little", signed=True))
+            self.out += b"J" + value.to_bytes(4, "little", signed=True)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             head = bytes((0x8A, len(data))) if len(data) < 1 << 8 else b"\x8b" + struct.pack("<i", len(data))
-            self.parts.append(head + data)
+            self.out += head + data
 
     def put_float(self, value: float, depth: int) -> None:
-        self.parts.append(b"G" + struct.pack(">d", value))
+        self.out += b"G" + struct.pack(">d", value)
 
     def put_str(self, value: str, depth: int) -> None:
         if not self._recall(value):
             data = value.encode("utf-8", "surrogatepass")
-            self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
+            self.out += b"X" + struct.pack("<I", len(data)) + data
             self._remember(value)
 
     def put_tuple(self, value: tuple[object, ...], depth: int) -> None:
         if len(value) > 3:
-            self.parts.append(b"(")
+            self.out += b"("
         for each in value:
             self.write(each, depth + 1)
-        self.parts.append((b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t")
+        self.out += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
 
     def put_list(self, value: list[object], depth: int) -> None:
-        self.parts.append(b"]")
+        self.out += b"]"
         self._filled(((each,) for each in value), b"e", depth)
 
     def put_dict(self, value: dict[object, object], depth: int) -> None:
-        self.parts.append(b"}")
+        self.out += b"}"
         self._filled(value.items(), b"u", depth)
+
+    def put_pairs(self, value: Pairs, depth: int) -> None:
+        self.out += b"}"
+        self._filled(value.items, b"u", depth)
 
     def put_named(self, value: Named, depth: int) -> None:
         if not self._recall(value):
             module, _, name = value.qualname.rpartition(".")
-            self.parts.append(f"c{_PYTHON_2.get(module, module)}\n{name}\n".encode())
+            self.out += f"c{_PYTHON_2.get(module, module)}\n{name}\n".encode()
             self._remember(value)
 
     def put_persistent(self, value: PersistentId, depth: int) -> None:
         self.put_tuple(value.content, depth + 1)
-        self.parts.append(b"Q")
+        self.out += b"Q"
 
     def put_made(self, value: Made, depth: int) -> None:
         if value.shared and self._recall(id(value), Made):
             return
         self.put_named(value.function, depth)
         self.put_tuple(value.args, depth + 1)
-        self.parts.append(b"\x81" if value.new else b"R")
+        self.out += b"\x81" if value.new else b"R"
         if value.shared:
             self._kept.append(value)  # While it is kept, no other value has its identity.
             self._remember(id(value), Made)
         self._filled(value.items, b"u", depth)
         if value.state is not None:
             self.write(value.state, depth + 1)
-            self.parts.append(b"b")
+            self.out += b"b"
 
     def _filled(self, entries: Iterable[tuple[object, ...]], code: bytes, depth: int) -> None:
         rest = iter(entries)
         while batch := list(islice(rest, _BATCH)):
-            self.parts.append(b"(")
+            self.out += b"("
             for each in chain.from_iterable(batch):
                 self.write(each, depth + 1)
-            self.parts.append(code)
+            self.out += code
 
     def _recall(self, key: object, kind: type | None = None) -> bool:
         """Push what is in the memo already, or return that it is not."""
         at = self._known.get((kind or type(key), key))
         if at is None:
             return False
-        self.parts.append(b"h" + at.to_bytes(1, "little") if at < 1 << 8 else b"j" + struct.pack("<I", at))
+        self.out += b"h" + at.to_bytes(1, "little") if at < 1 << 8 else b"j" + struct.pack("<I", at)
         return True
 
     def _remember(self, key: object, kind: type | None = None) -> None:
         at = len(self._known)
         self._known[kind or type(key), key] = at
-        self.parts.append(b"q" + at.to_bytes(1, "little") if at < 1 << 8 else b"r" + struct.pack("<I", at))
+        self.out += b"q" + at.to_bytes(1, "little") if at < 1 << 8 else b"r" + struct.pack("<I", at)
 
 
 def _called(qualname: str, *args: object) -> Made:
@@ -232,6 +244,7 @@ _WRITERS: dict[type, Callable[[_Pickler, Any, int], None]] = {
     dict: _Pickler.put_dict,
     Named: _Pickler.put_named,
     Made: _Pickler.put_made,
+    Pairs: _Pickler.put_pairs,
     PersistentId: _Pickler.put_persistent,
     **{kind: _standing_in(stand_in) for kind, stand_in in _STAND_INS.items()},
 }

@@ -78,7 +78,7 @@ def finished(files: Readable, folder: Folder, models: Models, parameters: Parame
     _require_complete(parameters)
     list_ties(parameters)
     if found.state is None and first.has_optimizer:
-        tensors.remarks.append(
+        tensors.remark(
             f"{tensors.where}/{first.file}: the optimizer's state is left out: without ZeRO it goes by numbers, and "
             "nothing tells which parameter each is of"
         )
@@ -148,7 +148,7 @@ def _remark_unlisted(parameters: Parameters) -> None:
     """Say which parameters no pattern names, so that DeepSpeed's rule for the rest holds of them."""
     names = parameters.unlisted()
     if names:
-        parameters.tensors.remarks.append(
+        parameters.tensors.remark(
             f"{parameters.layouts.where}: universal_checkpoint_info names no layout for {len(names)} parameters "
             f"({', '.join(sorted(names)[:5])}{', …' if len(names) > 5 else ''}); they are taken as cut along "
             "dimension 0 over tensor-parallel ranks, as DeepSpeed does"

@@ -34,11 +34,17 @@ class Parameters:
     ties: dict[str, str] = field(default_factory=dict)
     """Alias to the name that is kept."""
 
+    trained: set[str] = field(init=False)
+    """Names of parameters that lie in flat buffers."""
+
     has_atoms: bool = False
     """Whether whole parameters lie elsewhere too, so that one that no rank holds as it is can be had all the same."""
 
     _known: dict[str, Layout | None] = field(default_factory=dict)
     _shapes: dict[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.trained = {name for shapes in self.states[0].groups for name in shapes}
 
     def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Layout | None:
         """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
@@ -60,7 +66,7 @@ class Parameters:
                 self._known[name] = None
                 if self.has_atoms:
                     return None
-                self.tensors.remarks.append(
+                self.tensors.remark(
                     f"{self.layouts.where}: {name} is left out, and its optimizer state: {error}. {CONVERT}"
                 )
         return self._known[name]
@@ -88,11 +94,6 @@ class Parameters:
                     "expected the same names on every tensor-parallel rank. Stages of a pipeline are not read"
                 )
         return found
-
-    @property
-    def trained(self) -> set[str]:
-        """Names of parameters that lie in flat buffers."""
-        return {name for shapes in self.states[0].groups for name in shapes}
 
 
 def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:

@@ -180,7 +180,7 @@ class _Buffer:
         for rank, (share, state) in enumerate(zip(self._shares[tp], self._files[tp], strict=True)):
             stated = share.addresses
             if stated is not None and {n: each for n, each in stated.items() if each[1]} != expected[rank]:
-                self._parameters.tensors.remarks.append(
+                self._parameters.tensors.remark(
                     f"{self._where}/{state.file}: param_slice_mappings of buffer {self._number} put parameters "
                     "elsewhere than param_shapes do, as with round_robin_gradients; they were ignored, since "
                     "param_shapes tell the order in which parameters lie"

@@ -9,6 +9,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.formats.deepspeed.layout import Layout, whole_layout
 from holdfast.formats.deepspeed.pieces import Run, pieces_of, runs_of
 from holdfast.formats.stored_tensor import StoredTensor
+from holdfast.formats.values_in import remark
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.listing import ListedPiece
 from holdfast.spec.tensor import TensorSpec
@@ -79,6 +80,10 @@ class Tensors:
         self.pieces[fqn] = own
         if copies:
             self.replicas[fqn] = copies
+
+    def remark(self, text: str) -> None:
+        """Take a remark, which begins with the file that it is about."""
+        remark(self.remarks, text.removeprefix(f"{self.where}/"))
 
     def add_copied(self, fqn: str, every: Sequence[StoredTensor]) -> None:
         """List a tensor of which several files hold a copy; the first is the one that is read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 
 from holdfast.formats.deepspeed.layout import whole_layout
@@ -21,6 +22,13 @@ _SMALL_BYTES_MAX = 4096
 """Of a tensor that is kept as a value: a learning rate."""
 
 _SCHEDULER = "lr_scheduler"
+
+_STEP = "step"
+"""Kept by torch's optimizers as a tensor for each parameter; by FusedAdam as a number in the group, by
+DeepSpeedCPUAdam as a number for each. Given as torch has it."""
+
+_STEPS_MAX = 1 << 24
+"""Above which float32 does not tell every whole number from the next."""
 
 
 class Values:
@@ -51,11 +59,14 @@ class Values:
         if optimizer is not None and not optimizer.unread:
             items["optimizer"] = self._optimizer(optimizer, groups)
         elif optimizer is not None:
-            self._tensors.remarks.append(
-                f"{self._tensors.where}: the optimizer's state is left out, but for master copies: {optimizer.unread}"
-            )
+            self._tensors.remark(f"the optimizer's state is left out, but for master copies: {optimizer.unread}")
         for name, value in {**scaling, **self._parameters.states[0].rest}.items():
-            if value is None or name in items:
+            if value is None:
+                continue
+            if name in items:
+                self._tensors.remark(
+                    f"{self._parameters.states[0].file}: {name} is left out: the name stands for another"
+                )
                 continue
             if isinstance(value, Instance) and isinstance(value.state, dict):
                 value = value.state  # A loss scaler: its numbers are all there is to it.
@@ -66,9 +77,8 @@ class Values:
     def _optimizer(self, state: OptimizerState, groups: Sequence[Mapping[str, object]] | None) -> Group:
         """Return the optimizer's part; hyperparameters go by parameter, whatever the order of groups."""
         if groups is None:
-            self._tensors.remarks.append(
-                f"{self._tensors.where}: holds no hyperparameters, as elastic checkpoints do; an optimizer that is "
-                "loaded keeps its own"
+            self._tensors.remark(
+                "there are no hyperparameters, as in all elastic checkpoints; an optimizer that is loaded keeps its own"
             )
         known = [
             {
@@ -84,14 +94,27 @@ class Values:
         for name, number in state.groups.items():
             if self._parameters.is_left_out(name):
                 continue
+            own = self._values_of(name, state, known[number] if groups is not None else nothing)
             for each in (name, *self._aliases_of(name)):
                 hyperparameters[each] = known[number] if groups is not None else nothing
-                path = f"optimizer.state.{each}"
-                own = state.values.get(name, {})
-                values[each] = {
-                    key: plain(v, f"{path}.{key}", self._small, self._tensors.remarks) for key, v in own.items()
-                }
+                values[each] = own
         return optimizer_group(hyperparameters, values)
+
+    def _values_of(self, name: str, state: OptimizerState, group: Mapping[str, Value]) -> dict[str, Value]:
+        """Return what a parameter's state holds besides tensors, and the step that some keep in the group."""
+        path = f"optimizer.state.{name}"
+        found = {
+            key: plain(value, f"{path}.{key}", self._small, self._tensors.remarks)
+            for key, value in state.values.get(name, {}).items()
+        }
+        if _STEP not in found and f"{path}.{_STEP}" not in self._tensors.specs and _STEP in group:
+            found[_STEP] = group[_STEP]
+        step = found.get(_STEP)
+        if isinstance(step, int | float) and 0 <= step < _STEPS_MAX:
+            found[_STEP] = FrameworkValue(
+                "torch.tensor", {"dtype": "float32", "shape": (), "data": struct.pack("<f", float(step))}
+            )
+        return found
 
     def _aliases_of(self, name: str) -> list[str]:
         """Return the tied names of a trained parameter, under which its optimizer state goes too."""

@@ -141,7 +141,7 @@ def _remark_round_robin(parameters: Parameters) -> None:
     config = first.rest.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if isinstance(zero, dict) and zero.get("round_robin_gradients") is True and zero.get("stage") in (1, 2):
-        parameters.tensors.remarks.append(
+        parameters.tensors.remark(
             f"{parameters.tensors.where}/{first.file}: trained with round_robin_gradients, of which ds_to_universal "
             "mixes up parameters; read the checkpoint that was converted, or verify that master copies cast to weights"
         )

@@ -32,9 +32,13 @@ class Crafted:
     def model_state(self, tp: int) -> dict[str, Any]:
         """Return what a file of model states holds."""
         held = self.held[tp]
-        module = held if self.stage != 3 else {name: torch.zeros(0) for name in held}
+        # Parameters are views of their flat buffer.
+        views = torch.cat([each.flatten() for each in held.values()]).split([each.numel() for each in held.values()])
+        module = {name: view.view(each.shape) for view, (name, each) in zip(views, held.items(), strict=True)}
+        if self.stage == 3:
+            module = {name: torch.zeros(0) for name in held}
         return {
-            "module": dict(module),
+            "module": module,
             "buffer_names": [],
             "param_shapes": [{name: each.shape for name, each in held.items()}],
             "shared_params": {},

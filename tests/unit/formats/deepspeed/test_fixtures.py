@@ -17,6 +17,7 @@ from holdfast.errors import InvalidError
 from holdfast.spec.listing import Listing
 from holdfast.spec.values import Group
 from tests.unit.formats.deepspeed.assembled import assembled, listing_of
+from tests.unit.formats.deepspeed.crafted import Crafted, numbered
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "deepspeed"
 CASES = ["bf16_dp2", "zero1_dp2", "zero1elastic_dp2", "zero2_dp4", "zero2rr_dp2", "zero3_dp4"]
@@ -188,6 +189,35 @@ def test_a_scheduler_loads_from_it() -> None:
     holdfast.load(FIXTURES / "zero1_dp2" / "ckpt", state)
     assert scheduler.last_epoch == 3
     assert state["iteration"] == 3 and state["my_client_state"] == {"consumed_samples": 12}
+
+
+@pytest.mark.parametrize("kept", ["state", "group", "elastic"])
+def test_a_step_kept_as_a_number_lets_adamw_go_on(tmp_path: Path, kept: str) -> None:
+    weights = {"w": numbered(3, 5), "v": numbered(4)}
+    crafted = Crafted([weights], 2)
+    faults: dict[str, dict[str, Any]] = {}
+    for rank in range(2):
+        saved = crafted.optimizer_state(0, rank)["optimizer_state_dict"]
+        base = saved["base_optimizer_state"]
+        moments = {key: each for key, each in base["state"][0].items() if key != "step"}
+        moments["exp_avg_sq"] = moments["exp_avg"] ** 2
+        if kept == "state":
+            changed = {"state": {0: {**moments, "step": 7}}, "param_groups": base["param_groups"]}
+        elif kept == "group":
+            changed = {"state": {0: moments}, "param_groups": [{**base["param_groups"][0], "step": 7}]}
+        else:
+            changed = [moments]
+        faults[f"zero_pp_rank_{rank}_mp_rank_00_optim"] = {"base_optimizer_state": changed} | (
+            {"base_optimizer_state_step": 7} if kept == "elastic" else {}
+        )
+    folder = crafted.write(tmp_path / "c", **faults)
+    model = {name: torch.zeros_like(each).requires_grad_() for name, each in weights.items()}
+    optimizer = torch.optim.AdamW(model.values())
+    holdfast.load(folder, {"model": model, "optimizer": optimizer}, skip=["optimizer.state.*.master"])
+    for parameter in model.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(optimizer.state[parameter]["step"] == 8 for parameter in model.values())
 
 
 # ------------------------------------------------------------------------------------------------ tensor parallel
