@@ -228,20 +228,6 @@ def test_files_read_in_place_that_changed_begin_anew(tmp_path: Path, source: Pat
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == bytes(data)
 
 
-def test_an_export_that_died_just_after_it_appeared_is_done(tmp_path: Path, source: Path) -> None:
-    stopped(source, tmp_path / "out")
-    work = tmp_path / ".out.holdfast-export"
-    note = (work / "plan.json").read_bytes()
-    exported(source, tmp_path / "out")
-    made = contents(tmp_path / "out")
-    work.mkdir()
-    (work / "plan.json").write_bytes(note)
-    report = exported(source, tmp_path / "out")
-    assert report.resumed_bytes == report.bytes
-    assert contents(tmp_path / "out") == made
-    assert os.listdir(tmp_path) == ["out"]
-
-
 def test_what_stands_at_the_destination_is_not_touched(tmp_path: Path, source: Path) -> None:
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ConflictError, match="something is there; it was not touched"):
