@@ -42,6 +42,10 @@ _CAST_BYTES = 8 * MIB
 """What is between stored and cast elements, in all reads in flight together."""
 
 
+_JOURNAL = "journal-"
+"""Begins the name of a journal; its number follows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
     """What the caller asked for."""
@@ -342,9 +346,6 @@ def _report(
         seconds=seconds,
         begun_anew=begun_anew,
     )
-
-
-_JOURNAL = "journal-"
 
 
 def _journalled(destination: Destination) -> tuple[list[DoneWindow], int]:
