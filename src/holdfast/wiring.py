@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -99,8 +100,12 @@ class _Foreign:
         return None if known is None else known.listing(self.files, self.name)
 
     def stamp(self, key: str) -> str:
-        """Return what is another text once a file was written again."""
+        """Return what a file looked like when it was first read."""
         return self.files.stamp(key)
+
+    def require_unchanged(self, keys: Collection[str]) -> None:
+        """Refuse files that were written again since they were first read."""
+        self.files.require_unchanged(keys)
 
 
 def place_at(path: object, settings: Settings) -> Place:

@@ -228,6 +228,16 @@ class Checkpoint:
         stamps = [(key, self._place.foreign.stamp(key)) for key in sorted(self._listing.files)]
         return hashlib.sha256(json.dumps([self.url, stamps]).encode()).hexdigest()
 
+    def require_unchanged(self) -> None:
+        """Refuse another system's files that were written again since this was opened; ours never are.
+
+        Raises:
+            ConflictError: One was; the message names it.
+            MissingError: One is no longer there.
+        """
+        if self._listing is not None and self._place.foreign is not None:
+            self._place.foreign.require_unchanged(self._listing.files)
+
     def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
         """Return what must be read to fill boxes of stored tensors, known to be there."""
         plan = load_plan(wanted, self.index.pieces_near, run_bytes_max)

@@ -173,6 +173,14 @@ class Export:
         finally:
             journal.close()
 
+    def require_unchanged(self) -> None:
+        """Refuse what was made of a source that was written again meanwhile.
+
+        Raises:
+            ConflictError: Names the file; the same command begins anew.
+        """
+        self._checkpoint.require_unchanged()
+
     def finish(self, done: Sequence[DoneWindow]) -> None:
         """Write the checksums, which are known now that everything else is durable."""
         left = windows_of(self.files, MIB, _ranges(done))
@@ -252,7 +260,8 @@ def carry_out_export(
         crew: Who carries out shares in processes of their own; None: this process does, alone.
         observer: Told of progress.
     Raises:
-        ConflictError: Something stands at the destination, or another process is exporting to it.
+        ConflictError: Something stands at the destination, another process is exporting to it, or a file of the source
+            was written again meanwhile; nothing appeared.
         UnavailableError: There is no room, or storage failed; what was done is kept.
     """
     began = clock.monotonic_seconds()
@@ -297,6 +306,7 @@ def carry_out_export(
         else:
             crew(shares, progress.told)
         export.finish(_journalled(destination)[0])
+        export.require_unchanged()
         destination.publish()
     seconds = clock.monotonic_seconds() - began
     return _report(export, destination, seconds, resumed_bytes, progress.read_bytes, begun_anew=begun_anew)
