@@ -125,4 +125,6 @@ def _require(name: str, value: int, lowest: int, highest: int) -> None:
 
 
 def _are_paths(found: object) -> bool:
-    return isinstance(found, tuple) and all(isinstance(path, str) and path and "\0" not in path for path in found)
+    return isinstance(found, tuple) and all(
+        isinstance(path, str) and path.removeprefix("file://") and "\0" not in path for path in found
+    )

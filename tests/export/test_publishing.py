@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save, save_file
 
 import holdfast
 from holdfast import wiring
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
-from holdfast.manager.export import ExportReport, ExportRequest, carry_out_export
+from holdfast.manager.export import ExportReport, ExportRequest, Share, carry_out_export
 from holdfast.ports.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.spec.export import ExportOptions
@@ -151,6 +153,60 @@ def test_a_clearing_cut_short_leaves_nothing_that_stays(tmp_path: Path, source: 
     assert made(source, tmp_path / "out").resumed_bytes
     assert contents(tmp_path / "out") == before
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_index_that_points_elsewhere_is_another_source(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for number in (1, 2):
+        tensors = {"w": torch.full((1000,), float(number)), f"own{number}": torch.zeros(3)}
+        save_file(tensors, folder / f"m-{number}.safetensors")
+
+    def point(number: int) -> None:
+        where = {"w": f"m-{number}.safetensors", "own1": "m-1.safetensors", "own2": "m-2.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+    point(1)
+    done_but_hidden(folder, tmp_path / "out")
+    point(2)
+    report = made(folder, tmp_path / "out")
+    assert report.begun_anew and not report.resumed_bytes
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"][0] == 2
+
+
+def test_a_file_written_again_under_its_old_times_is_another_source(tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    save_file({"w": torch.zeros(1000)}, path)
+    before = path.stat()
+    done_but_hidden(path, tmp_path / "out")
+    with path.open("r+b") as file:
+        file.write(save({"w": torch.ones(1000)}))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    report = made(path, tmp_path / "out")
+    assert report.begun_anew
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"][0] == 1
+
+
+def test_a_worker_refuses_a_source_that_was_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    save_file({"w": torch.zeros(1000)}, path)
+    export, destination = wiring.export_of(
+        path, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS
+    )
+    with destination.claimed():
+        destination.begin({file.name: file.bytes for file in export.files})
+        share = Share(
+            number=0,
+            count=1,
+            window_bytes=PAGE_BYTES,
+            memory_bytes=64 * MIB,
+            done=(),
+            journal="journal-0",
+            fingerprint=export.fingerprint,
+        )
+        path.write_bytes(save({"w": torch.ones(1000)}))
+        with pytest.raises(ConflictError, match="was written again while it was read"):
+            export.carry_out(share, lambda *_: None)
 
 
 def test_work_goes_before_what_vouches_for_it(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

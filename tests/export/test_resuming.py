@@ -228,6 +228,27 @@ def test_files_read_in_place_that_changed_begin_anew(tmp_path: Path, source: Pat
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == bytes(data)
 
 
+def test_a_source_that_is_written_again_meanwhile_makes_nothing_appear(tmp_path: Path, source: Path) -> None:
+    exported(source, tmp_path / "first")
+    path = tmp_path / "first" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+
+    class WritesAgain:
+        def progress(self, done_bytes: int, total_bytes: int) -> None:
+            if path.read_bytes() != data:
+                path.with_name("new").write_bytes(data)
+                path.with_name("new").replace(path)
+
+    for to in ("safetensors", "holdfast"):
+        data[-1] ^= 1
+        with pytest.raises(ConflictError, match=r"model\.safetensors: was written again"):
+            api.export(tmp_path / "first", tmp_path / to, to=to, observer=WritesAgain())
+        assert not (tmp_path / to / "manifest.json").exists() and not (tmp_path / to / "model.safetensors").exists()
+    report = exported(tmp_path / "first", tmp_path / "safetensors")
+    assert report.begun_anew
+    assert (tmp_path / "safetensors" / "model.safetensors").read_bytes() == bytes(data)
+
+
 def test_what_stands_at_the_destination_is_not_touched(tmp_path: Path, source: Path) -> None:
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ConflictError, match="something is there; it was not touched"):

@@ -174,6 +174,15 @@ class Export:
             writer.carry_out(self._window_plans(windows, settings), source)
         finally:
             journal.close()
+        self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Refuse what was made of a source that was written again meanwhile.
+
+        Raises:
+            ConflictError: Names the file; the same command begins anew.
+        """
+        self._checkpoint.require_unchanged()
 
     def finish(self, done: Sequence[DoneWindow]) -> None:
         """Write the checksums, which are known now that everything else is durable."""
@@ -254,7 +263,8 @@ def carry_out_export(
         crew: Who carries out shares in processes of their own; None: this process does, alone.
         observer: Told of progress.
     Raises:
-        ConflictError: Something stands at the destination, or another process is exporting to it.
+        ConflictError: Something stands at the destination, another process is exporting to it, or a file of the source
+            was written again meanwhile; nothing appeared.
         UnavailableError: There is no room, or storage failed; what was done is kept.
     """
     began = clock.monotonic_seconds()
@@ -292,6 +302,7 @@ def carry_out_export(
         else:
             crew(shares, progress.told)
         export.finish(_journalled(destination)[0])
+        export.require_unchanged()
         destination.publish()
     seconds = clock.monotonic_seconds() - began
     return _report(export, destination, seconds, resumed_bytes, progress.read_bytes, begun_anew=begun_anew)
