@@ -51,7 +51,12 @@ class Folder:
     @property
     def is_universal(self) -> bool:
         """Whether DeepSpeed's ds_to_universal wrote it."""
-        return self.prefix + OPTIMIZER_OF_ATOMS in self.sizes
+        return self.prefix + OPTIMIZER_OF_ATOMS in self.sizes or bool(self.atoms and not self.optimizers)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether model states are those of ZeRO-3, which holds parameters in optimizer states alone."""
+        return _MODEL_OF_THREE.fullmatch(self.models[0, 0].removeprefix(self.prefix)) is not None
 
     @property
     def mp_degree(self) -> int:
