@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
@@ -285,6 +286,45 @@ def test_ties_are_listed_in_time_that_is_linear_in_them(tmp_path: Path) -> None:
 
 
 def test_entries_of_client_state_are_kept_or_it_is_said(tmp_path: Path) -> None:
-    found = listing_of(Crafted([WEIGHTS]).write(tmp_path, mp_rank_00={"best": None, "model": {"note": "mine"}}))
+    found = listing_of(Crafted([WEIGHTS]).write(tmp_path, mp_rank_00={"best": None, "model": 1, "optimizer": 2}))
     assert found.tree.items["best"] is None
     assert any("model of client_state is left out" in remark for remark in found.remarks)
+    assert any("optimizer is left out" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_model_states_of_another_step_than_the_optimizers_are_told_of(stage: int, tmp_path: Path) -> None:
+    whole = Crafted([WEIGHTS], stage=stage)
+    name = "mp_rank_00" if stage == 1 else "zero_pp_rank_0_mp_rank_00"
+    later = whole.write(tmp_path / "later", **{name: {"global_steps": 1000}})
+    assert any("1000 steps" in remark and "counts 7" in remark for remark in listing_of(later).remarks)
+    skipped = whole.write(tmp_path / "skipped", **{name: {"global_steps": 9, "skipped_steps": 2}})
+    assert not listing_of(skipped).remarks
+
+
+def test_what_is_left_of_a_checkpoint_is_told(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(FIXTURES / "zero1_dp2" / "ckpt", tmp_path / "root"))
+    (root / "latest").write_text("global_step99")
+    with pytest.raises(MissingError, match=rf"latest names 'global_step99', .* found {TAG}"):
+        holdfast.open_checkpoint(root)
+    (root / "latest").unlink()
+    with pytest.raises(MissingError, match=rf"no latest .* found {TAG}"):
+        holdfast.open_checkpoint(root)
+    (root / TAG / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(MissingError, match=rf"{FIRST}_states\.pt and 1 more, and neither mp_rank_00_model_states"):
+        holdfast.open_checkpoint(root / TAG)
+    (root / "latest").write_text(TAG)
+    with pytest.raises(MissingError, match=rf"{TAG} holds {FIRST}_states\.pt"):
+        holdfast.open_checkpoint(root)
+    shutil.rmtree(root / TAG)
+    with pytest.raises(MissingError, match=r"latest names .* found no tag"):
+        holdfast.open_checkpoint(root)
+    (root / "latest").unlink()
+    with pytest.raises(MissingError, match=r"no manifest\.json"):
+        holdfast.open_checkpoint(root)
+
+
+def test_weights_beside_a_tag_that_was_removed_are_read(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step500")
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert list(holdfast.open_checkpoint(tmp_path).tensors) == ["model.w"]

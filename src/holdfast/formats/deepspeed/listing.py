@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, MissingError
+from holdfast.formats.deepspeed.counters import remark_other_steps
 from holdfast.formats.deepspeed.folder import Folder
 from holdfast.formats.deepspeed.layout import Layouts
 from holdfast.formats.deepspeed.module import Parameters, list_frozen, list_module, list_ties
@@ -92,7 +93,11 @@ def finished(files: Readable, folder: Folder, models: Models, parameters: Parame
             f"{tensors.where}/{first.file}: the optimizer's state is left out: without ZeRO it goes by numbers, and "
             "nothing tells which parameter each is of"
         )
+    elif first.has_optimizer:
+        tensors.remark(f"{tensors.where}/{first.file}: optimizer is left out: files of their own hold its states")
     groups = zero.param_groups if zero is not None else None
+    if found.state is not None:
+        remark_other_steps(files, parameters, found.state, groups)
     tree = Values(files, parameters).tree(found.extra_state, zero.rest if zero else {}, found.state, groups)
     _remark_unlisted(parameters)
     step = first.count("global_steps", -1)
