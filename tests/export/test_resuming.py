@@ -356,6 +356,30 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
     assert set(api.open_checkpoint(target).tensors) == {f"model.{name}" for name in tensors}
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os; os._exit(1)", r"worker \d ended with status 1; what was written is kept"),
+        ("print('hello'); input()", r"worker \d said 'hello'; expected what a worker says"),
+        ("print(17); input()", r"worker \d said '17'; expected what a worker says"),
+    ],
+)
+def test_a_worker_that_is_none_is_named(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    def started() -> subprocess.Popen[str]:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        if "input" not in code:
+            worker.wait()  # Before anything is told to it.
+        return worker
+
+    monkeypatch.setattr(wiring, "_started_worker", started)
+    with pytest.raises(UnavailableError, match=message):
+        api.export(source, tmp_path / "out", to="safetensors", workers=2, memory_bytes=128 * MIB)
+
+
 def _children(parent: int) -> set[int]:
     listed = Path(f"/proc/{parent}/task").glob("*/children")
     return {int(each) for path in listed for each in path.read_text().split()}
