@@ -11,13 +11,15 @@ from pathlib import Path
 
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import new_slab
-from holdfast.errors import UnavailableError
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Pin, Unpin
 
 logger = logging.getLogger(__name__)
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+_RETIRED: list[memoryview] = []
+"""Slabs that are never lent again, kept, and with them the blocks they are cut from, while the process lives."""
 
 _BLOCK_SLABS = 16
 """Slabs cut from one allocation: few allocations, and little that is never used."""
@@ -37,6 +39,8 @@ class Arena:
         self.slab_bytes = slab_bytes
         self.waited_seconds = 0.0
         """How long slabs have been waited for so far."""
+        self.retired = 0
+        """Slabs that are never lent again."""
         self._bytes_max, self._clock = bytes_max, clock
         # Reentrant: a signal handler may save while this thread is in here.
         self._changed = threading.Condition(threading.RLock())
@@ -64,18 +68,16 @@ class Arena:
         return max(count, 1) * self.slab_bytes <= self._budget()
 
     def take(self, given_up: Callable[[], bool], bytes_max: int | None = None) -> memoryview | None:
-        """Return a slab, waiting for one to come back if need be; None once its user has given up.
+        """Return a slab, waiting for one to come back if need be; None once its user has given up, or none can come.
 
         Args:
             given_up: Asked before a wait, and after it whenever something changed or `wake` was called.
             bytes_max: What the arena may grow to for this slab, within its budget, though to one slab at least.
         """
-        budget = self._budget()
-        if bytes_max is not None:
-            budget = min(budget, max(bytes_max, self.slab_bytes))
         with self._changed:
-            while not self._free and not self._grow(budget):
-                if given_up():
+            while not self._free and not self._grow(bytes_max):
+                # With none made, all that there were are retired, and none will come back.
+                if given_up() or not self._made:
                     return None
                 start = self._clock.monotonic_seconds()
                 self._changed.wait()
@@ -87,6 +89,20 @@ class Arena:
         """Put a slab back."""
         with self._changed:
             self._free.append(slab)
+            self._changed.notify_all()
+
+    def retire(self, slab: memoryview) -> None:
+        """Never lend a slab again, nor free or unpin its memory: a device may still copy into it.
+
+        The budget is that much less from now on.
+        """
+        with self._changed:
+            _RETIRED.append(slab)
+            self.retired += 1
+            self._made -= 1
+            self._bytes_max = self._budget() - self.slab_bytes
+            self._blocks[:] = [block for block in self._blocks if block.obj is not slab.obj]
+            self._pinned[:] = [each for each in self._pinned if each[0].obj is not slab.obj]
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -109,17 +125,20 @@ class Arena:
                 self._bytes_max = free_memory_bytes() // 2 // ranks_on_host()
             return self._bytes_max
 
-    def _grow(self, budget: int) -> bool:
+    def _grow(self, bytes_max: int | None) -> bool:
+        budget = self._budget()
+        if bytes_max is not None:
+            budget = min(budget, max(bytes_max, self.slab_bytes))
         count = min(_BLOCK_SLABS, budget // self.slab_bytes - self._made)
         if count <= 0:
             return False
         block = new_slab(count * self.slab_bytes)
         self._blocks.append(block)
-        self._pin_block(block)
         self._made += count
         # The first one taken is the first of the block.
         cuts = range((count - 1) * self.slab_bytes, -1, -self.slab_bytes)
         self._free += [block[at : at + self.slab_bytes] for at in cuts]
+        self._pin_block(block)
         return True
 
     def _pin_block(self, block: memoryview) -> None:
@@ -127,7 +146,7 @@ class Arena:
             return
         try:
             self._pinned.append((block, self._pin(block)))
-        except UnavailableError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the memory is as good as before
             self._cannot_pin = True
             logger.warning("memory for copies of what is saved is not pinned, so copies take longer: %s", error)
 

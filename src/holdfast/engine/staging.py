@@ -6,9 +6,11 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from holdfast.engine.arena import Arena
 from holdfast.engine.stream import fill
+from holdfast.errors import UnavailableError
 from holdfast.ports.framework import Source, Ticket
 from holdfast.spec.plan import PlannedPack
 
@@ -18,7 +20,8 @@ class Staging:
 
     One thread copies, as far ahead of the writer as the arena has slabs. Copies that a device makes are only queued
     by it, and their windows passed on at once; whoever takes a window waits until it is whole. Whoever gives up ends
-    both sides: nothing more is copied, and every slab goes back, though none into which a copy is under way.
+    both sides: nothing more is copied, and every slab goes back once no copy into it is under way; where a wait fails
+    nobody can tell, and the slab is retired.
     """
 
     def __init__(self, arena: Arena, bytes_max: int | None = None) -> None:
@@ -35,6 +38,9 @@ class Staging:
         self._under_way: list[_Window] = []
         self._failure: BaseException | None = None
         self._over = threading.Event()
+        self._retired_before = arena.retired
+        self.unsure: Exception | None = None
+        """What waiting failed with for copies that may still read the state, once `wait` is through."""
 
     def copy(self, packs: Sequence[PlannedPack], sources: Sequence[Source]) -> None:
         """Copy packs, each from the start of a window on; never raises, the writer hears of it.
@@ -73,11 +79,7 @@ class Staging:
             self._filled.put(None)
             self.raise_failure()
         assert window is not None, "an end without a failure is never queued"
-        try:
-            window.wait()
-        except BaseException:
-            self._arena.give(window.slab)
-            raise
+        self._require_whole(window)
         return window.slab
 
     def give(self, slab: memoryview) -> None:
@@ -100,7 +102,7 @@ class Staging:
         self._arena.wake()
 
     def end(self) -> None:
-        """Note that nothing more will be read from the state."""
+        """Note that nothing more will be read from the state, unless `unsure` says otherwise."""
         self._over.set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -113,10 +115,18 @@ class Staging:
             raise self._failure
 
     def _empty(self) -> memoryview:
-        slab = self._arena.take(lambda: self._failure is not None, self._bytes_max)
-        if slab is None:
+        slab = self._arena.take(self._waits_in_vain, self._bytes_max)
+        if slab is not None:
+            return slab
+        if self._failure is not None:
             raise _GivenUp
-        return slab
+        raise UnavailableError(
+            "memory for copies of what is saved was lost to a device for which waiting failed; expected as much of it "
+            "as when this save began. Save again"
+        )
+
+    def _waits_in_vain(self) -> bool:
+        return self._failure is not None or self._arena.retired > self._retired_before
 
     def _put(self, window: _Window) -> None:
         if window.tickets:
@@ -131,17 +141,28 @@ class Staging:
     def _give_back(self, window: _Window) -> None:
         """Give back a window that nobody will write, once nothing is copied into it any more."""
         try:
-            window.wait()
-        except Exception:  # noqa: BLE001 - the device has failed, and copies no more; why it was given up stands
-            pass
+            self._require_whole(window)
+        except Exception:  # noqa: BLE001 - why it was given up stands
+            return
         self._arena.give(window.slab)
 
+    def _require_whole(self, window: _Window) -> None:
+        """Wait until a window is whole; one of which nobody can tell is given up, and its slab retired."""
+        try:
+            window.wait()
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+            self._arena.retire(window.slab)
+            raise
+
     def _await_copies(self) -> None:
-        """Wait until every copy that was queued is complete."""
+        """Wait until every copy that was queued is complete, or waiting for it has failed."""
         for window in self._under_way:
             try:
                 window.wait()
             except Exception as error:  # noqa: BLE001 - the thread that writes raises it
+                self.unsure = error
                 self.give_up(error)
         self._under_way.clear()
 
@@ -158,9 +179,10 @@ class _Window:
         self.tickets: list[Ticket] = []
 
     def wait(self) -> None:
-        """Wait until it is whole; any thread, any number of times."""
-        for ticket in self.tickets:
-            ticket.wait()
+        """Wait until it is whole; any thread, any number of times. One copy's failure says nothing of another's."""
+        with ExitStack() as waits:
+            for ticket in self.tickets:
+                waits.callback(ticket.wait)
         self.tickets = []
 
 

@@ -214,6 +214,17 @@ class Transfer:
                 return
             self._is_certified = True
             self._copied_at = self._job.clock.monotonic_seconds()
+            unsure = self._windows.unsure
+            if unsure is not None:
+                logger.error(
+                    "%s: waiting for a device's copies failed, and they may go on (%s: %s). The save fails, and its "
+                    "memory is not used again",
+                    self._name,
+                    type(unsure).__name__,
+                    unsure,
+                )
+                self.give_up(unsure)
+                return
             changed = [fqn for fqn, source, stamp in self._stamped if source.stamp() != stamp]
             self._stamped.clear()
             if changed:

@@ -17,7 +17,7 @@ class Ticket(Protocol):
     """A copy on its way."""
 
     def wait(self) -> None:
-        """Return once the copy is complete; any thread may ask, any number of times."""
+        """Return once the copy is complete; any thread may ask, any number of times. Where it raises, it may go on."""
         ...
 
 

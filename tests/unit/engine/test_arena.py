@@ -170,6 +170,53 @@ def test_who_cannot_pin_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixtur
     assert "not pinned, so copies take longer: no more" in caplog.text
 
 
+def test_whatever_pinning_fails_with_the_memory_is_lent() -> None:
+    def pin(memory: memoryview) -> Callable[[], None]:
+        raise RuntimeError("device-side assert")
+
+    kept = arena(40)
+    kept.pin(pin)
+    taken(kept, 40)
+    assert kept.take(lambda: True) is None, "all of it is counted"
+
+
+def test_memory_that_is_retired_is_neither_lent_again_nor_unpinned() -> None:
+    kept, pins = arena(40), Pins()
+    kept.pin(pins)
+    slabs = taken(kept, 40)
+    kept.retire(slabs[0])
+    assert kept.retired == 1 and kept.holds(39) and not kept.holds(40)
+    for slab in slabs[1:]:
+        kept.give(slab)
+    lent = taken(kept, 39)
+    assert kept.take(lambda: True) is None
+    lost = ctypes.addressof(ctypes.c_char.from_buffer(slabs[0]))
+    assert lost not in [ctypes.addressof(ctypes.c_char.from_buffer(slab)) for slab in lent]
+    for slab in lent:
+        kept.give(slab)
+    del slabs, slab, lent
+    kept.close()
+    assert list(pins.pinned) == [lost], "the device may still copy into its block"
+    assert len(taken(kept, 39)) == 39
+    del kept
+    gc.collect()
+    assert list(pins.pinned) == [lost]
+    ctypes.memset(lost, 1, PAGE_BYTES)
+
+
+def test_who_waits_while_memory_is_retired_asks_again_whether_to_give_up() -> None:
+    kept = arena(1)
+    (slab,) = taken(kept, 1)
+    got: list[memoryview | None] = []
+    waiting = threading.Thread(target=lambda: got.append(kept.take(lambda: kept.retired == 1)))
+    waiting.start()
+    waiting.join(0.1)
+    kept.retire(slab)
+    waiting.join(20.0)
+    assert got == [None]
+    assert kept.take(lambda: False) is None, "with nothing left nobody waits"
+
+
 def test_a_forked_child_leaves_the_pins_to_its_parent() -> None:
     kept, pins = arena(4), Pins()
     kept.pin(pins)

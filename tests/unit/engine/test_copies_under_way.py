@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -110,11 +110,55 @@ class OnDevice:
         return Several(copies)
 
 
+class Halting(OnDevice):
+    """One that halts in the midst of it, and then fails."""
+
+    def __init__(self, source: Source, device: Device, at: int) -> None:
+        super().__init__(source, device)
+        self._at = at
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+
+    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
+        if start < self._at:
+            return super().copy_into(piece, start, stop, slab)
+        self.reached.set()
+        assert self.goes_on.wait(20.0)
+        raise ValueError("lost")
+
+
+class Refusing(OnDevice):
+    """One whose copies go on though waiting for them is refused, as while a graph is captured."""
+
+    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
+        super().copy_into(piece, start, stop, slab)
+        return Unsure()
+
+
+class Unsure:
+    def wait(self) -> None:
+        raise RuntimeError("not permitted")
+
+
 @pytest.fixture
 def device() -> Iterator[Device]:
     device = Device()
     yield device
     device.close()
+
+
+@pytest.fixture
+def other_device() -> Iterator[Device]:
+    device = Device()
+    yield device
+    device.close()
+
+
+def until(reached: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if reached():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came")
 
 
 def on(device: Device, shards: Sequence[object], breaks_at: int | None = None) -> list[Source]:
@@ -154,11 +198,8 @@ def test_the_host_queues_as_far_as_the_arena_reaches_and_is_through_only_when_th
     device.goes_on.clear()
     copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
     copying.start()
-    for _ in range(2000):
-        if device.queued == 20:
-            break
-        threading.Event().wait(0.01)
-    assert device.queued == 20 and device.made == 0, "nobody waits for one copy before the next is queued"
+    until(lambda: device.queued == 20)
+    assert device.made == 0, "nobody waits for one copy before the next is queued"
     staging.take()  # The header, which the host has written.
     assert not staging.wait(0.1), "what is queued is still to be read"
     taken: list[bytes] = []
@@ -181,10 +222,7 @@ def test_a_slab_goes_back_only_when_nothing_is_copied_into_it_any_more(device: D
     device.goes_on.clear()
     copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
     copying.start()
-    for _ in range(2000):
-        if device.queued == 20:
-            break
-        threading.Event().wait(0.01)
+    until(lambda: device.queued == 20)
     giving_up = threading.Thread(target=staging.give_up, args=(UnavailableError("full"),))
     giving_up.start()
     giving_up.join(0.1)
@@ -204,8 +242,155 @@ def test_a_device_that_fails_fails_the_save_and_lets_training_through(device: De
     device.fails = True
     staging.copy([pack], on(device, shards))
     assert staging.wait(0.0)
+    assert "the device is lost" in str(staging.unsure)
     with pytest.raises(RuntimeError, match="the device is lost"):
         PackWriter(memory(), SMALL).write_staged(pack, staging)
+    assert arena.retired == 20
+    require_all_back(arena)
+
+
+def test_who_takes_a_window_whose_copy_fails_retires_it(device: Device) -> None:
+    shards = shards_of([20 * PAGE_BYTES])
+    pack = planned(shards)
+    arena = arena_for(pack, SMALL)
+    staging = Staging(arena)
+    device.fails = True
+    device.goes_on.clear()
+    copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
+    copying.start()
+    until(lambda: device.queued == 20)
+    arena.give(staging.take())
+    failures: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            staging.take()
+        except RuntimeError as error:
+            failures.append(error)
+
+    writing = threading.Thread(target=take)
+    writing.start()
+    until(lambda: staging._filled.qsize() == 19)
+    device.goes_on.set()
+    writing.join(20.0)
+    copying.join(20.0)
+    assert len(failures) == 1
+    assert arena.retired == 20
+    require_all_back(arena)
+
+
+def test_a_device_that_fails_says_nothing_of_another(device: Device, other_device: Device) -> None:
+    """A slab into which the other still copies is not lent again, and nobody says that the state is no longer read."""
+    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    shards = shards_of([5000, 5000])
+    pack = planned(shards)
+    arena = Arena(chosen.window_bytes, 2 * chosen.window_bytes, SystemClock())
+    staging = Staging(arena)
+    device.fails = True
+    other_device.goes_on.clear()
+    sources = [*on(device, shards[:1]), *on(other_device, shards[1:])]
+    copying = threading.Thread(target=staging.copy, args=([pack], sources))
+    copying.start()
+    until(lambda: other_device.queued == 1)
+    giving_up = threading.Thread(target=staging.give_up, args=(UnavailableError("full"),))
+    giving_up.start()
+    giving_up.join(0.1)
+    assert not staging.wait(0.0) and len(arena._free) == 1
+    other_device.goes_on.set()
+    giving_up.join(20.0)
+    copying.join(20.0)
+    assert other_device.made == 1 and staging.wait(0.0)
+    assert arena.retired == 1 and len(arena._free) == 1
+
+
+def test_a_wait_that_is_refused_says_nothing_of_the_copy(device: Device) -> None:
+    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    shards = shards_of([5000, 5000])
+    pack = planned(shards)
+    arena = Arena(chosen.window_bytes, 2 * chosen.window_bytes, SystemClock())
+    staging = Staging(arena)
+    device.goes_on.clear()
+    staging.copy([pack], [Refusing(each.source, device) for each in shards])
+    assert staging.wait(0.0) and "not permitted" in str(staging.unsure)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        PackWriter(memory(), chosen).write_staged(pack, staging)
+    others = shards_of([7000])
+    other_pack = planned(others)
+    other_staging = Staging(arena)
+    other_staging.copy([other_pack], [each.source for each in others])
+    device.goes_on.set()
+    until(lambda: device.made == 2)
+    store = memory()
+    PackWriter(store, chosen).write_staged(other_pack, other_staging)
+    assert other_staging.unsure is None
+    assert store.get(KEY, 1 << 30) == _written_whole(others)
+
+
+def test_who_waits_for_memory_that_is_retired_is_told_and_not_left_waiting(device: Device) -> None:
+    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    shards = shards_of([5000, 5000])
+    pack = planned(shards)
+    arena = Arena(chosen.window_bytes, chosen.window_bytes, SystemClock())
+    first, second = Staging(arena), Staging(arena)
+    device.goes_on.clear()
+    device.fails = True
+    copying = threading.Thread(target=first.copy, args=([pack], on(device, shards)))
+    copying.start()
+    until(lambda: device.queued == 2)
+    waiting = threading.Thread(target=second.copy, args=([pack], [each.source for each in shards]))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    device.goes_on.set()
+    copying.join(20.0)
+    waiting.join(20.0)
+    with pytest.raises(UnavailableError, match="lost to a device"):
+        second.raise_failure()
+    assert not arena.holds(1), "what comes after is written without it"
+
+
+def test_a_window_that_is_begun_when_the_save_is_given_up_goes_back_only_when_it_is_whole(device: Device) -> None:
+    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES + 8])
+    pack = planned(shards)
+    arena = Arena(chosen.window_bytes, chosen.window_bytes, SystemClock())
+    staging = Staging(arena)
+    device.goes_on.clear()
+    halting = Halting(shards[1].source, device, 0)
+    copying = threading.Thread(target=staging.copy, args=([pack], [*on(device, shards[:1]), halting]))
+    copying.start()
+    assert halting.reached.wait(20.0)
+    assert device.queued == 1
+    staging.give_up(UnavailableError("full"))
+    halting.goes_on.set()
+    copying.join(0.1)
+    assert arena._free == []
+    device.goes_on.set()
+    copying.join(20.0)
+    assert device.made == 1
+    require_all_back(arena)
+
+
+def test_a_source_that_fails_is_let_go_after_the_window_that_is_being_taken(device: Device) -> None:
+    shards = shards_of([20 * PAGE_BYTES])
+    pack = planned(shards)
+    arena = arena_for(pack, SMALL)
+    staging = Staging(arena)
+    device.goes_on.clear()
+    halting = Halting(shards[0].source, device, PAGE_BYTES)
+    copying = threading.Thread(target=staging.copy, args=([pack], [halting]))
+    copying.start()
+    assert halting.reached.wait(20.0)
+    arena.give(staging.take())
+    writing = threading.Thread(target=lambda: arena.give(staging.take()))
+    writing.start()
+    until(staging._filled.empty)
+    halting.goes_on.set()
+    assert not staging.wait(0.1), "the device still reads"
+    device.goes_on.set()
+    assert staging.wait(20.0) and device.made == 1
+    writing.join(20.0)
+    copying.join(20.0)
     require_all_back(arena)
 
 

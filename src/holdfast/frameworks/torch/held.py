@@ -266,6 +266,12 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
             parts.append(HeldPart(_box(start, local, shape, fqn), local))
     replicas = _replicas(declared.replicas, fqn, ranks)
     held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
+    devices = list(dict.fromkeys(str(part.local.device) for part in held))
+    if len(devices) > 1:
+        raise InvalidError(
+            f"{fqn}: its parts on this rank lie on devices {devices}; expected one. Bring them to one device, or give "
+            "those of each device a name of their own"
+        )
     return Held(shape, None, replicas, held)
 
 

@@ -5,7 +5,7 @@ Nothing here has run on a GPU yet; every call is as torch's own source has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Protocol, SupportsInt
@@ -13,6 +13,7 @@ from typing import Protocol, SupportsInt
 import torch
 
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.frameworks.torch.tickets import Unsure
 from holdfast.ports.framework import Ticket, Unpin
 
 
@@ -43,20 +44,21 @@ class SideStream:
                 )
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    @contextmanager
-    def queueing(self) -> Iterator[None]:
-        """Have what the block does queued here; where it fails, nothing of it is under way any more."""
+    def queued(self, queue: Callable[[], None]) -> Ticket:
+        """Have what a call does queued here; return what waits for it, and for all that was queued before.
+
+        Where it fails, that is raised once nothing of it is under way any more, or, if nobody can tell, at the wait.
+        """
         with torch.no_grad(), on_stream(self._stream):
             try:
-                yield
-            except BaseException:
-                with suppress(RuntimeError):  # The device has failed, and copies no more.
+                queue()
+                return _Queued(self._device, self._stream)
+            except BaseException as error:
+                try:
                     self._stream.synchronize()
+                except RuntimeError:
+                    return Unsure(error)
                 raise
-
-    def ticket(self) -> Ticket:
-        """Return what waits for everything that was queued up to now."""
-        return _Queued(self._device, self._stream)
 
     def pin(self, memory: memoryview) -> Unpin:
         """Page-lock host memory for this device and all others.

@@ -100,9 +100,7 @@ class TorchSource:
         if self.side is None:
             _copy_run(part.local, offset + start, offset + stop, slab)
             return DONE
-        with self.side.queueing():
-            _queue_run(part.local, offset + start, offset + stop, slab)
-            return self.side.ticket()
+        return self.side.queued(lambda: _queue_run(part.local, offset + start, offset + stop, slab))
 
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
@@ -111,11 +109,15 @@ class TorchSource:
         side: SideStream | None = None
         tickets = Tickets()
         at = 0
-        with tickets.awaited_on_failure():
+        try:
             for source, piece in zip(sources, pieces, strict=True):
                 part = source._parts[0]
                 local = part.local
-                joins = (piece is part.region or piece == part.region) and _is_one_run(local)
+                joins = (
+                    (local.is_cpu or source.side is not None)
+                    and (piece is part.region or piece == part.region)
+                    and _is_one_run(local)
+                )
                 if runs and not (joins and local.dtype is runs[0].dtype and source.side is side):
                     at += _joined(runs, side, slab[at:], tickets)
                     runs = []
@@ -128,6 +130,8 @@ class TorchSource:
                     at += stop
             if runs:
                 _joined(runs, side, slab[at:], tickets)
+        except BaseException as error:  # noqa: BLE001 - raised by what is called
+            return tickets.ended_by(error)
         return tickets
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
@@ -215,11 +219,8 @@ def _is_one_run(local: torch.Tensor) -> bool:
 def _joined(runs: list[torch.Tensor], side: SideStream | None, slab: memoryview, tickets: Tickets) -> int:
     """Copy 1-d tensors of one dtype and device one after the other to the front of `slab`; return how many bytes."""
     if side is not None:
-        with side.queueing():
-            together = torch.cat([_bytes(run) for run in runs])
-            _queue(together, slab)
-            tickets.add(side.ticket())
-        return together.nbytes
+        tickets.add(side.queued(lambda: _queue(torch.cat([_bytes(run) for run in runs]), slab)))
+        return sum([run.nbytes for run in runs])
     joined = torch.frombuffer(slab, dtype=runs[0].dtype, count=sum([run.numel() for run in runs]))
     with torch.no_grad():
         torch.cat(runs, out=joined)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 from holdfast.ports.framework import Ticket
 
@@ -14,6 +13,17 @@ class _Done:
 
 
 DONE: Ticket = _Done()
+
+
+class Unsure:
+    """Copies that may be under way, and cannot be waited for."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        """Raise what queueing them failed with."""
+        raise self._error
 
 
 class Tickets:
@@ -28,15 +38,15 @@ class Tickets:
             self._tickets.append(ticket)
 
     def wait(self) -> None:
-        """Return once all of them are complete."""
-        for ticket in self._tickets:
-            ticket.wait()
+        """Return once all of them are complete. One copy's failure says nothing of another's: all are waited for."""
+        with ExitStack() as waits:
+            for ticket in self._tickets:
+                waits.callback(ticket.wait)
 
-    @contextmanager
-    def awaited_on_failure(self) -> Iterator[None]:
-        """Where the block fails, leave none under way."""
+    def ended_by(self, error: BaseException) -> Ticket:
+        """Raise an error once none is under way; where that cannot be told, return what raises it when waited for."""
         try:
-            yield
-        except BaseException:
             self.wait()
-            raise
+        except Exception:  # noqa: BLE001 - whoever waits for what is returned hears of the first error
+            return Unsure(error)
+        raise error

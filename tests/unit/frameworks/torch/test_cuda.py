@@ -274,6 +274,33 @@ def test_strided_conjugated_and_tiny_tensors(tmp_path: Path) -> None:
                 assert torch.equal(targets[name].cpu(), each.resolve_conj().cpu()), (device, name)
 
 
+def test_parts_in_host_memory_and_on_a_gpu_are_refused_for_saving_and_loading(tmp_path: Path) -> None:
+    parts = [torch.arange(4.0), torch.arange(4.0, 8.0, device="cuda")]
+    declared = holdfast.Sharded(parts, (8,), [(0,), (4,)])
+    with pytest.raises(InvalidError, match=r"t: its parts on this rank lie on devices \['cpu', 'cuda:0'\]"):
+        holdfast.save(tmp_path / "c", {"t": declared}, process_group=False)
+    holdfast.save(tmp_path / "c", {"t": torch.arange(8.0)}, process_group=False)
+    with pytest.raises(InvalidError, match=r"t: its parts on this rank lie on devices"):
+        holdfast.load(tmp_path / "c", {"t": declared}, process_group=False)
+
+
+def test_what_fails_in_the_midst_of_queueing_is_raised_once_nothing_is_under_way(device: torch.device) -> None:
+    source, into = torch.ones(1 << 20, dtype=torch.uint8, device=device), new_slab(1 << 20)
+    side = SideStream(device)
+    unpin = side.pin(into)
+
+    def queue() -> None:
+        torch.cuda._sleep(CYCLES)
+        torch.frombuffer(into, dtype=torch.uint8).copy_(source, non_blocking=True)
+        raise ValueError("no memory")
+
+    side.follow()
+    with pytest.raises(ValueError, match="no memory"):
+        side.queued(queue)
+    assert bytes(into) == b"\x01" * (1 << 20)
+    unpin()
+
+
 def test_what_is_loaded_comes_after_what_the_stream_of_the_call_was_given_before_it(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "c", {"weights": torch.arange(1 << 20, dtype=torch.float32)}, process_group=False)
     with torch.cuda.stream(torch.cuda.Stream()):

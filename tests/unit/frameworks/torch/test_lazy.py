@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch import nn
 import holdfast
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.torch.fence import FencedObjects
+from holdfast.frameworks.torch.tensors import TorchSource
+from holdfast.frameworks.torch.tickets import Unsure
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
@@ -462,6 +465,40 @@ def test_a_write_that_fails_lets_training_through(tmp_path: Path) -> None:
     assert isinstance(handle.wait(timeout=60.0), SaveReport)
     require_equal(loaded(tmp_path, 9), expected)
     run.close()
+
+
+@pytest.mark.parametrize("staging", ["copy", "lazy"])
+def test_where_waiting_for_copies_fails_nobody_says_that_all_is_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, staging: Literal["copy", "lazy"]
+) -> None:
+    """Such waits are a device's only: its tickets stand in for it here, with host memory's copies behind them."""
+    copy_into, copy_together = TorchSource.copy_into, TorchSource.copy_together
+
+    def refused(*arguments: object) -> Unsure:
+        copy_into(*arguments)  # type: ignore[arg-type]
+        return Unsure(RuntimeError("not permitted when stream is capturing"))
+
+    def refused_together(*arguments: object) -> Unsure:
+        copy_together(*arguments)  # type: ignore[arg-type]
+        return Unsure(RuntimeError("not permitted when stream is capturing"))
+
+    training = Training()
+    settings = replace(LAZY, staging=staging, arena_bytes_max=None)
+    with holdfast.CheckpointManager(tmp_path, process_group=False, settings=settings) as manager:
+        monkeypatch.setattr(TorchSource, "copy_into", refused)
+        monkeypatch.setattr(TorchSource, "copy_together", staticmethod(refused_together))
+        handle = manager.save(1, training.state)
+        training.step()
+        with pytest.raises(UnavailableError, match="not permitted"):
+            handle.wait("staged", timeout=20.0)
+        with pytest.raises(UnavailableError, match="not permitted"):
+            handle.wait(timeout=20.0)
+        assert "waiting for a device's copies failed, and they may go on (RuntimeError: not permitted" in caplog.text
+        monkeypatch.undo()
+        expected = training.values()
+        manager.save(2, training.state).wait(timeout=20.0)
+        assert manager.steps() == [2]
+    require_equal(loaded(tmp_path, 2), expected)
 
 
 def test_a_model_that_is_being_saved_can_be_copied_pickled_and_trained_in_a_fork(tmp_path: Path, gate: Gate) -> None:

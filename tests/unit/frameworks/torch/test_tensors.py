@@ -11,8 +11,12 @@ from torch import Tensor
 
 import holdfast
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.tensors import _copy_run, _gathered, _queue_run
+from holdfast.frameworks.torch.held import HeldPart, Ranks, held_of
+from holdfast.frameworks.torch.tensors import TorchSource, _copy_run, _gathered, _queue_run
+from holdfast.frameworks.torch.tickets import Tickets
+from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.sharded import Sharded
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -272,3 +276,53 @@ def test_samples_are_gathered_as_they_are_copied() -> None:
     runs = [(0, 8), (8, 12), (400, 800), (3996, 4000)]
     assert _gathered(whole, runs) == b"".join(bits(whole)[start:stop] for start, stop in runs)
     assert _gathered(whole[3:4, 2], [(0, 4)]) == bits(whole[3:4, 2])
+
+
+def test_parts_on_several_devices_are_refused_by_name() -> None:
+    here, elsewhere = torch.zeros(4), torch.zeros(4, device="meta")
+    ranks = Ranks(0, 1, lambda rank: rank)
+    for starts in ({"start": [(0,), (4,)]}, {"flat_start": [0, 4]}):
+        declared = Sharded([here, elsewhere], (8,), **starts)  # type: ignore[arg-type]
+        with pytest.raises(
+            InvalidError, match=r"inner\.t: its parts .* devices \['cpu', 'meta'\]; expected one\. Bring"
+        ):
+            held_of(here, declared, "inner.t", ranks)
+    nothing = Sharded([here, elsewhere[:0]], (8,), [(0,), (4,)])
+    assert len(held_of(here, nothing, "t", ranks).parts) == 1, "where nothing lies does not matter"
+
+
+def test_tiny_tensors_of_other_accelerators_are_copied_one_by_one() -> None:
+    """The device of meta tensors stands for them: torch cannot join what lies there in host memory either."""
+    tensors = [torch.empty(4, device="meta") for _ in range(3)]
+    sources = [TorchSource([HeldPart(Box.whole((4,)), each)], [each]) for each in tensors]
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        TorchSource.copy_together(sources, [Box.whole((4,))] * 3, memoryview(bytearray(48)))
+
+
+class Copy:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.waits = error, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2, None])
+def test_every_copy_is_waited_for_whatever_the_others_say(fails: int | None) -> None:
+    copies = [Copy(RuntimeError("refused") if number == fails else None) for number in range(3)]
+    tickets, error = Tickets(), ValueError("no memory")
+    for each in copies:
+        tickets.add(each)
+    if fails is None:
+        tickets.wait()
+        with pytest.raises(ValueError, match="no memory"):
+            tickets.ended_by(error)
+    else:
+        with pytest.raises(RuntimeError, match="refused"):
+            tickets.wait()
+        unsure = tickets.ended_by(error)
+        with pytest.raises(ValueError, match="no memory"):
+            unsure.wait()
+    assert [each.waits for each in copies] == [2, 2, 2]
