@@ -34,8 +34,9 @@ _INERT_PREFIXES = (
 
 _INERT_NAMES = names(
     "builtins.Ellipsis builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.object "
-    "builtins.range builtins.slice builtins.str builtins.tuple copyreg._reconstructor dataclasses.MISSING decimal.Decimal "
-    "functools.partial numpy.ndarray torch.Tensor torch._tensor.Tensor torch._utils._rebuild_wrapper_subclass "
+    "builtins.range builtins.slice builtins.str builtins.tuple copyreg._reconstructor dataclasses.MISSING "
+    "decimal.Decimal functools.partial numpy.ndarray torch.Tensor torch._tensor.Tensor "
+    "torch._utils._rebuild_wrapper_subclass "
     "torch.layout torch.memory_format torch.per_tensor_affine torch.strided types.SimpleNamespace typing.Any"
 )
 
