@@ -123,7 +123,9 @@ class OptimizerRestoration:
             key = self._members.get(name)
             values = self._hyperparameters.get(str(key)) if key is not None else None
             if not isinstance(values, dict):
-                self._taker.missing.append(path)
+                # One that takes no gradient is never stepped; DeepSpeed keeps it out of its optimizer.
+                if key is not None or parameter.requires_grad or self._view.optimizer.state.get(parameter):
+                    self._taker.missing.append(path)
                 continue
             if "params" in values:
                 raise CorruptError(f"{path}: hyperparameters hold params, which no save writes. Read another copy")
