@@ -81,10 +81,18 @@ def formats() -> tuple[Format, ...]:
     from holdfast.formats.dcp.format import DcpFormat
     from holdfast.formats.deepspeed.format import DeepSpeedFormat
     from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
+    from holdfast.formats.remains import RemainsFormat
     from holdfast.formats.safetensors import SafetensorsFormat
     from holdfast.formats.torchsave import TorchSaveFormat
 
-    return DcpFormat(), DeepSpeedFormat(), SafetensorsFormat(), HuggingFaceBinFormat(), TorchSaveFormat()
+    return (
+        DcpFormat(),
+        DeepSpeedFormat(),
+        SafetensorsFormat(),
+        HuggingFaceBinFormat(),
+        TorchSaveFormat(),
+        RemainsFormat(),
+    )
 
 
 class _Foreign:

@@ -45,6 +45,9 @@ class Parameters:
 
     def __post_init__(self) -> None:
         self.trained = {name for shapes in self.states[0].groups for name in shapes}
+        for number in range(len(self.states[0].groups)):
+            flat = self.flat_shapes(number)
+            self._shapes |= {name: [shapes[name] for shapes in flat] for name in flat[0]}
 
     def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Layout | None:
         """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
