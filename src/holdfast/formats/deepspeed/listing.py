@@ -9,7 +9,7 @@ from holdfast.errors import CorruptError, MissingError
 from holdfast.formats.deepspeed.counters import remark_other_steps
 from holdfast.formats.deepspeed.folder import Folder
 from holdfast.formats.deepspeed.layout import Layouts
-from holdfast.formats.deepspeed.module import Parameters, list_frozen, list_module, list_ties
+from holdfast.formats.deepspeed.module import Parameters, list_copies, list_frozen, list_module, list_ties
 from holdfast.formats.deepspeed.optimizer import MASTER, OptimizerState, list_buffers
 from holdfast.formats.deepspeed.ranks import Models, read_models, read_optimizers
 from holdfast.formats.deepspeed.saved import ZeroState
@@ -38,6 +38,7 @@ def list_zero(files: Readable, folder: Folder) -> Listing:
     zero = optimizers[0][0] if optimizers else None
     parameters = parameters_of(files, folder, models, zero)
     extra_state = list_module(parameters, weights=zero is None or zero.stage != 3)
+    list_copies(parameters, models)
     state = list_buffers(parameters, optimizers) if optimizers else None
     return finished(files, folder, models, parameters, Found(zero, state, extra_state))
 

@@ -125,6 +125,30 @@ def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
     return others
 
 
+def list_copies(parameters: Parameters, models: Mapping[Place, ModelState]) -> None:
+    """List what data-parallel ranks beyond the first hold of buffers, as all do with ZeRO-3, as further copies.
+
+    Args:
+        parameters: Where the buffers are listed.
+        models: By tensor-parallel and data-parallel rank, files of model states.
+    """
+    tensors = parameters.tensors
+    for name in parameters.states[0].buffers:
+        spec = tensors.specs.get(f"model.{name}")
+        for (tp, dp), state in models.items():
+            own, copy = models[tp, 0].module.get(name), state.module.get(name)
+            if not dp or spec is None or not isinstance(own, StoredTensor):
+                continue
+            if not isinstance(copy, StoredTensor) or (copy.dtype, copy.shape) != (own.dtype, own.shape):
+                held = f"{copy.dtype} {list(copy.shape)}" if isinstance(copy, StoredTensor) else "no tensor"
+                tensors.remark(
+                    f"{tensors.where}/{state.file}: holds {held} as the buffer {name}, data-parallel rank 0 "
+                    f"{own.dtype} {list(own.shape)}, which is the one that is read"
+                )
+            elif own.shape == spec.global_shape:
+                tensors.add_copy(spec.fqn, copy)
+
+
 def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], ranks: int) -> None:
     """List parameters that ZeRO-3 cut and no optimizer has.
 
