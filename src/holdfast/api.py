@@ -215,7 +215,7 @@ def import_checkpoint(
         settings: Bytes of a chunk, and reads in flight.
         observer: Told of progress.
     Raises:
-        ConflictError: The step exists; it was not touched.
+        ConflictError: The step exists and was not touched, or a file of the source was written again meanwhile.
         InvalidError: It tells no step, or cannot be imported so.
         MissingError: There is no checkpoint.
         CorruptError: The checkpoint is damaged; nothing was committed.

@@ -83,8 +83,9 @@ class Settings:
     """Bytes of one sampled block."""
 
     reference_roots: tuple[str, ...] = ()
-    """Folders under which files may be read that a checkpoint references, as an import without `copy` leaves them. None
-    by default: a checkpoint from a stranger must not make a job read whatever it likes."""
+    """Folders, as paths or `file://` URLs, under which files may be read that a checkpoint references, as an import
+    without `copy` leaves them. None by default: a checkpoint from a stranger must not make a job read whatever it
+    likes."""
 
     file_mode: int = 0o600
     """Permission bits of new files; folders get the search bits that go with them."""
@@ -125,4 +126,6 @@ def _require(name: str, value: int, lowest: int, highest: int) -> None:
 
 
 def _are_paths(found: object) -> bool:
-    return isinstance(found, tuple) and all(isinstance(path, str) and path and "\0" not in path for path in found)
+    return isinstance(found, tuple) and all(
+        isinstance(path, str) and path.removeprefix("file://") and "\0" not in path for path in found
+    )

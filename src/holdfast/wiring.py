@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -80,10 +81,18 @@ def formats() -> tuple[Format, ...]:
     from holdfast.formats.dcp.format import DcpFormat
     from holdfast.formats.deepspeed.format import DeepSpeedFormat
     from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
+    from holdfast.formats.remains import RemainsFormat
     from holdfast.formats.safetensors import SafetensorsFormat
     from holdfast.formats.torchsave import TorchSaveFormat
 
-    return DcpFormat(), DeepSpeedFormat(), SafetensorsFormat(), HuggingFaceBinFormat(), TorchSaveFormat()
+    return (
+        DcpFormat(),
+        DeepSpeedFormat(),
+        SafetensorsFormat(),
+        HuggingFaceBinFormat(),
+        TorchSaveFormat(),
+        RemainsFormat(),
+    )
 
 
 class _Foreign:
@@ -98,9 +107,13 @@ class _Foreign:
         known = next((each for each in formats() if each.recognises(self.files, self.name)), None)
         return None if known is None else known.listing(self.files, self.name)
 
-    def stamp(self, key: str) -> str:
-        """Return what is another text once a file was written again."""
-        return self.files.stamp(key)
+    def stamps(self, keys: Collection[str]) -> Mapping[str, str]:
+        """Return what files looked like when each was first read."""
+        return self.files.stamps(keys)
+
+    def require_unchanged(self, keys: Collection[str]) -> None:
+        """Refuse files that were written again since they were first read."""
+        self.files.require_unchanged(keys)
 
 
 def place_at(path: object, settings: Settings) -> Place:

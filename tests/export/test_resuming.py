@@ -228,18 +228,25 @@ def test_files_read_in_place_that_changed_begin_anew(tmp_path: Path, source: Pat
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == bytes(data)
 
 
-def test_an_export_that_died_just_after_it_appeared_is_done(tmp_path: Path, source: Path) -> None:
-    stopped(source, tmp_path / "out")
-    work = tmp_path / ".out.holdfast-export"
-    note = (work / "plan.json").read_bytes()
-    exported(source, tmp_path / "out")
-    made = contents(tmp_path / "out")
-    work.mkdir()
-    (work / "plan.json").write_bytes(note)
-    report = exported(source, tmp_path / "out")
-    assert report.resumed_bytes == report.bytes
-    assert contents(tmp_path / "out") == made
-    assert os.listdir(tmp_path) == ["out"]
+def test_a_source_that_is_written_again_meanwhile_makes_nothing_appear(tmp_path: Path, source: Path) -> None:
+    exported(source, tmp_path / "first")
+    path = tmp_path / "first" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+
+    class WritesAgain:
+        def progress(self, done_bytes: int, total_bytes: int) -> None:
+            if path.read_bytes() != data:
+                path.with_name("new").write_bytes(data)
+                path.with_name("new").replace(path)
+
+    for to in ("safetensors", "holdfast"):
+        data[-1] ^= 1
+        with pytest.raises(ConflictError, match=r"model\.safetensors: was written again"):
+            api.export(tmp_path / "first", tmp_path / to, to=to, observer=WritesAgain())
+        assert not (tmp_path / to / "manifest.json").exists() and not (tmp_path / to / "model.safetensors").exists()
+    report = exported(tmp_path / "first", tmp_path / "safetensors")
+    assert report.begun_anew
+    assert (tmp_path / "safetensors" / "model.safetensors").read_bytes() == bytes(data)
 
 
 def test_what_stands_at_the_destination_is_not_touched(tmp_path: Path, source: Path) -> None:
@@ -347,6 +354,30 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
     assert not _children(os.getpid()) - known
     api.export(tmp_path / "saved", target, to="safetensors")
     assert set(api.open_checkpoint(target).tensors) == {f"model.{name}" for name in tensors}
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os; os._exit(1)", r"worker \d ended with status 1; what was written is kept"),
+        ("print('hello'); input()", r"worker \d said 'hello'; expected what a worker says"),
+        ("print(17); input()", r"worker \d said '17'; expected what a worker says"),
+    ],
+)
+def test_a_worker_that_is_none_is_named(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    def started() -> subprocess.Popen[str]:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        if "input" not in code:
+            worker.wait()  # Before anything is told to it.
+        return worker
+
+    monkeypatch.setattr(wiring, "_started_worker", started)
+    with pytest.raises(UnavailableError, match=message):
+        api.export(source, tmp_path / "out", to="safetensors", workers=2, memory_bytes=128 * MIB)
 
 
 def _children(parent: int) -> set[int]:

@@ -121,6 +121,11 @@ def test_an_object_where_a_tensor_should_be(folder: Path) -> None:
     refused(folder, CorruptError, r"model\.w: at byte \d+ lies list; expected a tensor")
 
 
+def test_files_without_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    refused(folder, MissingError, r"\.distcp\) and no \.metadata")
+
+
 def test_a_file_that_is_not_there(folder: Path) -> None:
     (folder / DATA).unlink()
     refused(folder, MissingError, DATA)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
@@ -125,9 +126,9 @@ def test_optimizer_states_that_do_not_fit_are_refused(tmp_path: Path, name: str)
 
 
 MODEL_FAULTS: dict[str, tuple[dict[str, Any], type[CheckpointError], str]] = {
-    "a longer parameter": ({"param_shapes": [{"w": (3, 6), "v": (4,)}]}, CorruptError, "equal shares"),
+    "a longer parameter": ({"param_shapes": [{"w": (3, 6), "v": (4,)}]}, CorruptError, "param_shapes to agree"),
     "a huge parameter": ({"param_shapes": [{"w": (1 << 40, 1 << 40), "v": (4,)}]}, CorruptError, "param_shapes"),
-    "a huge length": ({"param_shapes": [{"w": (HUGE,), "v": (4,)}]}, CorruptError, "equal shares"),
+    "a huge length": ({"param_shapes": [{"w": (HUGE,), "v": (4,)}]}, CorruptError, "param_shapes to agree"),
     "another shape": ({"param_shapes": [{"w": (15,), "v": (4,)}]}, CorruptError, "w"),
     "a negative length": ({"param_shapes": [{"w": (-3, -5), "v": (4,)}]}, CorruptError, "param_shapes"),
     "no shape": ({"param_shapes": [{"w": "x", "v": (4,)}]}, CorruptError, "param_shapes"),
@@ -215,7 +216,7 @@ def test_files_cut_short_anywhere_are_damage(tmp_path: Path, kind: str) -> None:
             listing_of(folder)
 
 
-@pytest.mark.parametrize("fault", ["shape", "no tensor", "unknown", "no optimizer", "no master"])
+@pytest.mark.parametrize("fault", ["shape", "no tensor", "unknown", "no optimizer"])
 def test_universal_folders_that_do_not_fit_are_refused(tmp_path: Path, fault: str) -> None:
     folder = Path(shutil.copytree(FIXTURES / "zero3_dp4" / "universal" / TAG, tmp_path / "u"))
     if fault == "shape":
@@ -224,9 +225,106 @@ def test_universal_folders_that_do_not_fit_are_refused(tmp_path: Path, fault: st
         save({"param": 3}, folder / "zero" / "emb.weight" / "exp_avg.pt")
     elif fault == "unknown":
         shutil.copytree(folder / "zero" / "emb.weight", folder / "zero" / "expert.weight")
-    elif fault == "no master":
-        (folder / "zero" / "emb.weight" / "fp32.pt").unlink()
     else:
         save({"param_groups": 3}, folder / "zero" / "optimizer_state.pt")
     with pytest.raises(CorruptError):
         listing_of(folder)
+
+
+def without_optimizer(case: str, tmp_path: Path) -> Path:
+    """Return a copy of a fixture's tag folder that has no files of optimizer states."""
+    folder = copied(case, tmp_path)
+    for path in folder.glob("*_optim_states.pt"):
+        path.unlink()
+    return folder
+
+
+def test_zero_3_without_its_optimizer_files_is_no_model_of_empty_tensors(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt: is not there"):
+        listing_of(without_optimizer("zero3_dp4", tmp_path))
+
+
+def test_weights_of_zero_without_its_optimizer_files_are_read_and_it_is_said(tmp_path: Path) -> None:
+    found = listing_of(without_optimizer("zero1_dp2", tmp_path))
+    assert found.tensors["model.emb.weight"].global_shape == (37, 10)
+    assert not any(name.startswith("optimizer.") for name in found.tensors)
+    assert any("no files of optimizer states" in remark for remark in found.remarks)
+
+
+def test_a_module_tensor_of_another_shape_than_param_shapes_is_refused(tmp_path: Path) -> None:
+    whole = Crafted([WEIGHTS])
+    module = {**whole.model_state(0)["module"], "w": torch.zeros(0)}
+    folder = whole.write(tmp_path, mp_rank_00={"module": module})
+    (folder / f"{FIRST}_states.pt").unlink()
+    with pytest.raises(CorruptError, match=r"w has shape \[0\]"):
+        listing_of(folder)
+
+
+@pytest.mark.parametrize("lost", ["emb.weight/exp_avg.pt", "emb.weight/fp32.pt", "emb.weight", "optimizer_state.pt"])
+@pytest.mark.parametrize("case", ["zero1_dp2", "zero3_dp4"])
+def test_a_state_that_a_universal_folder_lost_is_named(case: str, lost: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / case / "universal" / TAG, tmp_path / "u"))
+    path = folder / "zero" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(MissingError, match=f"zero/{lost}.*: is not there"):
+        listing_of(folder)
+
+
+def test_ties_are_listed_in_time_that_is_linear_in_them(tmp_path: Path) -> None:
+    count = 8000
+    kept = {f"layers.{number}": torch.full((2,), float(number)) for number in range(count)}
+    whole = Crafted([kept])
+    module = whole.model_state(0)["module"]
+    module |= {f"tied.{number}": module[f"layers.{number}"] for number in range(count)}
+    shared = {f"tied.{number}": f"layers.{number}" for number in range(count)}
+    folder = whole.write(tmp_path, mp_rank_00={"module": module, "shared_params": shared})
+    start = time.monotonic()
+    found = listing_of(folder)
+    assert time.monotonic() - start < 10
+    assert found.aliases["optimizer.state.tied.7.exp_avg"] == "optimizer.state.layers.7.exp_avg"
+    assert len(found.aliases) == count * 4
+
+
+def test_entries_of_client_state_are_kept_or_it_is_said(tmp_path: Path) -> None:
+    found = listing_of(Crafted([WEIGHTS]).write(tmp_path, mp_rank_00={"best": None, "model": 1, "optimizer": 2}))
+    assert found.tree.items["best"] is None
+    assert any("model of client_state is left out" in remark for remark in found.remarks)
+    assert any("optimizer is left out" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_model_states_of_another_step_than_the_optimizers_are_told_of(stage: int, tmp_path: Path) -> None:
+    whole = Crafted([WEIGHTS], stage=stage)
+    name = "mp_rank_00" if stage == 1 else "zero_pp_rank_0_mp_rank_00"
+    later = whole.write(tmp_path / "later", **{name: {"global_steps": 1000}})
+    assert any("1000 steps" in remark and "counts 7" in remark for remark in listing_of(later).remarks)
+    skipped = whole.write(tmp_path / "skipped", **{name: {"global_steps": 9, "skipped_steps": 2}})
+    assert not listing_of(skipped).remarks
+
+
+def test_what_is_left_of_a_checkpoint_is_told(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(FIXTURES / "zero1_dp2" / "ckpt", tmp_path / "root"))
+    (root / "latest").write_text("global_step99")
+    with pytest.raises(MissingError, match=rf"latest names 'global_step99', .* found {TAG}"):
+        holdfast.open_checkpoint(root)
+    (root / "latest").unlink()
+    with pytest.raises(MissingError, match=rf"no latest .* found {TAG}"):
+        holdfast.open_checkpoint(root)
+    (root / TAG / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(MissingError, match=rf"{FIRST}_states\.pt and 1 more, and neither mp_rank_00_model_states"):
+        holdfast.open_checkpoint(root / TAG)
+    (root / "latest").write_text(TAG)
+    with pytest.raises(MissingError, match=rf"{TAG} holds {FIRST}_states\.pt"):
+        holdfast.open_checkpoint(root)
+    shutil.rmtree(root / TAG)
+    with pytest.raises(MissingError, match=r"latest names .* found no tag"):
+        holdfast.open_checkpoint(root)
+    (root / "latest").unlink()
+    with pytest.raises(MissingError, match=r"no manifest\.json"):
+        holdfast.open_checkpoint(root)
+
+
+def test_weights_beside_a_tag_that_was_removed_are_read(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step500")
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert list(holdfast.open_checkpoint(tmp_path).tensors) == ["model.w"]

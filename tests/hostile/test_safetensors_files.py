@@ -105,6 +105,17 @@ def test_a_large_header_of_nothing_is_refused_soon_and_small(tmp_path: Path) -> 
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize("item", [b"[],", b"{},"])
+def test_a_header_of_brackets_is_not_made_into_lists(tmp_path: Path, item: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(crafted(b'{"w":[' + item * 3_000_000 + b"1]}"))
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match=r"model\.safetensors: 3000002 brackets"):
+        holdfast.open_checkpoint(path)
+    assert tracemalloc.get_traced_memory()[1] < 32 * MIB
+    tracemalloc.stop()
+
+
 def test_a_header_beyond_what_the_format_allows_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:

@@ -248,6 +248,8 @@ LYING_TENSORS = {
                                                tail=b"\x89Nctorch\nfloat4_e2m1fn_x2\n")),
     "a dtype that is text": named(tensor(kind="UntypedStorage", numel=16, function="_rebuild_tensor_v3",
                                          tail=b"\x89N" + text("float32"))),
+    "one storage of two types": b"\x80\x04}" + text("v") + tensor(kind="IntStorage") + b"s" + text("w") + tensor()
+    + b"s.",
     "no dtype at all": named(tensor(kind="UntypedStorage", numel=16)),
 }  # fmt: skip
 
@@ -273,6 +275,16 @@ def _with(entry: Entry) -> list[Entry]:
 _WIDE = 0xFFFFFFFF
 _STORAGE = "archive/data/0"
 _WHOLE = archive(state(_GOOD, MEMORY))
+
+
+def _with_zip64(whole: bytes, **lies: int) -> bytes:
+    """Return an archive with the records of zip64 before its end, which torch goes by where they stand."""
+    count, size, at = struct.unpack("<8xHHLL2x", whole[-22:])[1:]
+    told = {"count": count, "size": size, "at": at} | lies
+    end = len(whole) - 22
+    wide = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, *told.values())
+    return whole[:end] + wide + struct.pack("<4sLQL", b"PK\6\7", 0, end, 1) + whole[end:]
+
 
 LYING_ARCHIVES = {
     "empty": b"",
@@ -309,6 +321,9 @@ LYING_ARCHIVES = {
     "a directory of gigabytes": archive(state(_GOOD, MEMORY), size=1 << 31),
     "a zip64 end that is not there": archive(state(_GOOD, MEMORY), count=65535),
     "a directory too early": archive(state(_GOOD, MEMORY), at=0),
+    "two directories": _with_zip64(_WHOLE, at=0),
+    "two directories of other lengths": _with_zip64(_WHOLE, size=46),
+    "two counts of entries": _with_zip64(_WHOLE, count=3),
 }
 
 
@@ -321,6 +336,10 @@ def test_an_archive_that_lies_is_refused(data: bytes, tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 * 1024 * 1024
     finally:
         tracemalloc.stop()
+
+
+def test_records_of_zip64_that_agree_are_read(tmp_path: Path) -> None:
+    assert list(listed(_with_zip64(_WHOLE), tmp_path).tensors) == ["model.w"]
 
 
 def test_a_real_bomb_is_not_inflated(tmp_path: Path) -> None:

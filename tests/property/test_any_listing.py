@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,9 @@ class Listed:
 
     def listing(self) -> Listing:
         return self.known
+
+    def require_unchanged(self, keys: Collection[str]) -> None:
+        self.files.require_unchanged(keys)
 
 
 @dataclass(frozen=True)

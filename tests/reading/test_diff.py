@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast import api
 from holdfast.errors import CorruptError, MissingError
+from holdfast.manager import differences, windows
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 
 SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)
@@ -160,6 +161,60 @@ def test_tied_names_are_compared_once_and_told_where_they_differ(tmp_path: Path)
     lone = saved(tmp_path / "c", {"model": {"emb": shared}})
     only = api.diff(a, lone).only_a
     assert [(each.fqn, each.tied_to) for each in only] == [("model.head", "model.emb")]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [({1: "x"}, {True: "x"}), ({1: "x"}, {1.0: "x"}), ({0.0: "x"}, {-0.0: "x"}), ({1: "x"}, {"1": "x"})]
+)
+def test_keys_of_different_types_are_different_keys(tmp_path: Path, a: dict[Any, str], b: dict[Any, str]) -> None:
+    paths = [saved(tmp_path / name, {"tags": tags}) for name, tags in (("a", a), ("b", b), ("c", b))]
+    found = api.diff(*paths[:2])
+    assert [(each.in_a, each.in_b) for each in found.values] == [(True, False), (False, True)]
+    assert api.diff(*paths[1:]).equal
+
+
+def test_keys_that_are_nan_are_one_key(tmp_path: Path) -> None:
+    tags: list[dict[Any, str]] = [{float("nan"): "x"}, {float("nan"): "x"}, {float("nan"): "y"}]
+    a, b, c = (saved(tmp_path / str(number), {"tags": each}) for number, each in enumerate(tags))
+    assert api.diff(a, b).equal
+    (value,) = api.diff(a, c).values
+    assert (value.path, value.a, value.b) == ("tags[nan]", "x", "y")
+
+
+def test_what_ranks_kept_as_their_own_is_compared(tmp_path: Path) -> None:
+    paths = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(seed)
+        own = {"seen": holdfast.PerRank({"files": seed}), "chance": holdfast.RngState()}
+        paths.append(saved(tmp_path / str(number), {**state(), "own": own}))
+    a, b, c = paths
+    # Python's and numpy's generators were not seeded, and nothing drew from them meanwhile.
+    assert api.diff(a, b).equal
+    found = {each.path: each for each in api.diff(a, c).values}
+    files = found.pop("own.seen[rank 0].files")
+    assert (files.a, files.b) == (1, 2)
+    assert found and all(path.startswith("own.chance[rank 0]") for path in found)
+
+
+def test_batches_are_sized_by_the_wider_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_max = 64 * PAGE_BYTES
+    monkeypatch.setattr(differences, "BATCH_BYTES", bytes_max)
+    narrow = torch.arange(200 * PAGE_BYTES).to(torch.uint8)
+    a = saved(tmp_path / "a", {"w": narrow})
+    b = saved(tmp_path / "b", {"w": narrow.to(torch.float64)})
+    read: list[int] = []
+    carry_out = windows.carry_out
+
+    def counted(plan: Any, packs: Any, targets: Any, settings: Settings) -> None:
+        read.append(sum(target.array.nbytes for target in targets))
+        carry_out(plan, packs, targets, settings)
+
+    monkeypatch.setattr(windows, "carry_out", counted)
+    for pair in ((a, b), (b, a)):
+        read.clear()
+        assert api.diff(*pair, cast=True).equal
+        assert sum(read) == 9 * narrow.nbytes
+        assert max(read) <= bytes_max
 
 
 def test_chosen_tensors_and_no_values(tmp_path: Path) -> None:

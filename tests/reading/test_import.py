@@ -18,10 +18,17 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast import api
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.frameworks.alone import AloneComm
+from holdfast.manager.importing import import_step
+from holdfast.manager.job import Job
+from holdfast.ports.clock import SystemClock
 from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.stores.local import LocalStore
+from holdfast.wiring import checkpoint_at
 
 SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, read_window_bytes=3 * PAGE_BYTES)
 STEP = 7
+DEEPSPEED = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed" / "zero1_dp2" / "ckpt"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -246,13 +253,13 @@ def test_a_hugging_face_cache_is_referenced_through_its_links(source: Path, root
         shutil.copy(path, repository / "blobs" / str(number))
         (snapshot / path.name).symlink_to(os.path.join("..", "..", "blobs", str(number)))
     imported(snapshot, root)
-    for allowed in (snapshot, repository, tmp_path):
+    for allowed in (snapshot, snapshot.parent, repository, tmp_path):
         loaded = blank()
         holdfast.load(step_path(root), {"model": loaded}, process_group=False, settings=allowing(allowed))
         require_model(loaded)
 
 
-@pytest.mark.parametrize("roots", ["/models", ["/models"], (1,), ("",), ("a\0b",)])
+@pytest.mark.parametrize("roots", ["/models", ["/models"], (1,), ("",), ("file://",), ("a\0b",)])
 def test_settings_refuse_what_is_no_tuple_of_paths(roots: object) -> None:
     with pytest.raises(InvalidError, match="reference_roots"):
         Settings(reference_roots=roots)  # type: ignore[arg-type]
@@ -359,6 +366,91 @@ def test_progress_is_told_up_to_the_last_byte(source: Path, root: Path) -> None:
         heard = Heard()
         imported(source, root, step=step, copy=copied, observer=heard)
         assert heard.calls == sorted(heard.calls) and heard.calls[-1] == (total, total)
+
+
+class WritesAgain:
+    """Another process that saves the same model into the same file, its tensors in another order, while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.done = path, False
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        if not self.done:
+            self.done = True
+            swap_tensors(self._path)
+
+
+def swap_tensors(path: Path) -> None:
+    """Replace a file by one of the same tensors and size, of which two of one size lie the other way round."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["a"], header["b"] = header["b"], header["a"]
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(start - 8)
+    half = start + (len(data) - start) // 2
+    path.with_name("new").write_bytes(data[:8] + text + data[half:] + data[start:half])
+    os.replace(path.with_name("new"), path)
+    assert path.stat().st_size == len(data)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """A file of two tensors of a megabyte each."""
+    path = tmp_path / "models" / "pair.safetensors"
+    path.parent.mkdir()
+    save_file({"a": torch.full((1 << 18,), 1.0), "b": torch.full((1 << 18,), 2.0)}, path)
+    return path
+
+
+@pytest.mark.parametrize("copied", (False, True))
+def test_a_source_that_is_written_again_meanwhile_is_not_imported(pair: Path, root: Path, copied: bool) -> None:
+    writer = WritesAgain(pair)
+    with pytest.raises(ConflictError, match=r"pair\.safetensors: was written again"):
+        imported(pair, root, copy=copied, observer=writer)
+    assert writer.done
+    assert not [path for path in step_path(root).rglob("*") if path.is_file()]
+    imported(pair, root, copy=copied)
+    found = holdfast.open_checkpoint(step_path(root), settings=allowing(pair.parent)).read("model.b")
+    assert isinstance(found, np.ndarray) and (found == 2).all()
+
+
+@pytest.mark.parametrize("copied", (False, True))
+def test_a_source_that_was_written_again_since_it_was_listed_is_not_imported(
+    pair: Path, root: Path, copied: bool
+) -> None:
+    listed = checkpoint_at(pair, SETTINGS)
+    swap_tensors(pair)
+    job = Job(AloneComm(), SystemClock(), SETTINGS)
+    with pytest.raises(ConflictError, match=r"pair\.safetensors: was written again"):
+        import_step(listed, LocalStore(root, settings=SETTINGS), job, STEP, copied=copied)
+    job.close()
+    assert not [path for path in step_path(root).rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("copied", (False, True))
+def test_what_tells_where_tensors_lie_counts_too(source: Path, root: Path, copied: bool) -> None:
+    listed = checkpoint_at(source, SETTINGS)
+    (source / "model.safetensors.index.json").write_text("{}")
+    job = Job(AloneComm(), SystemClock(), SETTINGS)
+    with pytest.raises(ConflictError, match=r"index\.json: was written again"):
+        import_step(listed, LocalStore(root, settings=SETTINGS), job, STEP, copied=copied)
+    job.close()
+
+
+@pytest.mark.parametrize("copied", (False, True))
+def test_a_run_that_goes_on_beside_what_is_imported_is_no_change(tmp_path: Path, root: Path, copied: bool) -> None:
+    run = shutil.copytree(DEEPSPEED, tmp_path / "run of deepspeed")
+    listed = checkpoint_at(run, SETTINGS)
+    (run / "latest").write_text("global_step4")
+    job = Job(AloneComm(), SystemClock(), SETTINGS)
+    import_step(listed, LocalStore(root, settings=SETTINGS), job, None, copied=copied)
+    job.close()
+
+
+def test_a_root_may_be_given_as_a_url(source: Path, root: Path) -> None:
+    imported(source, root)
+    settings = replace(SETTINGS, reference_roots=(f"file://{source}",))
+    assert list(holdfast.open_checkpoint(step_path(root), settings=settings).verify()) == []
 
 
 # ------------------------------------------------------------------------------------------------ which step, where

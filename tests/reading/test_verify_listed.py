@@ -5,7 +5,8 @@ The format here is made up, its files and everything that reads them are real.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,28 @@ def test_copies_and_casts_that_cannot_be_are_damage(folder: Path) -> None:
     assert "of shape [2, 2]; its master copy w.master is of shape [1500, 1000]" in damage.message
 
 
+def test_a_weight_that_is_its_master_copy_is_not_held_against_itself(folder: Path) -> None:
+    listing = listing_of(folder)
+    tensors = {**listing.tensors, "w": TensorSpec("w", "float32", (ROWS, COLUMNS))}
+    pieces = dict.fromkeys(("w", "w.master"), listing.pieces["w.master"])
+    work = opened(folder, listing_of(folder, replicas={}, tensors=tensors, pieces=pieces)).verification(deep=True)
+    assert list(work.damages()) == []
+    assert work.total_bytes == 0
+    assert len(work.notes) == 1
+
+
+def test_a_weight_that_is_no_plain_cast_is_said_not_to_be_compared(folder: Path) -> None:
+    listing = listing_of(folder)
+    tensors = {**listing.tensors, "q": TensorSpec("q", "int8", (ROWS, COLUMNS))}
+    pieces = {**listing.pieces, "q": [ListedPiece(Box.whole((ROWS, COLUMNS)), "copies", 0)]}
+    flipped(folder / "copies", 8)
+    changes: dict[str, object] = {"tensors": tensors, "pieces": pieces, "casts": {"w.master": "q"}}
+    work = opened(folder, listing_of(folder, **changes)).verification()
+    (damage,) = work.damages()
+    assert (damage.file, damage.start) == ("copies", 8)
+    assert "casts of master copies: 1 tensors not comparable, the first q: int8, its master copy float32" in work.notes
+
+
 DEEPSPEED = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 
 
@@ -235,3 +258,29 @@ def test_the_command_says_what_it_could_not_judge(tmp_path: Path) -> None:
     ended = command("verify", tmp_path)
     assert ended.status == 1
     assert "model.safetensors: bytes 0–8" in ended.out
+
+
+def changed_buffer(tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Checkpoint:
+    """Return a ZeRO-3 checkpoint of which rank 3 holds another buffer."""
+    shutil.copytree(DEEPSPEED / "zero3_dp4" / "ckpt", tmp_path / "ckpt")
+    path = tmp_path / "ckpt" / "global_step3" / "zero_pp_rank_3_mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)  # noqa: TID251 - what DeepSpeed wrote
+    state["module"]["scale"] = change(state["module"]["scale"])
+    torch.save(state, path)  # noqa: TID251 - as DeepSpeed does
+    return holdfast.open_checkpoint(tmp_path / "ckpt")
+
+
+def test_a_buffer_that_differs_by_rank_is_found(tmp_path: Path) -> None:
+    (damage,) = changed_buffer(tmp_path, lambda scale: scale + 100).verify()
+    assert damage.fqn == "model.scale"
+    assert "zero_pp_rank_3" in damage.file and "differ from the copy" in damage.message
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.double, lambda scale: torch.stack([scale, scale])])
+def test_a_buffer_of_another_type_or_shape_on_a_rank_is_a_remark(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    checkpoint = changed_buffer(tmp_path, change)
+    assert list(checkpoint.verify()) == []
+    (remark,) = [each for each in checkpoint.remarks if "scale" in each]
+    assert "zero_pp_rank_3" in remark and "data-parallel rank 0" in remark

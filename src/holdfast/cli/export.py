@@ -35,7 +35,10 @@ def export(
     allow_root: AllowRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
 ) -> None:
-    """Write a checkpoint as another system's files, all at once. Stopped, the same command goes on where it was."""
+    """Write a checkpoint as another system's files, all at once. Stopped, the same command goes on where it was.
+
+    To holdfast, it begins anew.
+    """
     with ended_well():
         try:
             with shown_progress("exporting") as bar:
@@ -52,7 +55,8 @@ def export(
                     settings=Settings(reference_roots=tuple(allow_root or ())),
                 )
         except KeyboardInterrupt:
-            complain(f"interrupted; {dst} is not there yet. Run the same command again: it goes on where it was")
+            goes_on = "it begins anew" if to == "holdfast" else "it goes on where it was"
+            complain(f"interrupted; no checkpoint is at {dst} yet. Run the same command again: {goes_on}")
             raise
         if as_json:
             stdout().json(_document(report))

@@ -41,6 +41,12 @@ def widened(stored: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
     return stored
 
 
+def can_cast(source: str, target: str) -> bool:
+    """Return whether `cast` takes elements of one type to another."""
+    floating = DTYPES[source].floating and not source.startswith("complex")
+    return source == target or (floating and target in CAST_TO)
+
+
 def cast(stored: NDArray[np.generic], source: str, target: str) -> NDArray[np.generic]:
     """Return floating elements as another floating type, rounded to nearest, ties to even.
 
@@ -57,7 +63,7 @@ def cast(stored: NDArray[np.generic], source: str, target: str) -> NDArray[np.ge
     """
     if source == target:
         return stored
-    if not DTYPES[source].floating or source.startswith("complex") or target not in CAST_TO:
+    if not can_cast(source, target):
         raise InvalidError(
             f"cannot cast {source} to {target}; expected a floating type, to one of {', '.join(CAST_TO)}"
         )

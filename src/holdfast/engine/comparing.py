@@ -133,8 +133,9 @@ class Measure:
         self.merge(other)
 
     def _add(self, x: Array, y: Array, differs: NDArray[np.bool_] | None = None) -> None:
+        """Measure elements as numbers; those that differ are told, or are those of another value."""
         if differs is None:
-            differs = _differs(x, y) & ~(_nans(x) & _nans(y))
+            differs = (x != y) & ~(_nans(x) & _nans(y))
         self._changed += int(np.count_nonzero(differs))
         self._norms[0].add(self._count(0, x))
         self._norms[1].add(self._count(1, y))

@@ -17,6 +17,9 @@ NAME_CHARACTERS_MAX = 500
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2, by which protocols before 3 go."""
 
+_RENAMED_BUILTINS = {"long": "int", "unicode": "str", "xrange": "range"}
+"""Names of Python 2, which protocols before 3 write for those of today."""
+
 _INERT_PACKAGES = names(
     "accelerate apex argparse bitsandbytes collections datasets deepspeed diffusers enum fairscale fractions hydra "
     "lightning lightning_fabric megatron nemo omegaconf pathlib peft pytorch_lightning timm torchao torchtitan "
@@ -30,9 +33,10 @@ _INERT_PREFIXES = (
 )  # fmt: skip
 
 _INERT_NAMES = names(
-    "builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.object builtins.range "
-    "builtins.slice builtins.str builtins.tuple copyreg._reconstructor dataclasses.MISSING decimal.Decimal "
-    "functools.partial numpy.ndarray torch.Tensor torch._tensor.Tensor torch._utils._rebuild_wrapper_subclass "
+    "builtins.Ellipsis builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.object "
+    "builtins.range builtins.slice builtins.str builtins.tuple copyreg._reconstructor dataclasses.MISSING "
+    "decimal.Decimal functools.partial numpy.ndarray torch.Tensor torch._tensor.Tensor "
+    "torch._utils._rebuild_wrapper_subclass "
     "torch.layout torch.memory_format torch.per_tensor_affine torch.strided types.SimpleNamespace typing.Any"
 )
 
@@ -60,6 +64,8 @@ def resolved(module: str, name: str, also: Collection[str]) -> Named | DTypeRef:
     """
     if max(len(module), len(name)) > NAME_CHARACTERS_MAX:
         raise ValueError(f"a global whose name has {len(module)} + {len(name)} characters")
+    if module == "__builtin__":
+        name = _RENAMED_BUILTINS.get(name, name)
     module = _RENAMED_MODULES.get(module, module)
     if module.startswith("numpy.core."):
         module = "numpy._core." + module.removeprefix("numpy.core.")

@@ -128,6 +128,8 @@ def _counter(args: tuple[Any, ...], spend: Spend) -> Counter[object]:
 
 def _moment(kind: type[datetime.datetime] | type[datetime.date] | type[datetime.time], length: int) -> Call:
     def made(args: tuple[Any, ...], spend: Spend) -> object:
+        if len(args) == 2 and isinstance(args[1], Instance) and length != 4:
+            return Instance(f"datetime.{kind.__name__}", args)  # Of a time zone that only its class knows.
         zoned = len(args) == 2 and isinstance(args[1], datetime.timezone) and length != 4
         if not (len(args) == 1 or zoned) or type(args[0]) is not bytes or len(args[0]) != length:
             raise Refusal(f"a {kind.__name__} of another kind than fixed offsets; save it as text")
@@ -218,17 +220,26 @@ def _of_type(args: tuple[Any, ...], spend: Spend) -> object:
     return _TENSORS[function](args[2], spend)
 
 
+_MEMBER_CHARACTERS_MAX = 500
+
+
 def _member(args: tuple[Any, ...], spend: Spend) -> Named:
     """Stand in for `getattr`, by which enum members and methods are named."""
-    if len(args) != 2 or not isinstance(args[0], Named) or type(args[1]) is not str or len(args[1]) > 200:
+    if len(args) != 2 or not isinstance(args[0], Named) or type(args[1]) is not str:
         raise Refusal("getattr of something else than a class that is known; save plain values instead")
     if args[0].qualname.startswith("builtins."):
         raise Refusal(f"getattr of {args[0].qualname}; save plain values instead")
+    characters = len(args[0].qualname) + 1 + len(args[1])
+    if characters > _MEMBER_CHARACTERS_MAX:
+        raise ValueError(f"a member whose name has {characters} characters; expected {_MEMBER_CHARACTERS_MAX} at most")
+    spend(128 + characters)
     return Named(f"{args[0].qualname}.{args[1]}")
 
 
 _KEY_VALUES_MAX = 64
 _KEY_BITS_MAX = 1024
+_KEY_CHARACTERS_MAX = 4096
+"""Of the text and bytes in a key: equal keys that are not one are compared whole."""
 
 
 def require_keys(keys: Iterable[object]) -> Any:
@@ -239,13 +250,13 @@ def require_keys(keys: Iterable[object]) -> Any:
     """
     found = list(keys)
     for key in found:
-        if type(key) is not str:
+        if type(key) is not str or len(key) > _KEY_CHARACTERS_MAX:
             _require_key(key)
     return found
 
 
 def _require_key(key: object) -> None:
-    waiting, count = [key], 0
+    waiting, count, characters = [key], 0, 0
     while waiting:
         each = waiting.pop()
         count += 1
@@ -256,6 +267,11 @@ def _require_key(key: object) -> None:
             assert isinstance(each, tuple | frozenset)
             count += max(len(each) - _KEY_VALUES_MAX, 0)
             waiting += list(each)[:_KEY_VALUES_MAX]
+        elif kind is str or kind is bytes:
+            assert isinstance(each, str | bytes)
+            characters += len(each)
+            if characters > _KEY_CHARACTERS_MAX:
+                raise ValueError(f"a key of over {_KEY_CHARACTERS_MAX} characters")
         elif kind is int:
             if each.bit_length() > _KEY_BITS_MAX:  # type: ignore[attr-defined]
                 raise ValueError(f"a key of over {_KEY_BITS_MAX} bits")
@@ -264,7 +280,7 @@ def _require_key(key: object) -> None:
 
 
 _KEY_TYPES = {
-    str, bytes, float, bool, complex, type(None), Instance, Named, DTypeRef, datetime.datetime, datetime.date,
+    float, bool, complex, type(None), Instance, Named, DTypeRef, datetime.datetime, datetime.date,
     datetime.time, datetime.timedelta, datetime.timezone, pathlib.PosixPath, pathlib.PurePosixPath,
     pathlib.PureWindowsPath, FrameworkValue,
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from holdfast.errors import InvalidError
 from holdfast.spec.export import ExportContent
@@ -10,47 +11,80 @@ from holdfast.spec.values import Group
 
 _MODEL = "model"
 
+Part = Callable[[str], str | None]
+"""Takes a name of the content to the one it has in a part of it; None: it does not belong there."""
 
-def model_names(content: ExportContent) -> Mapping[str, str]:
-    """Return the names of the model's tensors by stored FQN, in the order of the content.
 
-    The model is what is stored under `model.`; without that the one module of the state. Its key is taken off. Of
-    several modules each keeps its key. In a state without modules it is everything that is not an optimizer's.
+@dataclass(frozen=True, slots=True)
+class PartNames:
+    """A part of what is exported, by the names it has there."""
+
+    names: Mapping[str, str]
+    """By stored FQN, the name under which a tensor is written: its own, in the order of the content, or, of one that
+    is stored outside the part, the first of those it is tied to within."""
+
+    aliases: Mapping[str, str]
+    """Every further name, to the one that is written."""
+
+
+def part_names(content: ExportContent, part: Part) -> PartNames:
+    """Return the names of a part: every name of the content that belongs there, stored or tied, and no other."""
+    own = ((fqn, part(fqn)) for fqn in content.tensors)
+    names = {fqn: name for fqn, name in own if name is not None}
+    aliases = {}
+    for alias, fqn in content.aliases.items():
+        name = part(alias)
+        if name is not None and names.setdefault(fqn, name) != name:
+            aliases[name] = names[fqn]
+    return PartNames(names, aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames(PartNames):
+    """The model, by the names it has where there is nothing else."""
+
+    key: str
+    """Key of the state under which it stood, and which is taken off; empty where there is none."""
+
+    part: Part
+    """What belongs to it."""
+
+
+def model_names(content: ExportContent) -> ModelNames:
+    """Return the model, by its names.
+
+    The model is what the state has under the key `model`; without that its one module. The key is taken off. Of several
+    modules each keeps its key. In a state without modules, as of a bare state dict, it is everything that is not an
+    optimizer's, under the names as they are, also if some begin with `model.`.
 
     Raises:
         InvalidError: The state has no model.
     """
-    groups = {key: value.kind for key, value in content.tree.items.items() if isinstance(value, Group)}
-    modules = [key for key, kind in groups.items() if kind == "module"]
-    if groups.get(_MODEL) in ("module", "dict") or any(fqn.startswith(f"{_MODEL}.") for fqn in content.tensors):
-        modules = [_MODEL]
-    if len(modules) == 1:
-        prefix = f"{modules[0]}."
-        names = {fqn: fqn.removeprefix(prefix) for fqn in content.tensors if fqn.startswith(prefix)}
-    elif modules:
-        prefixes = tuple(f"{key}." for key in modules)
-        names = {fqn: fqn for fqn in content.tensors if fqn.startswith(prefixes)}
-    else:
-        others = tuple(f"{key}." for key, kind in groups.items() if kind == "optimizer")
-        names = {fqn: fqn for fqn in content.tensors if not fqn.startswith(others)}
-    if not names:
+    key, part = _model_part(content.tree)
+    found = part_names(content, part)
+    if not found.names:
         keys = sorted({fqn.partition(".")[0] for fqn in content.tensors})
         raise InvalidError(
             f"the state has no model: its tensors lie under {', '.join(keys)[:300] or 'nothing'}; expected `model` or "
             "another module. Export it with the optimizer, or to holdfast"
         )
-    return names
+    return ModelNames(found.names, found.aliases, key, part)
 
 
-def model_aliases(content: ExportContent, names: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the model's tied names: each name that is not stored to that under which it is.
-
-    Args:
-        content: What is exported.
-        names: As `model_names` returned them.
-    """
-    taken = {fqn: len(fqn) - len(name) for fqn, name in names.items()}
-    return {alias[taken[fqn] :]: names[fqn] for alias, fqn in content.aliases.items() if fqn in names}
+def _model_part(tree: Group) -> tuple[str, Part]:
+    """Return the key that is taken off the model's names, and which those are."""
+    groups = {key: value.kind for key, value in tree.items.items() if isinstance(value, Group)}
+    modules = [key for key, kind in groups.items() if kind == "module"]
+    optimizers = tuple(f"{key}." for key, kind in groups.items() if kind == "optimizer")
+    if isinstance(tree.items.get(_MODEL), Group | dict | list | tuple) and groups.get(_MODEL) != "optimizer":
+        modules = [_MODEL]
+    if len(modules) == 1:
+        prefix = f"{modules[0]}."
+        return modules[0], lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None
+    if modules:
+        prefixes = tuple(f"{key}." for key in modules)
+        return "", lambda name: name if name.startswith(prefixes) else None
+    return "", lambda name: None if name.startswith(optimizers) else name
 
 
 def exported_dtype(stored: str, dtype: str | None) -> str:

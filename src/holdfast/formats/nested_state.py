@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import InvalidError
 from holdfast.formats.file_layout import TensorLeaf
-from holdfast.formats.model_names import exported_dtype, model_aliases, model_names
+from holdfast.formats.model_names import exported_dtype, model_names
 from holdfast.formats.torch_archive import SmallTensor
 from holdfast.formats.values_in import below
 from holdfast.spec.export import ExportContent, ExportOptions
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 State = dict[str, object]
 """Plain values, `TensorLeaf`, `SmallTensor` and `FrameworkValue`, nested."""
 
-_MODEL = "model"
 _ABSENT = object()
 
 
@@ -30,19 +29,17 @@ def model_state(content: ExportContent, options: ExportOptions) -> tuple[str, St
     Raises:
         InvalidError: The state has no model.
     """
-    names = model_names(content)
-    building = _Building(content, options.dtype, names)
-    state: State = {name: building.leaf(fqn) for fqn, name in names.items()}
-    for alias, name in model_aliases(content, names).items():
+    model = model_names(content)
+    building = _Building(content, options.dtype, model.names)
+    state: State = {name: building.leaf(fqn) for fqn, name in model.names.items()}
+    for alias, name in model.aliases.items():
         state.setdefault(alias, state[name])
-    first, known_as = next(iter(names.items()))
-    prefix = first.removesuffix(known_as).removesuffix(".")
     for key, group in content.tree.items.items():
-        if isinstance(group, Group) and group.kind == "module" and prefix in ("", key):
+        if isinstance(group, Group) and group.kind == "module" and model.key in ("", key):
             for name, value in building.values(group.items, key).items():
-                state[name if prefix else below(key, name)] = value
+                state[name if model.key else below(key, name)] = value
     building.tell()
-    return prefix, state
+    return model.key, state
 
 
 def nested_state(content: ExportContent, options: ExportOptions, *, flat_optimizers: bool) -> State:
@@ -54,8 +51,7 @@ def nested_state(content: ExportContent, options: ExportOptions, *, flat_optimiz
         flat_optimizers: Whether an optimizer has `state.<fqn>.<key>` and `param_groups.<fqn>.<key>` by themselves, as
             `torch.distributed.checkpoint.state_dict` gives it flattened, and not as nested dicts.
     """
-    names = model_names(content) if _has_model(content) else {}
-    building = _Building(content, options.dtype, names)
+    building = _Building(content, options.dtype, _names_if_any(content))
     state = building.state()
     building.tell()
     if flat_optimizers:
@@ -64,11 +60,11 @@ def nested_state(content: ExportContent, options: ExportOptions, *, flat_optimiz
     return state
 
 
-def _has_model(content: ExportContent) -> bool:
+def _names_if_any(content: ExportContent) -> Mapping[str, str]:
     try:
-        return bool(model_names(content))
+        return model_names(content).names
     except InvalidError:
-        return False
+        return {}
 
 
 class _Building:
@@ -92,8 +88,6 @@ class _Building:
     def state(self) -> State:
         """Return the whole."""
         root = self._group(self._content.tree, "")
-        if _MODEL not in self._places and any(fqn.startswith(f"{_MODEL}.") for fqn in self._content.tensors):
-            self._places[_MODEL] = ("module", root.setdefault(_MODEL, {}))  # type: ignore[assignment]
         for fqn in (*self._content.tensors, *self._content.aliases):
             if fqn not in self._referred:
                 self._place(fqn)

@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 
 from holdfast.formats.callables import Call, Spend
-from holdfast.formats.inert import Named, Refusal
+from holdfast.formats.inert import Instance, Named, Refusal
 
 _PLAIN = re.compile(r"(b1|i[1248]|u[1248]|f[248]|c8|c16|[SU][1-9][0-9]{0,8})")
+_OTHER = re.compile(r"(M8|m8|O8|V[0-9]{1,9}|[fc][0-9]{1,2})")
+_KINDS = {"M": "datetime64", "m": "timedelta64", "O": "object_", "f": "longdouble", "c": "clongdouble"}
+_LEFT_OUT = np.dtype("V1")
+"""Type of an array that stands for one which is not read."""
+
 _DIMENSIONS_MAX = 32
 
 
@@ -34,6 +39,16 @@ class DTypeInPickle:
         """Return it as numpy's."""
         return np.dtype(f"{self._order}{self._text}")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is of numbers or text; others are named, and what is of them is left out."""
+        return _PLAIN.fullmatch(self._text) is not None
+
+    @property
+    def qualname(self) -> str:
+        """What a value of it is called in a remark."""
+        return f"numpy.{_KINDS.get(self._text[0], 'void')}"
+
 
 def fill(array: np.ndarray[Any, Any], state: object, spend: Spend) -> None:
     """Fill an array that a pickle has begun, from what `__setstate__` would get.
@@ -44,8 +59,9 @@ def fill(array: np.ndarray[Any, Any], state: object, spend: Spend) -> None:
     if type(state) is not tuple or len(state) != 5:
         raise ValueError("a numpy array whose state is not version, shape, dtype, order and bytes")
     _, shape, dtype, is_fortran, data = state
-    if type(data) is list:
-        raise Refusal("a numpy array of objects; expected numbers or text. Save a list instead")
+    if isinstance(dtype, DTypeInPickle) and not dtype.is_plain:
+        array.__setstate__((1, (0,), _LEFT_OUT, False, b""))  # type: ignore[arg-type]
+        return
     kind = _required_kind(data, dtype, shape, spend)
     array.__setstate__((1, shape, kind, is_fortran is True, bytes(data)))  # type: ignore[arg-type]
 
@@ -73,7 +89,7 @@ def _required_kind(data: object, dtype: object, shape: object, spend: Spend) -> 
 def _dtype(args: tuple[Any, ...], spend: Spend) -> DTypeInPickle:
     if not args or type(args[0]) is not str:
         raise ValueError("a numpy dtype; expected its text")
-    if not _PLAIN.fullmatch(args[0]):
+    if not _PLAIN.fullmatch(args[0]) and not _OTHER.fullmatch(args[0]):
         raise Refusal(f"a numpy dtype {args[0][:40]!r}; expected plain numbers or text. Save those, or a tensor")
     return DTypeInPickle(args[0])
 
@@ -81,6 +97,8 @@ def _dtype(args: tuple[Any, ...], spend: Spend) -> DTypeInPickle:
 def _scalar(args: tuple[Any, ...], spend: Spend) -> object:
     if len(args) != 2:
         raise ValueError("a numpy scalar; expected dtype and bytes")
+    if isinstance(args[0], DTypeInPickle) and not args[0].is_plain:
+        return Instance(args[0].qualname)
     return _array(args[1], args[0], (), "C", spend)[()]
 
 
@@ -93,6 +111,8 @@ def _begun(args: tuple[Any, ...], spend: Spend) -> np.ndarray[Any, Any]:
 def _from_buffer(args: tuple[Any, ...], spend: Spend) -> object:
     if len(args) != 4 or args[3] not in ("C", "F"):
         raise ValueError("a numpy array; expected buffer, dtype, shape and order")
+    if isinstance(args[1], DTypeInPickle) and not args[1].is_plain:
+        return Instance(f"numpy.ndarray of {args[1].qualname}")
     return _array(*args, spend)
 
 

@@ -11,6 +11,12 @@ import struct
 from holdfast.formats.inert import Refusal
 
 _PROTOCOL_MAX = 5
+CONTAINERS_MAX = 8 << 20
+"""Containers and objects of one pickle, and what it keeps to recall: several times what 300,000 tensors take."""
+
+_MARKS_MAX = 100_000
+"""Open at a time; each is a level of nesting."""
+
 _INT_BYTES_MAX = 8192
 _DIGITS_MAX = 4300
 _DOUBLE = struct.Struct(">d")
@@ -27,6 +33,8 @@ class PickleStack:
         self.below: list[list[object]] = []
         """What lay on the stack at each mark that is still open."""
         self.memo: dict[int, object] = {}
+        self._containers_left = CONTAINERS_MAX
+        self._kept_max = CONTAINERS_MAX
 
     # -- bytes
 
@@ -57,8 +65,21 @@ class PickleStack:
         """Put a value on top."""
         self.stack.append(value)
 
+    def push_container(self, value: object) -> None:
+        """Put a container or an object on top, of which there may be so many."""
+        self.count_container()
+        self.stack.append(value)
+
+    def count_container(self) -> None:
+        """Take note that a container or an object is about to be made."""
+        self._containers_left -= 1
+        if self._containers_left < 0:
+            raise Refusal(f"over {CONTAINERS_MAX} containers and objects; save them as tensors or in several files")
+
     def mark(self) -> None:
         """Begin a run of items."""
+        if len(self.below) >= _MARKS_MAX:
+            raise ValueError(f"over {_MARKS_MAX} marks that are open")
         self.below.append(self.stack)
         self.stack = []
 
@@ -91,6 +112,11 @@ class PickleStack:
         """Keep the top under an index."""
         if not 0 <= index <= len(self.data):
             raise ValueError(f"memo index {index}; expected less than the bytes of the pickle")
+        self._keep(index)
+
+    def _keep(self, index: int) -> None:
+        if len(self.memo) >= self._kept_max:
+            raise Refusal(f"over {CONTAINERS_MAX} values kept to be recalled; save them as tensors or in several files")
         self.memo[index] = self.stack[-1]
 
     def recall(self, index: int) -> None:
@@ -119,7 +145,7 @@ class PickleStack:
 
     def memoize(self) -> None:
         """Keep the top under the next index."""
-        self.memo[len(self.memo)] = self.stack[-1]
+        self._keep(len(self.memo))
 
     # -- values
 
@@ -200,6 +226,7 @@ class PickleStack:
         """Make a tuple of what lies on top."""
         if count > len(self.stack):
             raise IndexError
+        self.count_container()
         self.stack[-count:] = [tuple(self.stack[-count:])]
 
 

@@ -1,7 +1,8 @@
 """Pickles read without running anything: a machine of our own for protocols 0 to 5.
 
 It makes plain values, `Instance` for objects of classes we do not have, and calls only functions of our own
-(`formats.allowed`). What it makes is in proportion to the bytes it reads: about a hundred bytes for each at most.
+(`formats.allowed`). What it makes is in proportion to the bytes it reads, and containers, objects and what it keeps to
+recall are `CONTAINERS_MAX` at most: they take far more memory than the codes that make them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def unpickled(
     """
     machine = _Machine(data, where, persistent, also)
     value = machine.run()
-    require_walkable(value, machine.instances, where, len(data))
+    machine.memo.clear()
+    require_walkable(value, machine.instances, where, machine.at)
     return value
 
 
@@ -126,7 +128,7 @@ class _Machine(PickleStack):
 
     def make_dict(self) -> None:
         items = self.marked()
-        self.push({})
+        self.push_container({})
         self._update(items)
 
     def _update(self, items: list[object]) -> None:
@@ -154,21 +156,24 @@ class _Machine(PickleStack):
 
     def empty_set(self) -> None:
         self._spend(256)
-        self.push(set())
+        self.push_container(set())
 
     def make_frozenset(self) -> None:
         items = self.marked()
         self._spend(256)
         self._require_keys(items, items)
-        self.push(frozenset(items))
+        self.push_container(frozenset(items))
 
     def _require_keys(self, into: object, keys: list[object]) -> None:
         """Refuse keys that take long to hash, or that were made to have one hash."""
         for key in require_keys(keys):
             kind = type(key)
-            if kind is str or kind is bytes or kind is Instance or (kind is int and -_SMALL < key < _SMALL):
+            if kind in _WELL_HASHED or (kind is int and -_SMALL < key < _SMALL):
                 continue
-            _, counts = self._hashes.setdefault(id(into), (into, {}))
+            if id(into) not in self._hashes:
+                self._spend(512)
+                self._hashes[id(into)] = (into, {})
+            _, counts = self._hashes[id(into)]
             seen = counts[hash(key)] = counts.get(hash(key), 0) + 1
             if seen > _SAME_HASH_MAX:
                 raise ValueError(f"over {_SAME_HASH_MAX} keys with one hash in one container")
@@ -230,6 +235,7 @@ class _Machine(PickleStack):
         """Return what stands for the result of a call."""
         if not isinstance(function, Named) or type(arguments) is not tuple:
             raise ValueError(f"it calls {type(function).__name__} with {type(arguments).__name__}")
+        self.count_container()
         call = KNOWN_CALLS.get(function.qualname)
         if call is not None:
             made = call(arguments, self._spend)
@@ -283,6 +289,8 @@ class _Machine(PickleStack):
 _SMALL = 1 << 60
 """Integers below it are their own hash."""
 
+_WELL_HASHED = frozenset({str, bytes, Instance, bool, type(None)})
+"""Types of which nobody chooses values that have one hash."""
 
 _Operation = Callable[[_Machine], None]
 
@@ -297,14 +305,15 @@ def _operations() -> list[_Operation | None]:
         b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4),
         b"N": lambda m: m.stack.append(None), b")": lambda m: m.stack.append(()),
         b"\x88": lambda m: m.stack.append(True), b"\x89": lambda m: m.stack.append(False),
-        b"]": lambda m: m.stack.append([]), b"}": lambda m: m.stack.append({}), b"\x8f": machine.empty_set,
+        b"]": lambda m: m.push_container([]), b"}": lambda m: m.push_container({}), b"\x8f": machine.empty_set,
         b"P": machine.persid, b"Q": machine.binpersid, b"R": machine.reduce, b"b": machine.build,
         b"S": machine.string_text, b"T": lambda m: m.push_string(4), b"U": lambda m: m.push_string(1),
         b"V": machine.unicode_text, b"X": lambda m: m.push_unicode(4), b"\x8c": lambda m: m.push_unicode(1),
         b"\x8d": lambda m: m.push_unicode(8), b"B": lambda m: m.push_bytes(4), b"C": lambda m: m.push_bytes(1),
         b"\x8e": lambda m: m.push_bytes(8), b"\x96": machine.push_bytearray,
         b"a": machine.append, b"e": machine.appends, b"s": machine.setitem, b"u": machine.setitems,
-        b"d": machine.make_dict, b"l": lambda m: m.push(m.marked()), b"t": lambda m: m.push(tuple(m.marked())),
+        b"d": machine.make_dict, b"l": lambda m: m.push_container(m.marked()),
+        b"t": lambda m: m.push_container(tuple(m.marked())),
         b"\x85": lambda m: m.push_tuple(1), b"\x86": lambda m: m.push_tuple(2), b"\x87": lambda m: m.push_tuple(3),
         b"\x90": machine.additems, b"\x91": machine.make_frozenset,
         b"c": machine.global_, b"\x93": machine.stack_global, b"i": machine.inst, b"o": machine.obj,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.formats.reading import read_bytes
+from holdfast.formats.values_in import remark
 from holdfast.formats.weight_map import json_object, names_in, one_index, require_all_there, weight_map
 from holdfast.ports.store import Readable
 from holdfast.spec.box import Box
@@ -26,6 +27,9 @@ HEADER_BYTES_MAX = 100_000_000
 
 NAMES_KEPT = "holdfast.names_kept"
 """In a file's metadata: its names are those of a whole training state, not of a model."""
+
+_FORMAT = "format"
+"""In a file's metadata: which framework wrote it, as `pt`; that is no tied name, even beside a tensor `pt`."""
 
 _REST = "optimizer"
 """What the names of files begin with that hold what is not the model, beside a model with an index."""
@@ -73,7 +77,7 @@ class SafetensorsFormat:
             metadata.update({name: text for name, text in header.metadata.items() if name not in apart})
             for entry in header.entries:
                 if weights is not None and not whole and weights.get(entry.name) != key:
-                    remarks.append(f"{key}: {entry.name} is left out; {index} does not say that it lies there")
+                    remark(remarks, f"{key}: {entry.name} is left out; {index} does not say that it lies there")
                     continue
                 found.setdefault(prefix + entry.name, []).append((key, entry))
         if weights is not None:
@@ -129,7 +133,11 @@ class SafetensorsHeader:
     def ties(self) -> dict[str, str]:
         """Return the tied names that the file speaks of, as `safetensors.torch.save_model` leaves them."""
         names = {entry.name for entry in self.entries}
-        return {alias: kept for alias, kept in self.metadata.items() if kept in names and alias not in names}
+        return {
+            alias: kept
+            for alias, kept in self.metadata.items()
+            if kept in names and alias not in names and alias != _FORMAT
+        }
 
 
 def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]) -> TensorSpec:

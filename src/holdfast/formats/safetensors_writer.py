@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from holdfast.errors import InvalidError
-from holdfast.formats.model_names import exported_dtype, model_aliases, model_names
+from holdfast.formats.model_names import ModelNames, PartNames, exported_dtype, model_names, part_names
 from holdfast.formats.safetensors import HEADER_BYTES_MAX, NAMES_KEPT
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
@@ -18,6 +18,7 @@ from holdfast.spec.export import ExportContent, ExportFile, ExportOptions, Expor
 from holdfast.spec.tensor import TensorSpec
 
 _METADATA = "__metadata__"
+_METADATA_KEYS = ("format", NAMES_KEPT)
 
 _Named = tuple[str, TensorSpec, str]
 """Name in the file, stored tensor, dtype it is cast to."""
@@ -33,31 +34,39 @@ class SafetensorsWriter:
 
     def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
         """Return `model.safetensors`, or its shards and their index; `optimizer.safetensors` or shards for the rest."""
-        names = model_names(content) if options.model_only else _names_if_any(content)
-        model = [
-            (name, content.tensors[fqn], exported_dtype(content.tensors[fqn].dtype, options.dtype))
-            for fqn, name in names.items()
-        ]
-        aliases = model_aliases(content, names)
-        shards = _shards("model", model, options.shard_bytes) if model else {}
+        model = _model_if_any(content) if not options.model_only else model_names(content)
+        shards, ties = _laid_out("model", content, model, options.shard_bytes, options.dtype) if model else ({}, {})
         metadata = {"format": "pt"}
-        files = [_file(name, each, metadata, aliases) for name, each in shards.items()]
+        files = [_file(name, each, metadata, ties) for name, each in shards.items()]
         if len(shards) > 1:
             files.append(_index(shards))
         if not options.model_only:
-            rest = [(fqn, spec, spec.dtype) for fqn, spec in content.tensors.items() if fqn not in names]
-            others = {alias: fqn for alias, fqn in content.aliases.items() if fqn not in names}
+            rest = part_names(content, lambda name: None if model and model.part(name) is not None else name)
             metadata = {"format": "pt", NAMES_KEPT: "true"}
-            for name, each in (_shards("optimizer", rest, options.shard_bytes) if rest else {}).items():
-                files.append(_file(name, each, metadata, others))
+            shards, ties = _laid_out("optimizer", content, rest, options.shard_bytes, None)
+            files += [_file(name, each, metadata, ties) for name, each in shards.items()]
         return files
 
 
-def _names_if_any(content: ExportContent) -> Mapping[str, str]:
+def _model_if_any(content: ExportContent) -> ModelNames | None:
     try:
         return model_names(content)
     except InvalidError:
-        return {}
+        return None
+
+
+def _laid_out(
+    stem: str, content: ExportContent, part: PartNames, shard_bytes: int, dtype: str | None
+) -> tuple[dict[str, list[_Named]], Mapping[str, str]]:
+    """Return the tensors of each file, and the names that they are tied under."""
+    # What the metadata keeps for itself cannot be the name of a tie there: such a one is written once more.
+    ties = {alias: name for alias, name in part.aliases.items() if alias not in _METADATA_KEYS}
+    again = {alias: name for alias, name in part.aliases.items() if alias not in ties}
+    stored = {name: fqn for fqn, name in part.names.items()}
+    stored |= {alias: stored[name] for alias, name in again.items()}
+    specs = ((name, content.tensors[fqn]) for name, fqn in stored.items())
+    tensors = [(name, spec, exported_dtype(spec.dtype, dtype)) for name, spec in specs]
+    return (_shards(stem, tensors, shard_bytes) if tensors else {}), ties
 
 
 def _shards(stem: str, tensors: Sequence[_Named], shard_bytes: int) -> dict[str, list[_Named]]:
@@ -100,7 +109,7 @@ def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], ali
         header[known_as] = entry
         placed.append((ExportTensor(spec.fqn, dtype, Box.whole(spec.global_shape), 0), at))
         at = stop
-    ties = {alias: kept for alias, kept in aliases.items() if kept in header and alias not in metadata}
+    ties = {alias: kept for alias, kept in aliases.items() if kept in header}
     text = json.dumps({_METADATA: {**metadata, **ties}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:

@@ -7,29 +7,30 @@ from collections.abc import Iterable, Iterator
 
 from holdfast.errors import InvalidError
 from holdfast.formats.inert import Instance
+from holdfast.formats.pickle_stack import CONTAINERS_MAX
+from holdfast.formats.stored_tensor import StoredTensor
 
 DEPTH_MAX = 200
 """Containers within one another; what is nested deeper could not be kept as values either."""
 
 _VALUES_MIN = 1 << 20
-_VALUES_PER_BYTE = 4
 _CONTAINERS = frozenset({list, dict, OrderedDict, Counter, tuple, set, frozenset})
 """Every type of container that is made of a pickle."""
 
 
-def require_walkable(value: object, instances: Iterable[Instance], where: str, data_bytes: int) -> None:
+def require_walkable(value: object, instances: Iterable[Instance], where: str, bytes_read: int) -> None:
     """Refuse values over which a plain walk would not end, go too deep, or take out of all proportion.
 
     Args:
         value: What was read.
         instances: Every object in it; what each holds is looked at by itself.
         where: Its file, for messages.
-        data_bytes: Bytes that it was read from.
+        bytes_read: Bytes that it was read from, of which each makes one value at most.
     Raises:
         InvalidError: A container holds itself, is nested deeper than `DEPTH_MAX`, or shared so that a walk would meet
             many more values than there are.
     """
-    walk = _Walk(where, _VALUES_MIN + _VALUES_PER_BYTE * data_bytes)
+    walk = _Walk(where, _VALUES_MIN + bytes_read)
     walk.over(value)
     for each in instances:
         for part in (each.args, each.state, each.items):
@@ -37,61 +38,56 @@ def require_walkable(value: object, instances: Iterable[Instance], where: str, d
 
 
 class _Walk:
-    """Counts values below each container, every container once."""
+    """The plain walk itself, as far as it may go: what is shared is entered each time, and nothing is written down."""
 
     def __init__(self, where: str, values_max: int) -> None:
-        self._where, self._values_max = where, values_max
-        self._known: dict[int, tuple[int, int]] = {}
+        self._where = where
+        self._values_max = self._values_left = values_max
+        self._containers_left = CONTAINERS_MAX
         self._open: set[int] = set()
 
     def over(self, root: object) -> None:
         """Walk what hangs on a value, without recursion."""
-        if type(root) not in _CONTAINERS or id(root) in self._known:
+        if type(root) not in _CONTAINERS:
             return
-        path: list[tuple[object, Iterator[object], int, int]] = [(root, _below(root), 1, 0)]
-        self._open.add(id(root))
+        path = [(root, self._entered(root, 0))]
         while path:
-            container, children, count, height = path.pop()
+            container, children = path[-1]
             for child in children:
-                if type(child) not in _CONTAINERS:
-                    count += 1
-                    continue
-                known = self._known.get(id(child))
-                if known is None:
-                    self._require_new(child, len(path))
-                    path.append((container, children, count, height))
-                    container, children, count, height = child, _below(child), 1, 0
-                    path.append((container, children, count, height))
-                    break
-                count, height = count + known[0], max(height, known[1])
+                kind = type(child)
+                if kind in _CONTAINERS:
+                    if child:
+                        path.append((child, self._entered(child, len(path))))
+                        break
+                    self._count_container()
+                elif kind is StoredTensor:
+                    self._count_container()
             else:
-                self._close(container, count, height + 1)
-                if path:
-                    above, siblings, total, tallest = path.pop()
-                    path.append((above, siblings, total + count, max(tallest, height + 1)))
+                self._open.remove(id(container))
+                path.pop()
 
-    def _require_new(self, child: object, depth: int) -> None:
-        if id(child) in self._open:
-            raise InvalidError(
-                f"{self._where}: a {type(child).__name__} in it holds itself; save values without cycles"
-            )
+    def _entered(self, container: object, depth: int) -> Iterator[object]:
+        """Return what a container holds; of a dict the values, since keys are small and hold little."""
+        assert isinstance(container, dict | list | tuple | set | frozenset)
+        if id(container) in self._open:
+            kind = type(container).__name__
+            raise InvalidError(f"{self._where}: a {kind} in it holds itself; save values without cycles")
         if depth >= DEPTH_MAX:
             raise InvalidError(f"{self._where}: values nested deeper than {DEPTH_MAX}; flatten them, then save again")
-        self._open.add(id(child))
+        self._open.add(id(container))
+        self._count_container()
+        self._values_left -= len(container)
+        if self._values_left < 0:
+            self._refuse(f"{self._values_max} values")
+        return iter(container.values() if isinstance(container, dict) else container)
 
-    def _close(self, container: object, count: int, height: int) -> None:
-        if height > DEPTH_MAX:
-            raise InvalidError(f"{self._where}: values nested deeper than {DEPTH_MAX}; flatten them, then save again")
-        if count > self._values_max:
-            raise InvalidError(
-                f"{self._where}: containers shared so often that they amount to {count} values; expected at most "
-                f"{self._values_max} for a file of its size. Save without sharing"
-            )
-        self._open.remove(id(container))
-        self._known[id(container)] = (count, height)
+    def _count_container(self) -> None:
+        self._containers_left -= 1
+        if self._containers_left < 0:
+            self._refuse(f"{CONTAINERS_MAX} containers and tensors")
 
-
-def _below(container: object) -> Iterator[object]:
-    """Return what a container holds; of a dict the values, since keys are small and hold little."""
-    assert isinstance(container, dict | list | tuple | set | frozenset)
-    return iter(container.values() if isinstance(container, dict) else container)
+    def _refuse(self, most: str) -> None:
+        raise InvalidError(
+            f"{self._where}: containers shared so often that they amount to over {most}; expected fewer in a file of "
+            "its size. Save without sharing"
+        )

@@ -17,6 +17,10 @@ PIECES_MAX = 1 << 16
 """Of all strided tensors of a checkpoint: each run of elements that follow one another is a piece."""
 
 
+_NAMES_BYTES_MAX = 1 << 30
+"""Memory of all names, some 256 bytes each beside their characters: those of ties cost a file two bytes each."""
+
+
 class TorchTensors:
     """The tensors of one checkpoint, as they are found in its files."""
 
@@ -33,6 +37,7 @@ class TorchTensors:
         self._files: dict[str, int] = {}
         self._first: dict[StoredTensor, str] = {}
         self._pieces_left = PIECES_MAX
+        self._names_left = _NAMES_BYTES_MAX
 
     def __contains__(self, fqn: object) -> bool:
         return fqn in self._specs or fqn in self._aliases
@@ -55,6 +60,9 @@ class TorchTensors:
             raise InvalidError(f"{where}: two tensors are named {fqn[:300]!r}; rename a key so that names differ")
         if not fqn or "\0" in fqn or fqn == "__metadata__" or not _is_text(fqn):
             raise InvalidError(f"{where}: {fqn[:300]!r} cannot be the name of a tensor; rename the key of the state")
+        self._names_left -= 256 + len(fqn)
+        if self._names_left < 0:
+            raise InvalidError(f"{where}: names of tensors beyond {_NAMES_BYTES_MAX} bytes. Save it in several files")
         first = self._first.setdefault(tensor, fqn) if tensor.numel else fqn
         if first != fqn:
             self._aliases[fqn] = first

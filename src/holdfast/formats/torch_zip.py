@@ -29,6 +29,13 @@ LEGACY_HEAD = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """How files begin that torch saved before 1.6, or without `_use_new_zipfile_serialization`."""
 
 
+_STORAGE_NAME_CHARACTERS_MAX = 200
+"""Of which torch uses a few: storages are numbered."""
+
+_UNTYPED = "uint8"
+"""What torch takes a storage without a type for."""
+
+
 @dataclass(frozen=True, slots=True)
 class TorchFile:
     """A file of `torch.save`, read but for its tensors."""
@@ -107,7 +114,7 @@ def _require_little_endian(files: Readable, key: str, entry: ZipEntry | None) ->
 
 def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callable[[object], StoredStorage]:
     """Return what finds a storage by its persistent id."""
-    known: dict[tuple[str, str], StoredStorage] = {}
+    known: dict[str, StoredStorage] = {}
 
     def storage(identifier: object) -> StoredStorage:
         if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
@@ -115,6 +122,8 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
         _, kind, name, _, numel = identifier
         if not isinstance(kind, Named) or type(name) is not str or type(numel) is not int or numel < 0:
             _damaged(identifier)
+        if len(name) > _STORAGE_NAME_CHARACTERS_MAX:
+            raise ValueError(f"a storage whose name has {len(name)} characters; expected a number")
         if kind.qualname not in STORAGE_DTYPES:
             raise Refusal(f"a storage of type {kind.qualname}; expected one of {', '.join(DTYPES)}")
         dtype = STORAGE_DTYPES[kind.qualname]
@@ -124,7 +133,10 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
             held = "no bytes" if entry is None else f"{entry.bytes} bytes"
             raise ValueError(f"storage {name[:100]!r} of {size} bytes, for which the archive has {held}")
         found = StoredStorage(key, entry.offset if entry else 0, size, name, dtype)
-        return known.setdefault((name, dtype), found)
+        first = known.setdefault(name, found)
+        if (first.dtype or _UNTYPED) != (dtype or _UNTYPED):
+            raise ValueError(f"storage {name!r} of {dtype or _UNTYPED} and of {first.dtype or _UNTYPED}; expected one")
+        return first if first.dtype == dtype else found
 
     return storage
 

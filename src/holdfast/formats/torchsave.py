@@ -15,7 +15,7 @@ from holdfast.formats.reading import read_bytes
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.torch_tensors import TorchTensors
 from holdfast.formats.torch_zip import LEGACY_HEAD, read_torch_file
-from holdfast.formats.values_in import below, plain, tensor_holders
+from holdfast.formats.values_in import below, plain, require_short, tensor_holders
 from holdfast.ports.store import Readable
 from holdfast.spec.listing import Listing
 from holdfast.spec.values import Group, Skipped, TensorRef, Value
@@ -108,6 +108,7 @@ class _Nesting:
     def branch(self, value: dict[str, object], path: str) -> Group:
         """Put down the tensors of a dict under its path; return everything else in it."""
         items: dict[str, Value] = {}
+        require_short(path)
         for key, each in value.items():
             name = below(path, key)
             if isinstance(each, StoredTensor):

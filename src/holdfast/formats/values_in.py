@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.errors import InvalidError
 from holdfast.formats.inert import DTypeRef, Instance, Named
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.spec.values import FrameworkValue, Group, Skipped, TensorRef, Value
@@ -19,6 +20,9 @@ OnTensor = Callable[[str, StoredTensor], Value]
 
 REMARKS_MAX = 100
 """Values that are told of one by one where they are left out."""
+
+_PATH_CHARACTERS_MAX = 4096
+"""Of a container's dotted name, which the name of everything in it begins with."""
 
 _LEAVES = (
     str, int, float, bool, type(None), complex, bytes, bytearray, datetime.datetime, datetime.date, datetime.time,
@@ -42,6 +46,10 @@ def plain(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) -> 
         return on_tensor(path, value)
     if isinstance(value, DTypeRef):
         return FrameworkValue("torch.dtype", value.name)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "V":
+        return _left_out(value, path, remarks)
+    if isinstance(value, dict | list | tuple):
+        require_short(path)
     if isinstance(value, dict):
         return _dict(value, path, on_tensor, remarks)
     if isinstance(value, list):
@@ -53,6 +61,19 @@ def plain(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) -> 
     if isinstance(value, _LEAVES):
         return value
     return _left_out(value, path, remarks)
+
+
+def require_short(path: str) -> None:
+    """Refuse to name what is in a container whose own name is beyond reason.
+
+    Raises:
+        InvalidError: It is; the message shows where it begins.
+    """
+    if len(path) > _PATH_CHARACTERS_MAX:
+        raise InvalidError(
+            f"{path[:200]}…: a name of {len(path)} characters; expected {_PATH_CHARACTERS_MAX} at most. "
+            "Shorten the keys of the state, or nest it less"
+        )
 
 
 def below(path: str, key: object) -> str:
@@ -109,7 +130,9 @@ def _set(value: set[Any] | frozenset[Any], path: str, remarks: list[str]) -> Val
 
 
 def _left_out(value: object, path: str, remarks: list[str]) -> Skipped:
-    name = value.qualname if isinstance(value, Instance | Named) else type(value).__name__
+    if len(remarks) > REMARKS_MAX:
+        return Skipped("")  # Its name has been told of nowhere; of millions it would only take memory.
+    name = value.qualname if isinstance(value, Instance | Named) else f"{type(value).__name__} of another type"
     count = _tensors_of(value) if isinstance(value, Instance) else 0
     what = f"{name}, with {count} tensors in it" if count else name
     remark(remarks, f"{path}: left out; it is a {what}. Save it as plain values to have it read")

@@ -11,6 +11,10 @@ from holdfast.settings import MIB
 
 _INDEX_BYTES_MAX = 256 * MIB
 
+_BRACKETS_MIN = 1 << 20
+_BYTES_PER_BRACKET = 8
+"""Of a header or an index, in which tensors have three in fifty bytes: empty lists take far more memory than bytes."""
+
 
 def names_in(files: Readable, suffix: str = "") -> list[str]:
     """Return the files directly in the folder, sorted."""
@@ -75,6 +79,11 @@ def json_object(data: bytes, where: str) -> dict[str, object]:
     Raises:
         CorruptError: It is none, or a name stands in it twice.
     """
+    opened = data.count(b"[") + data.count(b"{")
+    if opened > _BRACKETS_MIN + len(data) // _BYTES_PER_BRACKET:
+        raise CorruptError(
+            f"{where}: {opened} brackets in {len(data)} bytes; expected a name with each. Is it damaged?"
+        )
     try:
         document = json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

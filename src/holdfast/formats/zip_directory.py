@@ -101,8 +101,17 @@ def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> 
         raise CorruptError(f"{where}, bytes {start}–{stop}: no zip archive ends there. Was it cut short?")
     _, disk, disk_of, _, count, size, at, _ = _END.unpack_from(tail, found)
     end = first + found
-    if (1 << 16) - 1 in (disk, disk_of, count) or _IN_ZIP64 in (size, at):
-        count, size, at, end = _directory64(files, key, start, end, where)
+    stated = (count, size, at)
+    has_locator = tail[max(found - _END64_AT.size, 0) : found].startswith(b"PK\6\7")
+    if has_locator or (1 << 16) - 1 in (disk, disk_of, count) or _IN_ZIP64 in (size, at):
+        # Where a locator stands, torch goes by it, whatever the older record says.
+        *wide, end = _directory64(files, key, start, end, where)
+        if any(old not in (new, (1 << 16) - 1, _IN_ZIP64) for old, new in zip(stated, wide, strict=True)):
+            raise CorruptError(
+                f"{where}, byte {first + found}: the archive states two directories, of {stated} and of {wide} "
+                "entries, bytes and place; expected one. Read another copy"
+            )
+        count, size, at = wide
     elif disk or disk_of:
         raise InvalidError(f"{where}: a zip archive of several files; expected one")
     if size > DIRECTORY_BYTES_MAX or start + at + size > end or count * _RECORD.size > size:
@@ -143,6 +152,8 @@ def _records(directory: bytes, count: int, where: str) -> Iterator[_Record]:
         name = directory[begun : begun + name_bytes]
         extra = directory[begun + name_bytes : begun + name_bytes + extra_bytes]
         size, stored, local = _widened(extra, (size, stored, local), f"{where}, entry {name[:200]!r}")
+        if b"/code/" in name and (method != _STORED or flags & _ENCRYPTED):
+            raise InvalidError(f"{where}: a TorchScript archive; expected a state saved with torch.save")
         if method != _STORED or flags & _ENCRYPTED:
             raise InvalidError(
                 f"{where}, entry {name[:200]!r}: compressed or encrypted; expected it stored, as torch.save does: "

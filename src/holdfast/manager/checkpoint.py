@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -222,11 +221,26 @@ class Checkpoint:
 
     @cached_property
     def identity(self) -> str:
-        """What is another text for any other content: the digest of the manifest, or what the files look like."""
+        """What is another text for any other content: the digest of the manifest, or what the files look like and where
+        in them the pieces lie.
+        """
         if self._listing is None or self._place.foreign is None:
             return self.manifest.digest
-        stamps = [(key, self._place.foreign.stamp(key)) for key in sorted(self._listing.files)]
-        return hashlib.sha256(json.dumps([self.url, stamps]).encode()).hexdigest()
+        found = hashlib.sha256(repr([self.url, self._place.foreign.stamps(self._listing.files)]).encode())
+        for fqn in sorted(self._listing.pieces):
+            # One by one: there may be a million.
+            found.update(repr((fqn, *self._listing.pieces[fqn])).encode("utf-8", "surrogatepass"))
+        return found.hexdigest()
+
+    def require_unchanged(self) -> None:
+        """Refuse another system's files that were written again since this was opened; ours never are.
+
+        Raises:
+            ConflictError: One was; the message names it.
+            MissingError: One is no longer there.
+        """
+        if self._listing is not None and self._place.foreign is not None:
+            self._place.foreign.require_unchanged(self._listing.files)
 
     def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
         """Return what must be read to fill boxes of stored tensors, known to be there."""

@@ -13,8 +13,9 @@ from holdfast.manager.value_differences import value_diffs
 from holdfast.manager.windows import BATCH_BYTES, BATCHES_AT_ONCE
 from holdfast.plan.comparing import Window, batches, unsettled
 from holdfast.ports.observer import Observer
-from holdfast.spec.diff import Diff, NameOnly, TensorDiff, TieDiff, Verdict
+from holdfast.spec.diff import Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.spec.tensor import TensorSpec
+from holdfast.spec.values import per_rank_paths
 
 
 def differences(
@@ -47,10 +48,24 @@ def differences(
         only_a=names.only(a, names.of_a, names.of_b),
         only_b=names.only(b, names.of_b, names.of_a),
         ties=tuple(names.ties()),
-        values=() if chosen is not None else tuple(value_diffs(a.objects, b.objects)),
+        values=() if chosen is not None else (*value_diffs(a.objects, b.objects), *_per_rank_diffs(a, b)),
         read_bytes=read_bytes,
         settled_bytes=sum(pair.settled_bytes for pair in pairs),
     )
+
+
+def _per_rank_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
+    """Yield what differs of the values that each rank kept as its own, rank by rank."""
+    for rank in range(max(a.manifest.world_size, b.manifest.world_size)):
+        yield from value_diffs(_kept(a, rank), _kept(b, rank))
+
+
+def _kept(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
+    """Return what a rank kept as its own, by path; nothing where there was no such rank."""
+    manifest = checkpoint.manifest
+    if rank >= manifest.world_size or next(per_rank_paths(manifest.tree), None) is None:
+        return {}
+    return {f"{path}[rank {rank}]": value for path, value in checkpoint.per_rank(rank).items()}
 
 
 class _Names:
@@ -165,11 +180,15 @@ def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observe
             measures.setdefault(window.number, Measure()).add(own, other, pair.common)
         return measures, read_a + read_b, sum(window.bytes for window in batch)
 
+    def bytes_of(window: Window) -> int:
+        pair = pairs[window.number]
+        return (window.stop - window.start) * max(pair.a.itemsize, pair.b.itemsize)
+
     total = sum(window.bytes for pair in pairs for window in pair.windows)
     done = read_bytes = 0
     if observer is not None:
         observer.progress(0, total)
-    work = batches((pair.windows for pair in pairs), BATCH_BYTES)
+    work = batches((pair.windows for pair in pairs), BATCH_BYTES, bytes_of)
     for measures, read, compared in each_in_flight(compare, work, BATCHES_AT_ONCE):
         for number, measured in measures.items():
             pairs[number].take(measured)

@@ -41,7 +41,9 @@ _READ_BYTES_MAX = 8 * MIB
 _CAST_BYTES = 8 * MIB
 """What is between stored and cast elements, in all reads in flight together."""
 
-_NOTE = "plan.json"
+
+_JOURNAL = "journal-"
+"""Begins the name of a journal; its number follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class ExportReport:
     """How long it took."""
 
     begun_anew: bool
-    """Whether unfinished work was thrown away because it was of another source or other options."""
+    """Whether unfinished work was thrown away: it was of another source or other options, or its files were gone."""
 
     @property
     def bytes(self) -> int:
@@ -172,6 +174,15 @@ class Export:
             writer.carry_out(self._window_plans(windows, settings), source)
         finally:
             journal.close()
+        self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Refuse what was made of a source that was written again meanwhile.
+
+        Raises:
+            ConflictError: Names the file; the same command begins anew.
+        """
+        self._checkpoint.require_unchanged()
 
     def finish(self, done: Sequence[DoneWindow]) -> None:
         """Write the checksums, which are known now that everything else is durable."""
@@ -252,29 +263,23 @@ def carry_out_export(
         crew: Who carries out shares in processes of their own; None: this process does, alone.
         observer: Told of progress.
     Raises:
-        ConflictError: Something stands at the destination, or another process is exporting to it.
+        ConflictError: Something stands at the destination, another process is exporting to it, or a file of the source
+            was written again meanwhile; nothing appeared.
         UnavailableError: There is no room, or storage failed; what was done is kept.
     """
     began = clock.monotonic_seconds()
     window_bytes = export.window_bytes(request)
     with destination.claimed():
         note = json.dumps({"fingerprint": export.fingerprint}).encode()
-        known = destination.noted(_NOTE)
         if destination.exists:
-            if known == note and destination.is_moved:
-                destination.publish()
+            published = destination.published()
+            if destination.is_moved:
+                destination.publish()  # What an earlier process had no time for.
+            if published == note:
                 return _report(export, destination, clock.monotonic_seconds() - began, export.bytes, 0)
             raise ConflictError(f"{destination.url}: something is there; it was not touched. Export elsewhere")
-        begun_anew = known is not None and known != note
-        if begun_anew:
-            logger.warning(
-                "%s: unfinished work was of another source or other options; it is thrown away", destination.work_url
-            )
-        if known != note:
-            destination.clear()
-        destination.begin({file.name: file.bytes for file in export.files})
-        destination.note(_NOTE, note)
-        done, journals = _journalled(destination)
+        begun_anew = _begin(destination, {file.name: file.bytes for file in export.files}, note)
+        done, free = _journalled(destination)
         progress = _Progress(export.bytes, sum(each.window.bytes for each in done), observer)
         resumed_bytes = progress.done_bytes
         shares = [
@@ -284,7 +289,7 @@ def carry_out_export(
                 window_bytes=window_bytes,
                 memory_bytes=request.memory_bytes // request.workers,
                 done=_ranges(done),
-                journal=_journal_name(journals + number),
+                journal=f"{_JOURNAL}{free + number}",
                 fingerprint=export.fingerprint,
             )
             for number in range(request.workers)
@@ -297,9 +302,24 @@ def carry_out_export(
         else:
             crew(shares, progress.told)
         export.finish(_journalled(destination)[0])
+        export.require_unchanged()
         destination.publish()
     seconds = clock.monotonic_seconds() - began
     return _report(export, destination, seconds, resumed_bytes, progress.read_bytes, begun_anew=begun_anew)
+
+
+def _begin(destination: Destination, sizes: dict[str, int], note: bytes) -> bool:
+    """Have every file there, its journals true of it; return whether unfinished work was thrown away for that."""
+    known = destination.noted()
+    if known == note and destination.is_begun(sizes):
+        return False
+    if known is not None:
+        why = "has lost files" if known == note else "was of another source or other options"
+        logger.warning("%s: unfinished work %s; it is thrown away", destination.work_url, why)
+    destination.clear()
+    destination.begin(sizes)
+    destination.note(note)
+    return known is not None
 
 
 class _Progress:
@@ -339,23 +359,19 @@ def _report(
     )
 
 
-def _journal_name(number: int) -> str:
-    return f"journal-{number}"
-
-
 def _journalled(destination: Destination) -> tuple[list[DoneWindow], int]:
-    """Return what is durable, and how many journals say so."""
+    """Return what is durable, and a number that no journal has yet, nor any above it."""
     done: list[DoneWindow] = []
     number = 0
-    while (data := destination.noted(_journal_name(number))) is not None:
+    for name, data in destination.journals().items():
         try:
+            number = max(number, int(name.removeprefix(_JOURNAL)) + 1)
             done += _decode(data)
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptError(
-                f"{destination.work_url}/{_journal_name(number)}: not a journal of an export ({error}). Remove "
+                f"{destination.work_url}/{name}: not a journal of an export ({error}). Remove "
                 f"{destination.work_url}, then run the command again: it begins anew"
             ) from error
-        number += 1
     return done, number
 
 

@@ -40,14 +40,15 @@ def have_carried_out(start: Start, request: dict[str, object], shares: Sequence[
             worker = start()
             workers.append(worker)
             assert worker.stdin is not None
-            worker.stdin.write(json.dumps({**request, "share": asdict(share)}) + "\n")
-            worker.stdin.flush()
+            with suppress(BrokenPipeError):  # It has ended; how, is heard below.
+                worker.stdin.write(json.dumps({**request, "share": asdict(share)}) + "\n")
+                worker.stdin.flush()
             listeners.append(threading.Thread(target=_listen, args=(worker, share.number, heard), daemon=True))
             listeners[-1].start()
         working = len(shares)
         while working:
             number, line = heard.get()
-            said: dict[str, Any] = json.loads(line) if line is not None else {"end": workers[number].wait()}
+            said: dict[str, Any] = _said(number, line) if line is not None else {"end": workers[number].wait()}
             if "error" in said:
                 raise error_from(said["error"], f"worker {number}: ")
             if "written" in said:
@@ -70,6 +71,24 @@ def have_carried_out(start: Start, request: dict[str, object], shares: Sequence[
             assert worker.stdout is not None
             worker.stdout.close()
             worker.wait()
+
+
+def _said(number: int, line: str) -> dict[str, Any]:
+    """Return what a worker says in a line.
+
+    Raises:
+        UnavailableError: It is not a worker's.
+    """
+    try:
+        said = json.loads(line)
+    except ValueError:
+        said = None
+    if isinstance(said, dict) and ("error" in said or {"written", "read"} <= said.keys()):
+        return said
+    raise UnavailableError(
+        f"worker {number} said {line.strip()[:200]!r}; expected what a worker says: something in this Python prints "
+        "when it starts. What was written is kept. Stop that, then run the same command again: it goes on"
+    )
 
 
 def _listen(worker: subprocess.Popen[str], number: int, heard: queue.SimpleQueue[tuple[int, str | None]]) -> None:

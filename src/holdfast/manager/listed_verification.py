@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.casting import can_cast
 from holdfast.engine.comparing import Disagreement, disagreement
 from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError
@@ -51,6 +52,7 @@ class ListedVerification:
         self._listing, self._index, self._files = listing, index, files
         self._settings, self._observer, self._deep = settings, observer, deep
         self._impossible: list[Damage] = []
+        self._incomparable: list[str] = []
         self._copies = list(self._copies_to_judge())
         self._casts = list(self._casts_to_judge())
         self._copy_windows = [list(windows_of(number, each.piece)) for number, each in enumerate(self._copies)]
@@ -82,6 +84,11 @@ class ListedVerification:
             pairs = len({(each.against, each.piece.tensor.fqn) for each in self._casts})
             how = f"sampled, {compared:,} of {whole:,} bytes; deep compares all" if self.sampled else "compared whole"
             notes.append(f"casts of master copies: {pairs:,} tensors {how}")
+        if self._incomparable:
+            notes.append(
+                f"casts of master copies: {len(self._incomparable):,} tensors not comparable, the first "
+                f"{self._incomparable[0]}"
+            )
         return notes
 
     def damages(self) -> Iterator[Damage]:
@@ -118,6 +125,11 @@ class ListedVerification:
             if own.global_shape != other.global_shape:
                 shapes = f"{list(own.global_shape)}; its master copy {master} is of shape {list(other.global_shape)}"
                 self._impossible.append(Damage("", None, None, weight, f"of shape {shapes}; expected one shape"))
+                continue
+            if own.dtype == other.dtype and list(listing.pieces[weight]) == list(listing.pieces[master]):
+                continue  # The very same bytes, listed under both names.
+            if not can_cast(other.dtype, own.dtype):
+                self._incomparable.append(f"{weight}: {own.dtype}, its master copy {other.dtype}")
                 continue
             for piece in self._index.pieces_of(own.fqn):
                 yield _Judged(piece, other.fqn, other.dtype)

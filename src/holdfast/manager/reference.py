@@ -39,7 +39,8 @@ def referenced(
         settings: Bytes of a chunk, and reads in flight.
         observer: Told of progress.
     Raises:
-        ConflictError: The step exists; it was not touched.
+        ConflictError: The step exists; it was not touched. Or a file of the source was written again meanwhile; nothing
+            was published.
         InvalidError: The source is a checkpoint of Holdfast, or a file's name cannot be written down.
         CorruptError: A file of the source is damaged; nothing was published.
         UnavailableError: Storage failed, or the outcome is unknown.
@@ -63,6 +64,7 @@ def referenced(
     attempt, written = clock.random_bytes(8).hex(), list[str]()
     try:
         data = _manifest(source, place, clock, attempt, index, files, settings, written)
+        source.require_unchanged()
         published(place, data)
     except PublishFailed as failure:
         raise UnavailableError(

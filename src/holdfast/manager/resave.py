@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from holdfast.engine.copying import PieceReader, StoredSource
@@ -24,7 +24,7 @@ from holdfast.spec.box import Box
 from holdfast.spec.plan import Piece
 from holdfast.spec.region import Region, flat_run
 from holdfast.spec.tensor import Role, Shard, TensorSpec
-from holdfast.spec.values import Group, PerRankRef, Value
+from holdfast.spec.values import per_rank_paths
 
 
 def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer | None = None) -> SaveReport:
@@ -38,7 +38,8 @@ def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer |
         job: This process alone.
         observer: Told of progress.
     Raises:
-        ConflictError: A checkpoint is there; it was not touched.
+        ConflictError: A checkpoint is there; it was not touched. Or a file of the source was written again meanwhile;
+            nothing was committed.
         InvalidError: Ranks that saved the source kept values of their own.
         CorruptError: The source is damaged; nothing was committed.
         UnavailableError: Storage failed, or the outcome is unknown.
@@ -53,9 +54,13 @@ def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer |
     def collect() -> Collected:
         return _collected(source, observer)
 
+    def continued() -> None:
+        """Return that it continues no checkpoint; asked once everything is copied, before it is committed."""
+        source.require_unchanged()
+
     writer = PackWriter(place.store, job.settings)
     inherited = {"origin": source.origin, "masters": source.manifest.masters}
-    save = Save(job, place, writer, identify, lambda: None, lambda *_: None, awaited=True, inherited=inherited)
+    save = Save(job, place, writer, identify, continued, lambda *_: None, awaited=True, inherited=inherited)
     report = save.begin(collect).wait()
     assert report is not None, "committed comes with a report"
     return report
@@ -86,7 +91,7 @@ def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | No
 
 def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
     manifest = source.manifest
-    kept = sorted(_per_rank_paths(manifest.tree))
+    kept = sorted(per_rank_paths(manifest.tree))
     if kept and manifest.world_size > 1:
         raise InvalidError(
             f"{source.url}: {manifest.world_size} ranks saved it and kept values of their own under {kept[:5]}; "
@@ -104,17 +109,6 @@ def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
         skipped=[],
         per_rank=source.per_rank(0) if kept else {},
     )
-
-
-def _per_rank_paths(value: Value) -> Iterator[str]:
-    """Yield the paths of values of which every rank keeps its own."""
-    if isinstance(value, PerRankRef):
-        yield value.path
-        return
-    items = value.items if isinstance(value, Group) else value
-    inner = items.values() if isinstance(items, dict) else items if isinstance(items, list | tuple) else ()
-    for each in inner:
-        yield from _per_rank_paths(each)
 
 
 def _shard(spec: TensorSpec, pieces: Sequence[Piece], reader: PieceReader) -> LocalShard:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 
 from holdfast.repository import values
 from holdfast.spec.diff import ValueDiff
@@ -12,15 +13,18 @@ def value_diffs(a: object, b: object, path: str = "") -> Iterator[ValueDiff]:
     """Yield every value that differs, by path; containers of one kind are entered.
 
     Mappings are compared by key, whatever their order and class; lists and tuples of one length item by item; anything
-    else as it would be stored, so that `1`, `1.0` and `True` differ, and a NaN equals itself.
+    else, and every key, as it would be stored, so that `1`, `1.0` and `True` differ, and a NaN equals itself.
     """
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in [*a, *(each for each in b if each not in a)]:
-            where = _below(path, key)
-            if key in a and key in b:
-                yield from value_diffs(a[key], b[key], where)
+        of_a, of_b = _by_stored_key(a, path), _by_stored_key(b, path)
+        for stored, (key, own) in of_a.items():
+            if stored in of_b:
+                yield from value_diffs(own, of_b[stored][1], _below(path, key))
             else:
-                yield ValueDiff(where, key in a, key in b, a.get(key), b.get(key))
+                yield ValueDiff(_below(path, key), True, False, own, None)
+        for stored, (key, other) in of_b.items():
+            if stored not in of_a:
+                yield ValueDiff(_below(path, key), False, True, None, other)
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and (type(a), len(a)) == (type(b), len(b)):
         for number, (own, other) in enumerate(zip(a, b, strict=True)):
             yield from value_diffs(own, other, f"{path}[{number}]")
@@ -31,6 +35,17 @@ def value_diffs(a: object, b: object, path: str = "") -> Iterator[ValueDiff]:
 def value_document(value: object) -> object:
     """Return a value as a JSON document, tagged as docs/values.md says."""
     return values.encode(value, "")
+
+
+def _by_stored_key(mapping: Mapping[object, object], path: str) -> dict[Hashable, tuple[object, object]]:
+    """Return keys and values by how the key is stored; keys stored alike, which only NaNs are, are numbered."""
+    met: Counter[Hashable] = Counter()
+    found: dict[Hashable, tuple[object, object]] = {}
+    for key, value in mapping.items():
+        stored = key if isinstance(key, str) else (values.dumps(values.encode(key, path)),)
+        found[stored, met[stored]] = key, value
+        met[stored] += 1
+    return found
 
 
 def _same(a: object, b: object, path: str) -> bool:

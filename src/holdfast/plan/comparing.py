@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import DIGEST_BYTES, chunk_count, chunk_range
@@ -89,25 +89,28 @@ def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list
     return windows, settled_bytes
 
 
-def batches(groups: Iterable[Sequence[Window]], bytes_max: int) -> Iterator[tuple[Window, ...]]:
+def batches(
+    groups: Iterable[Sequence[Window]], bytes_max: int, bytes_of: Callable[[Window], int] = lambda window: window.bytes
+) -> Iterator[tuple[Window, ...]]:
     """Yield windows in batches of at most so many bytes, or of one window; a group that fits is not cut.
 
     Args:
         groups: Windows that are best read together: those of one tensor.
         bytes_max: What a batch may have.
+        bytes_of: What a window has, where the other copy of it may be the wider one.
     """
     batch: list[Window] = []
     held = 0
     for group in groups:
-        if held + sum(each.bytes for each in group) > bytes_max and batch:
+        if held + sum(map(bytes_of, group)) > bytes_max and batch:
             yield tuple(batch)
             batch, held = [], 0
         for window in group:
-            if held + window.bytes > bytes_max and batch:
+            if held + bytes_of(window) > bytes_max and batch:
                 yield tuple(batch)
                 batch, held = [], 0
             batch.append(window)
-            held += window.bytes
+            held += bytes_of(window)
     if batch:
         yield tuple(batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -30,7 +31,7 @@ class Journal(Protocol):
     """A file that is only added to."""
 
     def append(self, data: bytes) -> None:
-        """Add bytes; durable on return."""
+        """Add bytes; durable on return. After a call that failed, every further one does."""
         ...
 
     def close(self) -> None:
@@ -63,7 +64,7 @@ class Destination(Protocol):
 
     @property
     def is_moved(self) -> bool:
-        """Whether the files of noted work are gone: they were published, and the process died just then."""
+        """Whether there is work of which the files are gone, so that nothing of it is of use any more."""
         ...
 
     def claimed(self) -> AbstractContextManager[None]:
@@ -75,11 +76,15 @@ class Destination(Protocol):
         """
         ...
 
+    def is_begun(self, sizes: dict[str, int]) -> bool:
+        """Return whether every file is there, by name, as long as it was made."""
+        ...
+
     def begin(self, sizes: dict[str, int]) -> None:
-        """Reserve room for every file that is not there yet, by name.
+        """Make every file, by name, and reserve room for it, where no work is; if that fails nothing is left of it.
 
         Raises:
-            UnavailableError: There is not enough of it.
+            UnavailableError: There is not enough room.
         """
         ...
 
@@ -87,12 +92,22 @@ class Destination(Protocol):
         """Return a file that was begun."""
         ...
 
-    def note(self, name: str, data: bytes) -> None:
-        """Keep a few bytes beside the work; durable on return."""
+    def note(self, data: bytes) -> None:
+        """Keep a few bytes beside the work; durable on return. Noted anew, they are others."""
         ...
 
-    def noted(self, name: str) -> bytes | None:
-        """Return what was noted or written to a journal under a name; None if nothing was."""
+    def noted(self) -> bytes | None:
+        """Return what was noted; None if nothing was."""
+        ...
+
+    def published(self) -> bytes | None:
+        """Return what was noted of work that was published, by a process that died just then; None where what stands
+        at the path is anything else.
+        """
+        ...
+
+    def journals(self) -> Mapping[str, bytes]:
+        """Return what was written to journals, by name."""
         ...
 
     def journal(self, name: str) -> Journal:
@@ -105,6 +120,8 @@ class Destination(Protocol):
 
     def publish(self) -> None:
         """Have the files appear at the path, all at once and durable; then remove notes and journals.
+
+        Where `is_moved`, removes those.
 
         Raises:
             ConflictError: Something stands there by now; it was not touched, and the work is kept.

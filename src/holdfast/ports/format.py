@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from holdfast.ports.store import Readable
@@ -79,6 +79,22 @@ class Foreign(Protocol):
         """
         ...
 
-    def stamp(self, key: str) -> str:
-        """Return what is another text once a file was written again, as far as can be told without reading it."""
+    def stamps(self, keys: Collection[str]) -> Mapping[str, str]:
+        """Return what files looked like when each was first read, by key: another text for one that was written again,
+        as far as can be told without reading it.
+
+        Args:
+            keys: Where tensors lie; what was read beside them, in the same folders, is told too.
+        """
+        ...
+
+    def require_unchanged(self, keys: Collection[str]) -> None:
+        """Refuse files that were written again since they were first read.
+
+        Args:
+            keys: Where tensors lie; what was read beside them, in the same folders, counts too.
+        Raises:
+            ConflictError: One was; the message names it.
+            MissingError: One is no longer there.
+        """
         ...

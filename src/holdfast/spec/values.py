@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,3 +60,14 @@ class FrameworkValue:
 
     value: Value
     """Neutral content: a string, a tuple of ints, or for `torch.tensor` a dict of dtype, shape and bytes."""
+
+
+def per_rank_paths(value: Value) -> Iterator[str]:
+    """Yield the paths of values of which every rank keeps its own."""
+    if isinstance(value, PerRankRef):
+        yield value.path
+        return
+    items = value.items if isinstance(value, Group) else value
+    inner = items.values() if isinstance(items, dict) else items if isinstance(items, list | tuple) else ()
+    for each in inner:
+        yield from per_rank_paths(each)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from holdfast.errors import ConflictError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.local_upload import DIRECT_REFUSED, RESERVING_REFUSED
 from holdfast.stores.oserrors import translated
@@ -21,6 +22,13 @@ from holdfast.stores.syscalls import Syscalls, close_quietly
 
 _FILES = "files"
 """What becomes the destination: a folder, or the one file."""
+
+_NOTE = "plan.json"
+_NEW = ".new"
+"""Ends the name of what is on its way to another."""
+
+_PUBLISHED = "published.json"
+"""The note, and what the files looked like when they were about to appear."""
 
 _NOREPLACE_REFUSED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
@@ -78,29 +86,31 @@ class LocalDestination:
         with translated("begin", self.work_url, writing=True):
             if not os.path.isdir(self._parent):
                 raise InvalidError(f"{self.url}: the folder {self._parent} does not exist; make it first")
-            if not os.path.isdir(self._work) or os.path.islink(self._work):
-                os.mkdir(self._work, self._folder_mode)
-            fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fd = self._locked()
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConflictError(
-                    f"{self.url}: another process is exporting to it; wait for that, or end it"
-                ) from error
             yield
         finally:
-            try:
-                os.rmdir(self._work)
-            except OSError:
-                pass  # There is work in it, or it was published.
+            if self._is_work(fd):
+                with suppress(OSError):  # There is work in it.
+                    os.rmdir(self._work)
             os.close(fd)
 
+    def is_begun(self, sizes: dict[str, int]) -> bool:
+        """Return whether every file is there, as long as it was made."""
+        return all(self._length(name) == size for name, size in sizes.items())
+
     def begin(self, sizes: dict[str, int]) -> None:
-        """Reserve room for every file that is not there yet, by name."""
+        """Make every file and reserve room for it, by name; what cannot be is not begun."""
+        try:
+            self._begin(sizes)
+        except BaseException:
+            with suppress(CheckpointError):  # What went wrong first is what matters.
+                self.clear()
+            raise
+
+    def _begin(self, sizes: dict[str, int]) -> None:
         with translated("make room for", self.work_url, writing=True):
-            there = {name: self._allocated(name) for name in sizes}
-            needed = sum(max(size - (there[name] or 0), 0) for name, size in sizes.items())
+            needed = sum(sizes.values())
             status = os.statvfs(self._work)
             free = status.f_bavail * status.f_frsize
             if needed > free:
@@ -111,28 +121,28 @@ class LocalDestination:
             if "" not in sizes:
                 os.makedirs(os.path.join(self._work, _FILES), self._folder_mode, exist_ok=True)
             for name, size in sizes.items():
-                if there[name] is None:
-                    self._reserve(name, size)
+                self._reserve(name, size)
 
     def open(self, name: str) -> LocalOutputFile:
         """Return a file that was begun."""
         return LocalOutputFile(self._syscalls, self._file(name), f"{self.work_url}/{_FILES}/{name}".rstrip("/"))
 
-    def note(self, name: str, data: bytes) -> None:
+    def note(self, data: bytes) -> None:
         """Keep a few bytes beside the work."""
-        path = os.path.join(self._work, name)
         with translated("note", self.work_url, writing=True):
-            fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._mode)
-            try:
-                _write_all(fd, data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.rename(path + ".new", path)
-            _sync_folder(self._work)
+            self._keep(_NOTE, data)
 
-    def noted(self, name: str) -> bytes | None:
-        """Return what was noted or written to a journal under a name."""
+    def noted(self) -> bytes | None:
+        """Return what was noted."""
+        return self._kept(_NOTE)
+
+    def journals(self) -> Mapping[str, bytes]:
+        """Return what was written to journals."""
+        with translated("list", self.work_url):
+            names = [name for name in os.listdir(self._work) if name not in (_FILES, _NOTE, _PUBLISHED)]
+        return {name: self._kept(name) or b"" for name in sorted(names) if not name.endswith(_NEW)}
+
+    def _kept(self, name: str) -> bytes | None:
         with translated("read", f"{self.work_url}/{name}"):
             try:
                 with open(os.path.join(self._work, name), "rb") as file:
@@ -151,8 +161,10 @@ class LocalDestination:
     def clear(self) -> None:
         """Remove unfinished work, notes and journals, but not the folder that is claimed."""
         with translated("remove", self.work_url, writing=True):
-            # The note goes first: without it nobody takes what is left for work that can go on.
-            for name in sorted(os.listdir(self._work), key=lambda each: each == _FILES):
+            # The note goes first: without it nobody takes what is left for work that can go on. What tells that the
+            # files were published goes last: until then somebody else can clear the rest.
+            order = {_NOTE: -1, _FILES: 1, _PUBLISHED: 2}
+            for name in sorted(os.listdir(self._work), key=lambda each: order.get(each, 0)):
                 path = os.path.join(self._work, name)
                 if os.path.isdir(path) and not os.path.islink(path):
                     shutil.rmtree(path)
@@ -167,12 +179,67 @@ class LocalDestination:
             if not self.is_moved:
                 for folder, _, _ in os.walk(files):
                     _sync_folder(folder)
+                note = (self.noted() or b"").decode()
+                self._keep(_PUBLISHED, json.dumps({"note": note, "look": _look(files)}).encode())
                 self._move(files)
             _sync_folder(self._parent)
         self.clear()
         with translated("remove", self.work_url, writing=True):
             os.rmdir(self._work)
             _sync_folder(self._parent)
+
+    def published(self) -> bytes | None:
+        """Return the note of work that was published, if what stands at the path is still that."""
+        data = self._kept(_PUBLISHED)
+        if data is None or not self.is_moved:
+            return None
+        try:
+            kept = json.loads(data)
+            note, look = str(kept["note"]), kept["look"]
+        except (ValueError, KeyError, TypeError):
+            return None  # Nobody can tell, then.
+        with translated("look at", self.url):
+            return note.encode() if look == _look(self._path) else None
+
+    def _locked(self) -> int:
+        """Return the folder of the work, made if need be, open and locked."""
+        while True:
+            with suppress(FileExistsError):
+                os.mkdir(self._work, self._folder_mode)
+            try:
+                fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue  # Whoever had it was done with it just now.
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_work(fd):
+                    return fd
+            except BlockingIOError as error:
+                os.close(fd)
+                raise ConflictError(
+                    f"{self.url}: another process is exporting to it; wait for that, or end it"
+                ) from error
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # What was locked is no longer what the path leads to.
+
+    def _is_work(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.lstat(self._work))
+        except FileNotFoundError:
+            return False
+
+    def _keep(self, name: str, data: bytes) -> None:
+        path = os.path.join(self._work, name)
+        fd = os.open(path + _NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._mode)
+        try:
+            _write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(path + _NEW, path)
+        _sync_folder(self._work)
 
     def _move(self, files: str) -> None:
         parent = os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -196,19 +263,18 @@ class LocalDestination:
             raise InvalidError(f"{self.url}: file {name[:300]!r}; expected a path that stays in the destination")
         return os.path.join(self._work, _FILES, *parts)
 
-    def _allocated(self, name: str) -> int | None:
-        """Return the bytes a file takes on the disk; None if it is not there."""
+    def _length(self, name: str) -> int | None:
+        """Return the bytes of a regular file; None if it is not there."""
         try:
             found = os.lstat(self._file(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found.st_blocks * 512
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def _reserve(self, name: str, size: int) -> None:
         path = self._file(name)
         os.makedirs(os.path.dirname(path), self._folder_mode, exist_ok=True)
-        # Made under another name: a file that is there has its room, whenever the process dies.
-        fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._mode)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
         try:
             if size:
                 try:
@@ -220,7 +286,6 @@ class LocalDestination:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(path + ".new", path)
         _sync_folder(os.path.dirname(path))
 
 
@@ -291,12 +356,21 @@ class LocalJournal:
     def __init__(self, fd: int, where: str) -> None:
         """Take over a file just created."""
         self._fd, self._where = fd, where
+        self._is_cut = False
 
     def append(self, data: bytes) -> None:
-        """Add bytes; durable on return."""
+        """Add bytes; durable on return. Once that failed nothing more is added, behind what may have been cut short.
+
+        Raises:
+            UnavailableError: It could not be, now or before.
+        """
+        if self._is_cut:
+            raise UnavailableError(f"{self._where}: could not be written before; nothing is added to it any more")
+        self._is_cut = True
         with translated("write", self._where, writing=True):
             _write_all(self._fd, data)
             os.fsync(self._fd)
+        self._is_cut = False
 
     def close(self) -> None:
         """Let go of it."""
@@ -306,6 +380,16 @@ class LocalJournal:
 def _address(data: memoryview) -> int:
     address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0] if len(data) else 1
     return address
+
+
+def _look(path: str) -> list[list[str | int]]:
+    """Return name, size, time of writing and number of every file: not the same for other files."""
+    names = [os.path.relpath(os.path.join(folder, name), path) for folder, _, each in os.walk(path) for name in each]
+    found: list[list[str | int]] = []
+    for name in sorted(names) or [""]:
+        status = os.lstat(os.path.join(path, name) if name else path)
+        found.append([name, status.st_size, status.st_mtime_ns, status.st_ino])
+    return found
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Entry
 from holdfast.stores.local_ranges import read_ranges, take_cached
 from holdfast.stores.oserrors import translated
@@ -39,6 +39,8 @@ class ForeignFiles:
         """
         self._root = os.path.abspath(os.fspath(root))
         self._syscalls = syscalls or Syscalls()
+        self._stamps: dict[str, str] = {}
+        """By key, what a file looked like when it was first opened here."""
 
     @property
     def url(self) -> str:
@@ -85,11 +87,33 @@ class ForeignFiles:
             check_buffers(where, size, start, buffers)
             return take_cached(self._syscalls, fd, start, buffers, where, arrived)
 
-    def stamp(self, key: str) -> str:
-        """Return size, time of change and number of a file: another text once it was written again."""
-        with translated("look at", self._where(key)), self._opened(key) as (fd, _):
-            found = self._syscalls.fstat(fd)
-            return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+    def stamps(self, keys: Collection[str]) -> dict[str, str]:
+        """Return size, times of change and number of files as they were when each was first opened here, by key.
+
+        Others for files that were written again. What was opened beside them, in the same folders, is told too: it
+        tells what they hold. What lies elsewhere is not, such as the `latest` of a run that goes on.
+        """
+        for key in keys:
+            if key not in self._stamps:
+                self.size(key)
+        folders = {os.path.dirname(key) for key in keys}
+        return {key: stamp for key, stamp in sorted(self._stamps.items()) if os.path.dirname(key) in folders}
+
+    def require_unchanged(self, keys: Collection[str]) -> None:
+        """Refuse files that were written again since they were first opened here; which, as `stamps` says.
+
+        Raises:
+            ConflictError: One was; the message names it.
+            MissingError: One is no longer there.
+        """
+        for key, stamp in self.stamps(keys).items():
+            where = self._where(key)
+            with translated("look at", where), self._opened(key) as (fd, _):
+                if _stamp_of(self._syscalls.fstat(fd)) != stamp:
+                    raise ConflictError(
+                        f"{where}: was written again while it was read; expected it to stay as it was, for what was "
+                        "read may be partly of the one and partly of the other. Run it again once nothing writes there"
+                    )
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
@@ -154,6 +178,8 @@ class ForeignFiles:
             if not stat.S_ISREG(found.st_mode):
                 raise InvalidError(f"{where}: it is not a regular file; expected one")
             self._require_within(key, fd, where)
+            if key not in self._stamps:
+                self._stamps.setdefault(key, _stamp_of(found))
             yield fd, found.st_size
         finally:
             close_quietly(self._syscalls, fd)
@@ -164,10 +190,15 @@ class ForeignFiles:
         lies = os.readlink(f"/proc/self/fd/{fd}")
         if lies.startswith(home.rstrip("/") + "/"):
             return
-        repository, cached, revision = home.rpartition("/snapshots/")
-        if cached and revision and os.path.dirname(lies) == os.path.join(repository, _BLOBS):
+        repository, cached, _ = f"{home}/".rpartition("/snapshots/")
+        if cached and os.path.dirname(lies) == os.path.join(repository, _BLOBS):
             return
         raise InvalidError(
             f"{where}: is reached through a link that leads out of the folder, to {lies}; expected files of the "
-            "checkpoint's own folder. Name the folder in which they really lie"
+            "checkpoint's own folder. Copy it with what its links lead to (cp -rL); of a file that a checkpoint "
+            "references, allow a folder above both"
         )
+
+
+def _stamp_of(found: os.stat_result) -> str:
+    return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"

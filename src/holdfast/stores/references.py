@@ -16,8 +16,9 @@ class References:
     """Where referenced files lie, as `Packs` says; each under a folder that was allowed, no link leading out of it."""
 
     def __init__(self, roots: Sequence[str]) -> None:
-        """Remember which folders are allowed; touches nothing."""
-        self._roots = [(os.path.abspath(root).rstrip("/") + "/", ForeignFiles(root)) for root in roots]
+        """Remember which folders are allowed, by path or `file://` URL; touches nothing."""
+        paths = [root.removeprefix(_SCHEME) for root in roots]
+        self._roots = [(os.path.abspath(path).rstrip("/") + "/", ForeignFiles(path)) for path in paths]
 
     def __call__(self, url: str) -> Stored:
         """Return where a referenced file lies.

@@ -113,6 +113,12 @@ def test_what_is_no_number_is_counted_and_left_out() -> None:
     assert found.norm_a == 1.0
 
 
+def test_zeros_and_nans_of_different_types_are_compared_by_value() -> None:
+    found = measured([0.0, -0.0, math.nan, 1.0], [0x8000, 0x0000, 0xFFC1, 0x4000], "float32", "bfloat16")
+    assert found.changed == 1
+    assert measured([0, 1], [-0.0, 1.0], "int32", "float64").changed == 0
+
+
 def test_a_zero_that_changed_its_sign_is_changed_by_nothing() -> None:
     found = measured([0.0, -0.0], [-0.0, -0.0], "float32")
     assert (found.changed, found.max_absolute, found.max_relative) == (1, 0, 0)

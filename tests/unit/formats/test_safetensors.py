@@ -32,6 +32,23 @@ def every_dtype() -> dict[str, torch.Tensor]:
     return found
 
 
+def test_the_framework_that_metadata_tells_is_no_tied_name(tmp_path: Path) -> None:
+    save_file({"pt": torch.ones(2)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    found = holdfast.open_checkpoint(tmp_path / "x.safetensors")
+    assert list(found.tensors) == ["model.pt"]
+    held = {"pt": torch.zeros(2)}
+    holdfast.load(tmp_path / "x.safetensors", {"model": held}, process_group=False)
+    assert torch.equal(held["pt"], torch.ones(2))
+
+
+def test_remarks_on_what_an_index_leaves_out_have_an_end(tmp_path: Path) -> None:
+    save_file({f"w{number}": torch.ones(1) for number in range(300)}, tmp_path / FIRST)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w0": FIRST}}))
+    remarks = holdfast.open_checkpoint(tmp_path).remarks
+    assert len(remarks) == 101
+    assert "w1 is left out" in remarks[0]
+
+
 def raw(tensor: object) -> bytes:
     assert isinstance(tensor, torch.Tensor)
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -10,7 +10,7 @@ from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.formats.deepspeed.wording import CONVERT
 from holdfast.ports.store import Readable
 
-_LATEST = "latest"
+LATEST = "latest"
 _LATEST_UNIVERSAL = "latest_universal"
 _TAG_BYTES_MAX = 4096
 _NUMBER = "([0-9]{1,9})"
@@ -21,7 +21,7 @@ _EXPERTS = re.compile(
     r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
 )
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-_FIRST_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+FIRST_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _ATOMS = "zero/"
 OPTIMIZER_OF_ATOMS = "zero/optimizer_state.pt"
 
@@ -51,7 +51,12 @@ class Folder:
     @property
     def is_universal(self) -> bool:
         """Whether DeepSpeed's ds_to_universal wrote it."""
-        return self.prefix + OPTIMIZER_OF_ATOMS in self.sizes
+        return self.prefix + OPTIMIZER_OF_ATOMS in self.sizes or bool(self.atoms and not self.optimizers)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether model states are those of ZeRO-3, which holds parameters in optimizer states alone."""
+        return _MODEL_OF_THREE.fullmatch(self.models[0, 0].removeprefix(self.prefix)) is not None
 
     @property
     def mp_degree(self) -> int:
@@ -67,8 +72,8 @@ def find_prefix(files: Readable) -> str | None:
     """
     if _holds_tag(files, ""):
         return ""
-    for pointer in (_LATEST, _LATEST_UNIVERSAL):
-        tag = _tag_in(files, pointer)
+    for pointer in (LATEST, _LATEST_UNIVERSAL):
+        tag = tag_in(files, pointer)
         if tag and _holds_tag(files, f"{tag}/"):
             return f"{tag}/"
     return None
@@ -103,9 +108,7 @@ def read_folder(files: Readable, prefix: str) -> Folder:
         elif match := _OPTIMIZER.fullmatch(name):
             _claim(optimizers, (int(match[2]), int(match[1])), entry.key, where)
     if (0, 0) not in models:
-        raise MissingError(
-            f"{where}: no {_FIRST_FILES[0]} and no {_FIRST_FILES[1]}; expected one. Was all of it copied?"
-        )
+        raise MissingError(f"{where}: no {FIRST_FILES[0]} and no {FIRST_FILES[1]}; expected one. Was all of it copied?")
     return Folder(prefix, models, optimizers, {name: tuple(sorted(each)) for name, each in atoms.items()}, sizes)
 
 
@@ -126,10 +129,16 @@ def _refused(where: str, name: str, what: str) -> InvalidError:
 
 
 def _holds_tag(files: Readable, prefix: str) -> bool:
-    return any(_size(files, prefix + name) is not None for name in (*_FIRST_FILES, OPTIMIZER_OF_ATOMS))
+    return any(_size(files, prefix + name) is not None for name in (*FIRST_FILES, OPTIMIZER_OF_ATOMS))
 
 
-def _tag_in(files: Readable, pointer: str) -> str | None:
+def holds_states(name: str) -> bool:
+    """Return whether a file is called like one of model states or optimizer states."""
+    return any(each.fullmatch(name) for each in (_MODEL, _MODEL_OF_THREE, _OPTIMIZER))
+
+
+def tag_in(files: Readable, pointer: str) -> str | None:
+    """Return the tag that a file names, None where it is not there or names none."""
     size = _size(files, pointer)
     if size is None or not 0 < size <= _TAG_BYTES_MAX:
         return None

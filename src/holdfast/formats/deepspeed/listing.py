@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, MissingError
+from holdfast.formats.deepspeed.counters import remark_other_steps
 from holdfast.formats.deepspeed.folder import Folder
 from holdfast.formats.deepspeed.layout import Layouts
-from holdfast.formats.deepspeed.module import Parameters, list_frozen, list_module, list_ties
+from holdfast.formats.deepspeed.module import Parameters, list_copies, list_frozen, list_module, list_ties
 from holdfast.formats.deepspeed.optimizer import MASTER, OptimizerState, list_buffers
 from holdfast.formats.deepspeed.ranks import Models, read_models, read_optimizers
 from holdfast.formats.deepspeed.saved import ZeroState
@@ -28,10 +29,16 @@ def list_zero(files: Readable, folder: Folder) -> Listing:
         MissingError: The file of a rank is not there.
     """
     models = read_models(files, folder)
+    if folder.is_cut and not folder.optimizers:
+        raise MissingError(
+            f"{files.url}/{folder.prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt: is not there, nor those of other "
+            f"ranks; {folder.models[0, 0]} is of ZeRO-3, whose parameters lie there alone. Copy all of them"
+        )
     optimizers = read_optimizers(files, folder, models[0, 0])
     zero = optimizers[0][0] if optimizers else None
     parameters = parameters_of(files, folder, models, zero)
     extra_state = list_module(parameters, weights=zero is None or zero.stage != 3)
+    list_copies(parameters, models)
     state = list_buffers(parameters, optimizers) if optimizers else None
     return finished(files, folder, models, parameters, Found(zero, state, extra_state))
 
@@ -77,17 +84,27 @@ def finished(files: Readable, folder: Folder, models: Models, parameters: Parame
         list_frozen(parameters, models, zero.ranks)
     _require_complete(parameters)
     list_ties(parameters)
-    if found.state is None and first.has_optimizer:
+    if found.state is None and parameters.trained:
+        tensors.remark(
+            f"{tensors.where}/{first.file}: ZeRO trained {len(parameters.trained)} parameters, and there are no files "
+            "of optimizer states: these are weights alone. To load an optimizer, copy *_optim_states.pt of every rank"
+        )
+    elif found.state is None and first.has_optimizer:
         tensors.remark(
             f"{tensors.where}/{first.file}: the optimizer's state is left out: without ZeRO it goes by numbers, and "
             "nothing tells which parameter each is of"
         )
+    elif first.has_optimizer:
+        tensors.remark(f"{tensors.where}/{first.file}: optimizer is left out: files of their own hold its states")
     groups = zero.param_groups if zero is not None else None
+    if found.state is not None:
+        remark_other_steps(files, parameters, found.state, groups)
     tree = Values(files, parameters).tree(found.extra_state, zero.rest if zero else {}, found.state, groups)
     _remark_unlisted(parameters)
     step = first.count("global_steps", -1)
     ranks = zero.ranks if zero is not None else max(first.count("dp_world_size", 1), 1)
-    kind = "no ZeRO" if zero is None else f"ZeRO-{zero.stage}" if zero.stage else "BF16_Optimizer"
+    without = "weights of ZeRO" if parameters.trained else "no ZeRO"
+    kind = without if zero is None else f"ZeRO-{zero.stage}" if zero.stage else "BF16_Optimizer"
     return Listing(
         format=f"deepspeed {first.version}, {found.prefix}{kind}",
         tensors=tensors.specs,

@@ -45,6 +45,9 @@ class Parameters:
 
     def __post_init__(self) -> None:
         self.trained = {name for shapes in self.states[0].groups for name in shapes}
+        for number in range(len(self.states[0].groups)):
+            flat = self.flat_shapes(number)
+            self._shapes |= {name: [shapes[name] for shapes in flat] for name in flat[0]}
 
     def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Layout | None:
         """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
@@ -120,6 +123,30 @@ def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
         where = f"{parameters.tensors.where}/{first.file}: {name}"
         parameters.tensors.add(f"model.{name}", layout, [Held(t.dtype, t.shape, runs_of(t, where)) for t in found])
     return others
+
+
+def list_copies(parameters: Parameters, models: Mapping[Place, ModelState]) -> None:
+    """List what data-parallel ranks beyond the first hold of buffers, as all do with ZeRO-3, as further copies.
+
+    Args:
+        parameters: Where the buffers are listed.
+        models: By tensor-parallel and data-parallel rank, files of model states.
+    """
+    tensors = parameters.tensors
+    for name in parameters.states[0].buffers:
+        spec = tensors.specs.get(f"model.{name}")
+        for (tp, dp), state in models.items():
+            own, copy = models[tp, 0].module.get(name), state.module.get(name)
+            if not dp or spec is None or not isinstance(own, StoredTensor):
+                continue
+            if not isinstance(copy, StoredTensor) or (copy.dtype, copy.shape) != (own.dtype, own.shape):
+                held = f"{copy.dtype} {list(copy.shape)}" if isinstance(copy, StoredTensor) else "no tensor"
+                tensors.remark(
+                    f"{tensors.where}/{state.file}: holds {held} as the buffer {name}, data-parallel rank 0 "
+                    f"{own.dtype} {list(own.shape)}, which is the one that is read"
+                )
+            elif own.shape == spec.global_shape:
+                tensors.add_copy(spec.fqn, copy)
 
 
 def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], ranks: int) -> None:

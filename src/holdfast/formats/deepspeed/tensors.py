@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.formats.deepspeed.layout import Layout, whole_layout
-from holdfast.formats.deepspeed.pieces import Run, pieces_of, runs_of
+from holdfast.formats.deepspeed.pieces import Run, Slice, pieces_of, runs_of
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.values_in import remark
+from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.listing import ListedPiece
 from holdfast.spec.tensor import TensorSpec
@@ -92,6 +93,14 @@ class Tensors:
         copies = [ListedPiece(whole, each.file, each.offset) for each in every[1:] if each.shape == every[0].shape]
         if copies:
             self.replicas[fqn] = copies
+
+    def add_copy(self, fqn: str, tensor: StoredTensor) -> None:
+        """List a further copy, of one type and shape, of a tensor that is listed already."""
+        spec = self.specs[fqn]
+        whole = Box.whole(spec.global_shape)
+        runs = runs_of(tensor, f"{self.where}/{tensor.file}: {fqn}")
+        found = pieces_of(runs, tensor.shape, Slice(whole, whole.start), spec.global_shape, spec.itemsize)
+        self._extend(self.replicas.setdefault(fqn, []), found)
 
     def add_again(self, fqn: str, other: str) -> None:
         """List a tensor that is another one's bytes under a second name, without being tied to it."""

@@ -21,6 +21,7 @@ from holdfast.spec.values import FrameworkValue, Group, TensorRef, Value
 _SMALL_BYTES_MAX = 4096
 """Of a tensor that is kept as a value: a learning rate."""
 
+_OF_STATE = "optimizer.state."
 _SCHEDULER = "lr_scheduler"
 
 _STEP = "step"
@@ -61,11 +62,12 @@ class Values:
         elif optimizer is not None:
             self._tensors.remark(f"the optimizer's state is left out, but for master copies: {optimizer.unread}")
         for name, value in {**scaling, **self._parameters.states[0].rest}.items():
-            if value is None:
-                continue
+            if value is None and name == _SCHEDULER:
+                continue  # There was none; a scheduler that asks for its state lacks it by name.
             if name in items:
                 self._tensors.remark(
-                    f"{self._parameters.states[0].file}: {name} is left out: the name stands for another"
+                    f"{self._parameters.states[0].file}: {name} of client_state is left out: the name stands for the "
+                    f"{name} itself"
                 )
                 continue
             if isinstance(value, Instance) and isinstance(value.state, dict):
@@ -91,18 +93,22 @@ class Values:
         nothing: dict[str, Value] = {}
         hyperparameters = {}
         values = {}
+        aliases: dict[str, list[str]] = {}
+        for alias, kept in self._parameters.ties.items():
+            aliases.setdefault(kept, []).append(alias)
         for name, number in state.groups.items():
             if self._parameters.is_left_out(name):
                 continue
             own = self._values_of(name, state, known[number] if groups is not None else nothing)
-            for each in (name, *self._aliases_of(name)):
+            for each in (name, *aliases.get(name, ())):
                 hyperparameters[each] = known[number] if groups is not None else nothing
                 values[each] = own
+        self._tie_state({name: found for name, found in aliases.items() if name in values})
         return optimizer_group(hyperparameters, values)
 
     def _values_of(self, name: str, state: OptimizerState, group: Mapping[str, Value]) -> dict[str, Value]:
         """Return what a parameter's state holds besides tensors, and the step that some keep in the group."""
-        path = f"optimizer.state.{name}"
+        path = f"{_OF_STATE}{name}"
         found = {
             key: plain(value, f"{path}.{key}", self._small, self._tensors.remarks)
             for key, value in state.values.get(name, {}).items()
@@ -116,17 +122,12 @@ class Values:
             )
         return found
 
-    def _aliases_of(self, name: str) -> list[str]:
-        """Return the tied names of a trained parameter, under which its optimizer state goes too."""
-        found = [alias for alias, kept in self._parameters.ties.items() if kept == name]
-        if not found:
-            return []  # Looking through all names for each of thousands would be quadratic.
-        prefix = f"optimizer.state.{name}."
-        keys = [fqn for fqn in self._tensors.specs if fqn.startswith(prefix)]
-        for alias in found:
-            for fqn in keys:
-                self._tensors.aliases[f"optimizer.state.{alias}.{fqn.removeprefix(prefix)}"] = fqn
-        return found
+    def _tie_state(self, aliases: Mapping[str, Sequence[str]]) -> None:
+        """Give a trained parameter's optimizer state under its tied names too."""
+        for fqn in [fqn for fqn in self._tensors.specs if fqn.startswith(_OF_STATE)]:
+            name, _, key = fqn.removeprefix(_OF_STATE).rpartition(".")
+            for alias in aliases.get(name, ()):
+                self._tensors.aliases[f"{_OF_STATE}{alias}.{key}"] = fqn
 
     def _value(self, value: object, path: str) -> Value:
         return plain(value, path, self._large, self._tensors.remarks)

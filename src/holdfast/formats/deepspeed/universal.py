@@ -6,8 +6,9 @@ Weights, buffers and frozen parameters come from the files of model states besid
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, MissingError
 from holdfast.formats.deepspeed.folder import OPTIMIZER_OF_ATOMS, Folder
 from holdfast.formats.deepspeed.layout import Layout, whole_layout
 from holdfast.formats.deepspeed.listing import Found, finished, parameters_of
@@ -44,7 +45,7 @@ def list_universal(files: Readable, folder: Folder) -> Listing:
         MissingError: A file is not there.
     """
     models = read_models(files, folder)
-    saved = _Optimizer(files, folder.prefix + OPTIMIZER_OF_ATOMS, models[0, 0])
+    saved = _Optimizer(files, folder.prefix + OPTIMIZER_OF_ATOMS, folder.sizes, models[0, 0])
     parameters = parameters_of(files, folder, models, saved.zero, has_atoms=True)
     extra_state = list_module(parameters, weights=saved.zero.stage != 3)
     state = _list_atoms(files, folder, parameters, saved)
@@ -55,8 +56,13 @@ def list_universal(files: Readable, folder: Folder) -> Listing:
 class _Optimizer:
     """What `optimizer_state.pt` holds: hyperparameters, and with ZeRO-3 the counters that have no atoms."""
 
-    def __init__(self, files: Readable, key: str, model: ModelState) -> None:
+    def __init__(self, files: Readable, key: str, sizes: Mapping[str, int], model: ModelState) -> None:
         where = f"{files.url}/{key}"
+        if key not in sizes:
+            raise MissingError(
+                f"{where}: is not there, and zero/ beside it holds states of parameters; expected the file with their "
+                "hyperparameters. Copy it, or convert again with ds_to_universal"
+            )
         saved = read_torch_file(files, key).value
         if not isinstance(saved, dict):
             raise CorruptError(f"{where}: holds {shown(saved)}; expected a dict, as ds_to_universal writes")
@@ -76,6 +82,11 @@ class _Optimizer:
             rest=scaling_of(saved),
             version=model.version,
         )
+
+    def traits_of(self, buffer: int) -> frozenset[str]:
+        """Return the names of a buffer's hyperparameters: where they differ, so may what the optimizer keeps (Muon)."""
+        groups = self.zero.param_groups
+        return frozenset(groups[self.zero.group_of[buffer]] if groups else ())
 
     def numbers(self, buffer: int) -> dict[str, StoredTensor | int | float]:
         """Return the single numbers that the state of a flat buffer holds, by key."""
@@ -98,6 +109,7 @@ def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: 
                 f"{files.url}/{folder.prefix}zero/{name}: holds {', '.join(keys)[:200]}, and param_shapes of "
                 f"{parameters.states[0].file} does not name it; expected parameters that ZeRO trained"
             )
+    _require_same_atoms(files, folder, parameters, saved)
     for number, shapes in enumerate(parameters.states[0].groups):
         flat = parameters.flat_shapes(number)
         for name in shapes:
@@ -114,6 +126,26 @@ def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: 
                 else:
                     found.values.setdefault(name, {})[key] = value
     return found
+
+
+def _require_same_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: _Optimizer) -> None:
+    """Refuse a folder in which a parameter lacks a state that others have.
+
+    Raises:
+        MissingError: Names the file.
+    """
+    alike: dict[frozenset[str], list[str]] = {}
+    for number, shapes in enumerate(parameters.states[0].groups):
+        alike.setdefault(saved.traits_of(number), []).extend(shapes)
+    for names in alike.values():
+        expected = {_MASTER_ATOM}.union(*(folder.atoms.get(name, ()) for name in names))
+        for name in names:
+            lacking = sorted(expected.difference(folder.atoms.get(name, ())))
+            if lacking:
+                raise MissingError(
+                    f"{files.url}/{folder.prefix}zero/{name}/{lacking[0]}.pt: is not there; expected "
+                    f"{', '.join(sorted(expected))} of {name}, as of every parameter. Copy it, or convert again"
+                )
 
 
 def _list_atom(files: Readable, file: str, parameters: Parameters, fqn: str, layout: Layout | None) -> None:

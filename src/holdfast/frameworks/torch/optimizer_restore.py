@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -43,13 +43,30 @@ class TensorTaker(Protocol):
 class OptimizerRestoration:
     """What one optimizer gets back."""
 
-    def __init__(self, view: OptimizerView, saved: Group, taker: TensorTaker, catalog: Catalog) -> None:
+    def __init__(
+        self,
+        view: OptimizerView,
+        saved: Group,
+        taker: TensorTaker,
+        catalog: Catalog,
+        tensors: Iterable[str] | None = None,
+    ) -> None:
+        """Ask for what the checkpoint has of an optimizer.
+
+        Args:
+            view: The optimizer.
+            saved: What it was saved as, but for tensors.
+            taker: Who is asked.
+            catalog: What the checkpoint holds.
+            tensors: Names of its state's tensors, where not every name of the catalog is one by FQN.
+        """
         self._view, self._taker = view, taker
         self._masters = set(catalog.masters.values())
         self._members = _mapping(saved, "param_groups")
         self._hyperparameters = _mapping(saved, "hyperparameters")
         self._values = _mapping(saved, "state")
-        self._stored = _stored_by_name(catalog, f"{view.path}.state.", self._values)
+        listed = (*catalog.tensors, *catalog.aliases) if tensors is None else tensors
+        self._stored = _stored_by_name(listed, f"{view.path}.state.", self._values)
         self._groups: list[tuple[dict[str, object], dict[str, object]]] = []
         self._states: list[tuple[torch.Tensor, dict[str, object]]] = []
         for group in view.optimizer.param_groups:
@@ -106,7 +123,9 @@ class OptimizerRestoration:
             key = self._members.get(name)
             values = self._hyperparameters.get(str(key)) if key is not None else None
             if not isinstance(values, dict):
-                self._taker.missing.append(path)
+                # One that takes no gradient is never stepped; DeepSpeed keeps it out of its optimizer.
+                if key is not None or parameter.requires_grad or self._view.optimizer.state.get(parameter):
+                    self._taker.missing.append(path)
                 continue
             if "params" in values:
                 raise CorruptError(f"{path}: hyperparameters hold params, which no save writes. Read another copy")
@@ -189,11 +208,11 @@ def _mapping(saved: Group, name: str) -> dict[str, Value]:
     return found
 
 
-def _stored_by_name(catalog: Catalog, prefix: str, values: Mapping[str, Value]) -> dict[str, list[str]]:
+def _stored_by_name(listed: Iterable[str], prefix: str, values: Mapping[str, Value]) -> dict[str, list[str]]:
     """Return, by parameter FQN, the keys of the state tensors that stand in it directly."""
     inside = {ref.fqn for each in values.values() for ref in _references(each)}
     stored: dict[str, list[str]] = defaultdict(list)
-    for fqn in (*catalog.tensors, *catalog.aliases):
+    for fqn in listed:
         if fqn.startswith(prefix) and fqn not in inside:
             name, _, key = fqn.removeprefix(prefix).rpartition(".")
             stored[name].append(key)

@@ -235,15 +235,17 @@ class TorchRestoration:
             case ModuleNode():
                 self._module(node, saved)
             case OptimizerNode():
+                tensors = None
                 if (by_number := numbered(saved)) is not None:
                     named = by_name(by_number, node.view, self._catalog, self._leaf({}))
                     self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **named.aliases})
-                    saved = named.group
+                    saved, tensors = named.group, named.aliases
                 if not isinstance(saved, Group) or saved.kind != "optimizer":
                     if self._takes_part_whole(node.path):
                         self.missing.append(node.path)
                 else:
-                    self._finishes.append(OptimizerRestoration(node.view, saved, self, self._catalog).finish)
+                    restoration = OptimizerRestoration(node.view, saved, self, self._catalog, tensors)
+                    self._finishes.append(restoration.finish)
             case StatefulNode():
                 self._stateful(node, saved)
             case ValueNode():
@@ -294,8 +296,8 @@ class TorchRestoration:
         own = node.stateful.state_dict()
         if isinstance(saved, Group) and saved.kind == "stateful":
             saved = saved.items.get("state")
-        elif isinstance(saved, dict) or (isinstance(saved, Group) and saved.kind == "dict"):
-            # Systems that keep nothing but dicts do not tell an object's state from one.
+        elif isinstance(saved, dict) or (isinstance(saved, Group) and saved.kind in ("dict", "module")):
+            # Systems that keep nothing but dicts do not tell an object's state from one, nor from a module's.
             saved = self._with_tensors(saved, own, node.path)
         else:
             self.missing.append(node.path)

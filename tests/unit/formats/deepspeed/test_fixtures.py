@@ -182,6 +182,21 @@ def test_a_plain_module_and_adamw_load_from_it(case: str, kind: str) -> None:
         ]
 
 
+@pytest.mark.parametrize("case", ["zero1_dp2", "zero3_dp4"])
+def test_frozen_parameters_that_the_optimizer_holds_need_nothing_of_it(case: str) -> None:
+    model = Model()
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    others = [each for each in model.parameters() if each.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others}])
+    state = {"model": model, "optimizer": optimizer}
+    holdfast.load(FIXTURES / case / "ckpt", state, skip=["optimizer.state.*.master"])
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert optimizer.state[model.l1.weight]["step"] == 3 and model.frozen.weight not in optimizer.state
+    model.frozen.requires_grad_(True)
+    with pytest.raises(InvalidError, match=r"missing .* optimizer\.param_groups\.frozen"):
+        holdfast.load(FIXTURES / case / "ckpt", state, skip=["optimizer.state.*.master"])
+
+
 def test_a_scheduler_loads_from_it() -> None:
     _, optimizer = model_and_optimizer("zero1_dp2")
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
