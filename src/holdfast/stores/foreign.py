@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.ports.store import Entry
-from holdfast.stores.local_ranges import read_ranges, take_cached
+from holdfast.stores.file_reading import FileReading
 from holdfast.stores.oserrors import translated
-from holdfast.stores.parts import check_buffers, check_ranges
 from holdfast.stores.syscalls import Syscalls, close_quietly
 
 FILES_MAX = 1 << 20
@@ -22,7 +21,7 @@ _BLOBS = "blobs"
 """Where a Hugging Face cache keeps what the links in `snapshots/<revision>/` lead to."""
 
 
-class ForeignFiles:
+class ForeignFiles(FileReading):
     """Keys to files beneath a folder, as `Readable` says.
 
     A key is a path relative to the folder, of any characters, without empty parts, `.` or `..`. A link is followed
@@ -49,43 +48,8 @@ class ForeignFiles:
 
     def size(self, key: str) -> int:
         """Return the bytes of a file."""
-        with translated("look at", self._where(key)), self._opened(key) as (_, size):
+        with translated("look at", self._where(key)), self._open_object(key) as (_, size):
             return size
-
-    def get(self, key: str, bytes_max: int) -> bytes:
-        """Return a small file whole."""
-        where = self._where(key)
-        with translated("read", where), self._opened(key) as (fd, size):
-            if size > bytes_max:
-                raise CorruptError(f"{where}: {size} bytes; expected at most {bytes_max}")
-            data = memoryview(bytearray(size))
-            done = 0
-            while done < size:
-                count = self._syscalls.preadv(fd, [data[done:]], done)
-                if not count:
-                    raise CorruptError(f"{where}: ended at {done} of {size} bytes while it was read")
-                done += count
-            return bytes(data)
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
-        """Read byte ranges of one file, through the page cache where they already are, else directly."""
-        where = self._where(key)
-        with translated("read", where), self._opened(key) as (fd, size):
-            check_ranges(where, size, ranges, slabs)
-            return read_ranges(self._syscalls, fd, ranges, slabs, where)
-
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
-        """Read what the page cache holds, from `start` on, into one buffer after the other."""
-        where = self._where(key)
-        with translated("read", where), self._opened(key) as (fd, size):
-            check_buffers(where, size, start, buffers)
-            return take_cached(self._syscalls, fd, start, buffers, where, arrived)
 
     def stamps(self, keys: Collection[str]) -> dict[str, str]:
         """Return size, times of change and number of files as they were when each was first opened here, by key.
@@ -108,7 +72,7 @@ class ForeignFiles:
         """
         for key, stamp in self.stamps(keys).items():
             where = self._where(key)
-            with translated("look at", where), self._opened(key) as (fd, _):
+            with translated("look at", where), self._open_object(key) as (fd, _):
                 if _stamp_of(self._syscalls.fstat(fd)) != stamp:
                     raise ConflictError(
                         f"{where}: was written again while it was read; expected it to stay as it was, for what was "
@@ -167,7 +131,7 @@ class ForeignFiles:
             yield entries
 
     @contextmanager
-    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
+    def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
         """Open a regular file for reading: its descriptor and its real size in bytes."""
         where = self._where(key)
         fd = self._syscalls.open(self._path(key), _READ, 0)

@@ -6,20 +6,20 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
+from holdfast.stores.file_reading import FileReading
 from holdfast.stores.folders import TEMPORARY_PREFIX, TRIES, Folders
 from holdfast.stores.keys import is_part, split_key, split_prefix
-from holdfast.stores.local_ranges import read_ranges, take_cached
 from holdfast.stores.local_upload import LocalUpload
 from holdfast.stores.oserrors import translated
-from holdfast.stores.parts import PartLedger, check_buffers, check_ranges
+from holdfast.stores.parts import PartLedger
 from holdfast.stores.syscalls import Syscalls, close_quietly
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _WRITE_BYTES_MAX = 64 * MIB
 _Result = TypeVar("_Result")
 
 
-class LocalStore:
+class LocalStore(FileReading):
     """Keys to files beneath a root folder.
 
     Files are created exclusively and links below the root never followed; the root itself may be a link. What a
@@ -120,41 +120,6 @@ class LocalStore:
             found = self._syscalls.stat(parts[-1], dir_fd=folder)
         _require_regular(found, where)
         return found.st_size
-
-    def get(self, key: str, bytes_max: int) -> bytes:
-        """Return a small object whole."""
-        where = self._where(key)
-        with translated("read", where), self._open_object(key) as (fd, size):
-            if size > bytes_max:
-                raise CorruptError(f"{where}: {size} bytes; expected at most {bytes_max}")
-            data = memoryview(bytearray(size))
-            done = 0
-            while done < size:
-                count = self._syscalls.preadv(fd, [data[done:]], done)
-                if not count:
-                    raise CorruptError(f"{where}: ended at {done} of {size} bytes while it was read")
-                done += count
-            return bytes(data)
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
-        """Read byte ranges of one object, through the page cache where they already are, else directly."""
-        where = self._where(key)
-        with translated("read", where), self._open_object(key) as (fd, size):
-            check_ranges(where, size, ranges, slabs)
-            return read_ranges(self._syscalls, fd, ranges, slabs, where)
-
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
-        """Read what the page cache holds, from `start` on, into one buffer after the other."""
-        where = self._where(key)
-        with translated("read", where), self._open_object(key) as (fd, size):
-            check_buffers(where, size, start, buffers)
-            return take_cached(self._syscalls, fd, start, buffers, where, arrived)
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""

@@ -1,0 +1,61 @@
+"""Reading files of a POSIX file system, whoever says which file a key stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from holdfast.errors import CorruptError
+from holdfast.stores.local_ranges import read_ranges, take_cached
+from holdfast.stores.oserrors import translated
+from holdfast.stores.parts import check_buffers, check_ranges
+from holdfast.stores.syscalls import Syscalls
+
+
+class FileReading:
+    """How `Readable` reads; what derives from it opens a file for a key and says where it lies."""
+
+    _syscalls: Syscalls
+
+    def _where(self, key: str) -> str:
+        """Return the place of a key, for messages."""
+        raise NotImplementedError
+
+    def _open_object(self, key: str) -> AbstractContextManager[tuple[int, int]]:
+        """Open a regular file for reading: its descriptor and its real size in bytes."""
+        raise NotImplementedError
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole."""
+        where = self._where(key)
+        with translated("read", where), self._open_object(key) as (fd, size):
+            if size > bytes_max:
+                raise CorruptError(f"{where}: {size} bytes; expected at most {bytes_max}")
+            data = memoryview(bytearray(size))
+            done = 0
+            while done < size:
+                count = self._syscalls.preadv(fd, [data[done:]], done)
+                if not count:
+                    raise CorruptError(f"{where}: ended at {done} of {size} bytes while it was read")
+                done += count
+            return bytes(data)
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+        """Read byte ranges of one object, through the page cache where they already are, else directly."""
+        where = self._where(key)
+        with translated("read", where), self._open_object(key) as (fd, size):
+            check_ranges(where, size, ranges, slabs)
+            return read_ranges(self._syscalls, fd, ranges, slabs, where)
+
+    def get_cached(
+        self,
+        key: str,
+        start: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> int:
+        """Read what the page cache holds, from `start` on, into one buffer after the other."""
+        where = self._where(key)
+        with translated("read", where), self._open_object(key) as (fd, size):
+            check_buffers(where, size, start, buffers)
+            return take_cached(self._syscalls, fd, start, buffers, where, arrived)
