@@ -40,6 +40,7 @@ class ForeignFiles(FileReading):
         self._syscalls = syscalls or Syscalls()
         self._stamps: dict[str, str] = {}
         """By key, what a file looked like when it was first opened here."""
+        self._listed: dict[str, tuple[Entry, ...]] = {}
 
     @property
     def url(self) -> str:
@@ -87,9 +88,16 @@ class ForeignFiles(FileReading):
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield every file under a prefix; folders that are links are not entered, links that lead nowhere left out.
 
+        A folder is walked once, however many formats ask whether it is theirs.
+
         Raises:
             InvalidError: There are more than a checkpoint can have.
         """
+        if prefix not in self._listed:
+            self._listed[prefix] = tuple(self._walk(prefix))
+        return iter(self._listed[prefix])
+
+    def _walk(self, prefix: str) -> Iterator[Entry]:
         waiting, count = [prefix], 0
         while waiting:
             folder = waiting.pop()
