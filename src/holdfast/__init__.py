@@ -56,7 +56,7 @@ _HOME = {
     "import_checkpoint": "holdfast.api",
     "diff": "holdfast.api",
     "export": "holdfast.api",
-    "CheckpointManager": "holdfast.api",
+    "CheckpointManager": "holdfast.checkpoint_manager",
     "SaveHandle": "holdfast.api",
     "PerRank": "holdfast.spec.per_rank",
     "RngState": "holdfast.spec.per_rank",

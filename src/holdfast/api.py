@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from os import PathLike
-from types import TracebackType
-from typing import Self
 
 from holdfast import wiring
+from holdfast.arguments import Globs, patterns_of, require_state, selection_of
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.differences import differences
@@ -62,9 +61,6 @@ __all__ = [
     "value_document",
 ]
 
-Globs = Sequence[str] | str | None
-"""FQN patterns as in `fnmatch`, one or several."""
-
 
 def save(
     path: wiring.Path,
@@ -92,7 +88,7 @@ def save(
         ConflictError: A checkpoint is there; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    report = _begin(path, state, _selection(only, skip, grads), process_group, settings, awaited=True).wait()
+    report = _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=True).wait()
     assert report is not None, "committed comes with a report"
     return report
 
@@ -122,7 +118,7 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
             lives in the handle.
     """
-    return _begin(path, state, _selection(only, skip, grads), process_group, settings, awaited=False)
+    return _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=False)
 
 
 def _begin(
@@ -134,7 +130,7 @@ def _begin(
     *,
     awaited: bool,
 ) -> SaveHandle:
-    _require_state(state, "save(path, state)")
+    require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
     store = wiring.store_at(path, settings)
     return save_checkpoint(job, wiring.framework_of(job.comm), store, state, selection, awaited=awaited)
@@ -173,10 +169,10 @@ def load(
         MissingError: There is no checkpoint.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
-    _require_state(state, "load(path, state)")
+    require_state(state, "load(path, state)")
     comm = wiring.comm_of(process_group)
     place = wiring.place_at(path, settings)
-    request = LoadRequest(state, _selection(only, skip, grads), strict, cast)
+    request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
     return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), place, request)
 
 
@@ -321,128 +317,9 @@ def diff(
         CorruptError: One is damaged.
     """
     opened = [each if isinstance(each, Checkpoint) else open_checkpoint(each, settings=settings) for each in (a, b)]
-    patterns = None if tensors is None else _patterns("tensors", tensors)
+    patterns = None if tensors is None else patterns_of("tensors", tensors)
 
     def chosen(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns or ())
 
     return differences(*opened, chosen=None if patterns is None else chosen, cast=cast, full=full, observer=observer)
-
-
-class CheckpointManager:
-    """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
-
-    Making it is a collective: rank 0's nonce goes to every rank. Saving runs none.
-    """
-
-    def __init__(
-        self,
-        root: wiring.Path,
-        *,
-        process_group: wiring.ProcessGroup = None,
-        settings: Settings = wiring.DEFAULT_SETTINGS,
-    ) -> None:
-        """Open a root.
-
-        Args:
-            root: The folder that holds `step-*`; it is made at the first save.
-            process_group: None for the default group, False for this process alone, or a group.
-            settings: How to save and load.
-        Raises:
-            InvalidError: The root is one checkpoint, or no path.
-        """
-        self._run = wiring.run_at(root, process_group, settings)
-
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, object],
-        *,
-        only: Globs = None,
-        skip: Globs = None,
-        grads: bool = False,
-    ) -> SaveHandle:
-        """Begin to save a step; return once it is staged, or at once where it is taken lazily. As `async_save`."""
-        if isinstance(step, Mapping):
-            raise InvalidError("save(step, state): step is a dict; the arguments are swapped, the step comes first")
-        _require_state(state, "save(step, state)")
-        return self._run.save(step, state, _selection(only, skip, grads))
-
-    def load(
-        self,
-        state: Mapping[str, object],
-        step: int | None = None,
-        *,
-        strict: bool = True,
-        cast: bool = False,
-        only: Globs = None,
-        skip: Globs = None,
-        grads: bool = False,
-    ) -> int | None:
-        """Fill a state from a step, or from the newest step; return the step, or None if there is none yet.
-
-        Arguments and errors as the function `load`; a step that is asked for and absent is `MissingError`.
-        """
-        _require_state(state, "load(state, step)")
-        return self._run.load(LoadRequest(state, _selection(only, skip, grads), strict, cast), step)
-
-    @property
-    def load_report(self) -> LoadReport | None:
-        """What the last load did."""
-        return self._run.load_report
-
-    def steps(self) -> list[int]:
-        """Return the committed steps, ascending."""
-        return self._run.steps()
-
-    @property
-    def latest(self) -> int | None:
-        """The newest committed step, or None."""
-        return next(reversed(self.steps()), None)
-
-    def wait(self) -> None:
-        """Wait for every save under way; raise what failed and nobody was told."""
-        self._run.wait()
-
-    def close(self) -> None:
-        """Wait for every save under way, then end; raise what failed and nobody was told."""
-        self._run.close()
-
-    def __enter__(self) -> Self:
-        """Return the manager."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; what close raises never hides an error of the block."""
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"closing the checkpoint manager also failed: {failure}")
-
-
-def _require_state(state: object, call: str) -> None:
-    if not isinstance(state, Mapping):
-        hint = "; the arguments are swapped" if isinstance(state, str | int | PathLike) else ""
-        raise InvalidError(f"{call}: state is {type(state).__name__}; expected a dict of what to keep{hint}")
-
-
-def _selection(only: Globs, skip: Globs, grads: bool) -> Selection:
-    return Selection(
-        only=None if only is None else _patterns("only", only),
-        skip=() if skip is None else _patterns("skip", skip),
-        grads=bool(grads),
-    )
-
-
-def _patterns(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
-    if not isinstance(globs, Iterable):
-        raise InvalidError(f"{name}: {type(globs).__name__}; expected FQN patterns such as 'optimizer.*'")
-    patterns = (globs,) if isinstance(globs, str) else tuple(globs)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise InvalidError(f"{name}: pattern {pattern!r}; expected FQN patterns such as 'optimizer.*'")
-    return patterns

@@ -1,0 +1,109 @@
+"""The manager of a run: what a training loop saves and loads its steps with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from holdfast import wiring
+from holdfast.arguments import Globs, require_state, selection_of
+from holdfast.errors import InvalidError
+from holdfast.manager.handle import SaveHandle
+from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.settings import Settings
+
+
+class CheckpointManager:
+    """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
+
+    Making it is a collective: rank 0's nonce goes to every rank. Saving runs none.
+    """
+
+    def __init__(
+        self,
+        root: wiring.Path,
+        *,
+        process_group: wiring.ProcessGroup = None,
+        settings: Settings = wiring.DEFAULT_SETTINGS,
+    ) -> None:
+        """Open a root.
+
+        Args:
+            root: The folder that holds `step-*`; it is made at the first save.
+            process_group: None for the default group, False for this process alone, or a group.
+            settings: How to save and load.
+        Raises:
+            InvalidError: The root is one checkpoint, or no path.
+        """
+        self._run = wiring.run_at(root, process_group, settings)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        only: Globs = None,
+        skip: Globs = None,
+        grads: bool = False,
+    ) -> SaveHandle:
+        """Begin to save a step; return once it is staged, or at once where it is taken lazily. As `async_save`."""
+        if isinstance(step, Mapping):
+            raise InvalidError("save(step, state): step is a dict; the arguments are swapped, the step comes first")
+        require_state(state, "save(step, state)")
+        return self._run.save(step, state, selection_of(only, skip, grads))
+
+    def load(
+        self,
+        state: Mapping[str, object],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        only: Globs = None,
+        skip: Globs = None,
+        grads: bool = False,
+    ) -> int | None:
+        """Fill a state from a step, or from the newest step; return the step, or None if there is none yet.
+
+        Arguments and errors as the function `load`; a step that is asked for and absent is `MissingError`.
+        """
+        require_state(state, "load(state, step)")
+        return self._run.load(LoadRequest(state, selection_of(only, skip, grads), strict, cast), step)
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the last load did."""
+        return self._run.load_report
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        return self._run.steps()
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step, or None."""
+        return next(reversed(self.steps()), None)
+
+    def wait(self) -> None:
+        """Wait for every save under way; raise what failed and nobody was told."""
+        self._run.wait()
+
+    def close(self) -> None:
+        """Wait for every save under way, then end; raise what failed and nobody was told."""
+        self._run.close()
+
+    def __enter__(self) -> Self:
+        """Return the manager."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; what close raises never hides an error of the block."""
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"closing the checkpoint manager also failed: {failure}")
