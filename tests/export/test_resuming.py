@@ -21,12 +21,14 @@ from holdfast.manager.export import ExportRequest, carry_out_export
 from holdfast.ports.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.spec.export import ExportOptions
+from tests.export import held
+from tests.export.held import children, is_running, wait_until, written_down
 from tests.export.sources import SMALL, bits, exported, noise
 
 ROOT = Path(__file__).resolve().parents[2]
 
 WORK = """
-import sys
+import sys, threading
 from holdfast import wiring
 from holdfast.manager.export import Export, ExportRequest, carry_out_export
 from holdfast.ports.clock import SystemClock
@@ -40,10 +42,14 @@ class Fast(SystemClock):
         return super().monotonic_seconds() * 1000  # each window is made durable, and written down, on its own
 
 class Told:
+    told = 0
     def progress(self, done_bytes, total_bytes):
         print(done_bytes, total_bytes, flush=True)
+        self.told += 1
+        if self.told == int(told_max):
+            threading.Event().wait()  # To be killed, by somebody who may be slow.
 
-source, target = sys.argv[1:]
+source, target, told_max = sys.argv[1:]
 destination = LocalDestination(target)
 export = Export(wiring.checkpoint_at(source, Settings()), destination, OddWriter(), ExportOptions(), Fast())
 request = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=16 * PAGE_BYTES)
@@ -52,24 +58,27 @@ print("done", report.resumed_bytes, report.bytes, flush=True)
 """
 
 
-def begun(source: Path, target: Path) -> subprocess.Popen[str]:
-    """Start an export in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", WORK, str(source), str(target)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+def begun(source: Path, target: Path, told_max: int = 0) -> subprocess.Popen[str]:
+    """Start an export in a process of its own, which goes no further than to have told of its progress so often."""
+    command = [sys.executable, "-c", WORK, str(source), str(target), str(told_max)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def wait_for_journal(work: Path, process: subprocess.Popen[str]) -> None:
-    """Return once something was written down as durable, or the process has ended."""
-    until = time.monotonic() + 60
-    while process.poll() is None:
-        try:
-            if any(path.stat().st_size for path in work.glob("journal-*")):
-                return
-        except FileNotFoundError:
-            pass  # It was published just now.
-        assert time.monotonic() < until
-        time.sleep(0.01)
+def begun_and_held(arguments: list[str], workers: int) -> subprocess.Popen[str]:
+    """Start a command that exports and holds, and return once it, or each of its workers, has written windows down."""
+    command = [sys.executable, "-m", "tests.export.held", *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    target = Path(arguments[2])
+    work = target.with_name(f".{target.name}.holdfast-export")
+
+    def is_held() -> bool:
+        assert process.poll() is None, process.communicate()
+        written = written_down(work)
+        return len(written) == workers and all(written)
+
+    wait_until(is_held)
+    return process
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -100,10 +109,10 @@ def test_an_export_killed_at_any_moment_goes_on_and_ends_the_same(
     target = tmp_path / "out"
     kills = 0
     while True:
-        process = begun(source, target)
+        wanted = chance.randrange(1, 60) if kills < 4 else 1 << 30
+        process = begun(source, target, wanted + 9)
         assert process.stdout is not None
         lines = []
-        wanted = chance.randrange(1, 60) if kills < 4 else 1 << 30
         for line in process.stdout:
             lines.append(line)
             if len(lines) >= wanted:
@@ -126,42 +135,44 @@ def test_an_export_killed_at_any_moment_goes_on_and_ends_the_same(
 
 
 def test_a_command_killed_with_its_workers_at_work_goes_on(tmp_path: Path) -> None:
-    tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(12)}
+    tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(6)}
     holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
-    command = [sys.executable, "-m", "holdfast.cli", "export", str(tmp_path / "saved"), str(tmp_path / "out")]
-    command += ["--to", "safetensors", "--workers", "2", "--memory", "128MiB", "--shard-size", "100MB", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, text=True)
-    wait_for_journal(tmp_path / ".out.holdfast-export", process)
+    arguments = ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors"]
+    arguments += ["--workers", "2", "--memory", "128MiB", "--shard-size", "100MB", "--json"]
+    process = begun_and_held(arguments, workers=2)
+    workers = children(process.pid)
+    assert len(workers) == 2 and all(is_running(each) for each in workers)
     process.kill()
-    status = process.wait()
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if status == 0:
-        pytest.skip("it was done before it could be killed")
+    process.communicate()
+    wait_until(lambda: not any(is_running(each) for each in workers))  # Nobody told them: they saw that it is gone.
+    assert not (tmp_path / "out").exists()
+    durable_bytes = sum(written_down(tmp_path / ".out.holdfast-export"))
+    ended = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     document = json.loads(ended.stdout)
-    assert 0 < document["resumed_bytes"] < document["bytes"]
+    assert 0 < document["resumed_bytes"] == durable_bytes < document["bytes"]
     again = api.open_checkpoint(tmp_path / "out")
     for name, tensor in tensors.items():
         assert bits(again.read(f"model.{name}", framework="torch")) == bits(tensor)  # type: ignore[arg-type]
 
 
 def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
-    tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(12)}
+    tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(6)}
     holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
-    command = [sys.executable, "-m", "holdfast.cli", "export", str(tmp_path / "saved"), str(tmp_path / "out")]
-    command += ["--to", "safetensors", "--memory", "64MiB"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_journal(tmp_path / ".out.holdfast-export", process)
+    arguments = ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--memory", "64MiB"]
+    process = begun_and_held(arguments, workers=1)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    if process.returncode == 0:
-        pytest.skip("it was done before it could be interrupted")
+    _, said = process.communicate(timeout=60)  # Ends its input: it is held no longer.
     assert process.returncode == 130
     assert "Run the same command again: it goes on where it was" in said
     assert not (tmp_path / "out").exists()
-    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=False)
+    durable_bytes = sum(written_down(tmp_path / ".out.holdfast-export"))
+    command = [sys.executable, "-m", "holdfast.cli", *arguments, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["resumed_bytes"] > 0
+    assert json.loads(ended.stdout)["resumed_bytes"] == durable_bytes > 0
 
 
 class Stopped(Exception):
@@ -336,22 +347,24 @@ def test_a_source_that_is_damaged_is_named_and_nothing_appears(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(4)}
     holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
     target = tmp_path / "out"
-    known = {int(each) for each in os.listdir("/proc") if each.isdigit()}
+    known = children(os.getpid())
 
     class Kills:
         def progress(self, done_bytes: int, total_bytes: int) -> None:
             if done_bytes:
-                for each in _children(os.getpid()) - known:
+                for each in children(os.getpid()) - known:
                     os.kill(each, signal.SIGKILL)
 
+    monkeypatch.setattr(wiring, "_WORKER", held.WORKER)  # None of them ends by itself before it is killed.
     with pytest.raises(UnavailableError, match=r"worker \d ended with status -9; what was written is kept"):
         api.export(tmp_path / "saved", target, to="safetensors", workers=2, memory_bytes=128 * MIB, observer=Kills())
     assert not target.exists()
-    assert not _children(os.getpid()) - known
+    assert not children(os.getpid()) - known
+    monkeypatch.undo()
     api.export(tmp_path / "saved", target, to="safetensors")
     assert set(api.open_checkpoint(target).tensors) == {f"model.{name}" for name in tensors}
 
@@ -378,8 +391,3 @@ def test_a_worker_that_is_none_is_named(
     monkeypatch.setattr(wiring, "_started_worker", started)
     with pytest.raises(UnavailableError, match=message):
         api.export(source, tmp_path / "out", to="safetensors", workers=2, memory_bytes=128 * MIB)
-
-
-def _children(parent: int) -> set[int]:
-    listed = Path(f"/proc/{parent}/task").glob("*/children")
-    return {int(each) for path in listed for each in path.read_text().split()}

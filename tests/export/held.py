@@ -1,0 +1,101 @@
+"""The command line, of which an export stops at a known point: once the first of its windows are written down.
+
+Run as a module it takes the arguments of `holdfast`. Each journal takes one group of windows and then holds: that of
+the command itself until its standard input ends, that of a worker for good. So whatever is done to the process then
+happens to an export that has begun and cannot have finished, however fast or busy the machine is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast import cli, wiring
+from holdfast.ports.clock import SystemClock
+from holdfast.stores.destination import LocalDestination, LocalJournal
+
+WORKER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tests.export.held import worker; sys.exit(worker())"
+)
+"""What a worker that holds is started with, in the place of `wiring._WORKER`."""
+
+
+class Fast(SystemClock):
+    """A clock by which what was written is due to be made durable as soon as it is."""
+
+    def monotonic_seconds(self) -> float:
+        return super().monotonic_seconds() * 1000
+
+
+class HeldJournal:
+    """A journal that holds whoever adds to it, once what was added is durable."""
+
+    def __init__(self, journal: LocalJournal, hold: Callable[[], object]) -> None:
+        self._journal, self._hold = journal, hold
+
+    def append(self, data: bytes) -> None:
+        self._journal.append(data)
+        self._hold()
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def _hold_with(hold: Callable[[], object]) -> None:
+    class Held(LocalDestination):
+        def journal(self, name: str) -> HeldJournal:  # type: ignore[override]
+            return HeldJournal(super().journal(name), hold)
+
+    wiring.LocalDestination = Held  # type: ignore[misc]
+    wiring.clock = Fast
+
+
+def worker() -> int:
+    """Carry out the share of an export that standard input tells of, and hold."""
+    _hold_with(threading.Event().wait)
+    return wiring.export_worker()
+
+
+def written_down(work: Path) -> list[int]:
+    """Return the bytes that each journal of unfinished work tells of."""
+    found = []
+    for path in sorted(work.glob("journal-*")):
+        windows = [
+            json.loads(line)["window"] for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"
+        ]
+        found.append(sum(window["stop"] - window["start"] for window in windows))
+    return found
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Return once something has happened."""
+    until = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def children(parent: int) -> set[int]:
+    """Return the processes that a process has started and not yet heard the end of."""
+    listed = Path(f"/proc/{parent}/task").glob("*/children")
+    return {int(each) for path in listed for each in path.read_text().split()}
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+if __name__ == "__main__":
+    wiring._WORKER = WORKER
+    _hold_with(lambda: os.read(0, 1))
+    sys.argv[0] = "holdfast"
+    cli.main()
