@@ -20,7 +20,7 @@ from holdfast.manager.export import Crew, Export, ExportReport
 from holdfast.manager.export_crew import answer, have_carried_out
 from holdfast.manager.importing import ImportReport, import_step
 from holdfast.manager.job import Job
-from holdfast.manager.place import Place
+from holdfast.manager.place import Place, is_step_folder
 from holdfast.manager.resave import exported
 from holdfast.manager.run import Run
 from holdfast.ports.clock import Clock, SystemClock
@@ -123,8 +123,14 @@ def place_at(path: object, settings: Settings) -> Place:
         InvalidError: It is no path, or of a scheme not supported.
     """
     store = store_at(path, settings)
-    foreign = _Foreign(store.url.removeprefix("file://")) if isinstance(store, LocalStore) else None
-    return Place(store, "", None, foreign, References(settings.reference_roots))
+    foreign, root = None, None
+    if isinstance(store, LocalStore):
+        lies = store.url.removeprefix("file://")
+        foreign = _Foreign(lies)
+        # A step may refer to packs of others beside it; a link to it, such as people make, leads there too.
+        above, name = os.path.split(os.path.realpath(lies))
+        root = LocalStore(above, settings=settings) if is_step_folder(name) else None
+    return Place(store, "", None, foreign, References(settings.reference_roots), root)
 
 
 def run_at(root: object, process_group: ProcessGroup, settings: Settings) -> Run:

@@ -11,9 +11,10 @@ from tests.hostile.corpus_index import CASES as INDEXES
 from tests.hostile.corpus_manifest import CASES as MANIFESTS
 from tests.hostile.corpus_packs import CASES as PACKS
 from tests.hostile.corpus_references import CASES as REFERENCES
+from tests.hostile.corpus_steps import CASES as STEPS
 from tests.hostile.corpus_values import CASES as VALUES
 
-CASES: list[Case] = [*MANIFESTS, *VALUES, *INDEXES, *PACKS, *FILES, *REFERENCES]
+CASES: list[Case] = [*MANIFESTS, *VALUES, *INDEXES, *PACKS, *FILES, *REFERENCES, *STEPS]
 """Every case, in a fixed order."""
 
 assert len({case.name for case in CASES}) == len(CASES), "names of cases are distinct"

@@ -101,11 +101,16 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     if parent is not None:
         run = "" if parent.run_id == manifest.run_id else f" of run {printable(parent.run_id)}"
         screen.field("continues", f"step {parent.step}{run} (manifest {printable(parent.digest)})")
-    pack_bytes = sum(pack.bytes for pack in manifest.packs)
-    count = len(manifest.packs)
+    steps = checkpoint.packs_of_other_steps
+    elsewhere = [pack for packs in steps.values() for pack in packs]
+    pack_bytes = sum(pack.bytes for pack in manifest.packs) - sum(pack.bytes for pack in elsewhere)
+    count = len(manifest.packs) - len(elsewhere)
     kind = "referenced file" if checkpoint.references else "pack" if manifest.attempt else "file"
     screen.field("size", f"{manifest.tensors:,} tensors of {shown_bytes(manifest.tensor_bytes)}")
     screen.field("stored", f"{shown_bytes(pack_bytes)} in {count:,} {kind}{'s' * (count != 1)}")
+    if elsewhere:
+        of = f"step{'s' * (len(steps) != 1)} {', '.join(map(str, steps))}"
+        screen.field("unchanged", f"what lies in {len(elsewhere):,} pack{'s' * (len(elsewhere) != 1)} of {of}")
     screen.field("saved by", f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}")
     for layout in _layouts(manifest.layouts):
         screen.field("layout", layout)

@@ -27,17 +27,17 @@ from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
 from holdfast.repository import values
 from holdfast.repository.adopted import adopted
-from holdfast.repository.catalog import check_size, read_file, read_index, stored_bytes
+from holdfast.repository.catalog import check_pack, read_file, read_index, stored_bytes
 from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
-from holdfast.repository.names import is_file_url, is_pack_name, rank_of_pack
+from holdfast.repository.names import is_file_url, is_pack_name, rank_of_pack, step_of_pack
 from holdfast.repository.split_index import SplitIndex
 from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
 from holdfast.spec.damage import Damage
 from holdfast.spec.forecast import Forecast
-from holdfast.spec.manifest import Manifest
+from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.mesh import described_mesh
 from holdfast.spec.plan import LoadPlan, Piece
 from holdfast.spec.values import Group, Value
@@ -98,6 +98,16 @@ class Checkpoint:
     def references(self) -> tuple[str, ...]:
         """URLs of files elsewhere that it references, as an import without `copy` leaves them."""
         return tuple(pack.name for pack in self.manifest.packs if is_file_url(pack.name))
+
+    @property
+    def packs_of_other_steps(self) -> Mapping[int, tuple[FileRecord, ...]]:
+        """By step, ascending, the packs of other steps of its run in which tensors lie that had not changed since."""
+        found: dict[int, tuple[FileRecord, ...]] = {}
+        for pack in self.manifest.packs:
+            step = step_of_pack(pack.name)
+            if step is not None:
+                found[step] = (*found.get(step, ()), pack)
+        return dict(sorted(found.items()))
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -202,7 +212,7 @@ class Checkpoint:
         """Refuse to read past the end of a pack, before memory is allocated for it.
 
         Raises:
-            CorruptError: A pack ends too early, or a referenced file is not as long as it was.
+            CorruptError: A pack ends too early, or one that lies elsewhere is not as long as it was.
         """
         if self._listing is not None:
             return  # Held against the sizes of the files as it was listed.
@@ -211,8 +221,8 @@ class Checkpoint:
             stored, known = self.packs(run.pack), self._pack_bytes.get(run.pack)
             if known is None:
                 known = self._pack_bytes[run.pack] = stored_bytes(stored.files, stored.key)
-            if run.stop > known or (is_file_url(run.pack) and known != records[run.pack].bytes):
-                check_size(stored.files, stored.key, records[run.pack])
+            if run.stop > known or (not is_pack_name(run.pack) and known != records[run.pack].bytes):
+                check_pack(stored, records[run.pack], self.step)
 
     @property
     def settings(self) -> Settings:
@@ -264,7 +274,8 @@ class Checkpoint:
         """Return how many pieces of a tensor each rank wrote; ranks that wrote none are left out, and so are files of
         another system, of which no rank is known.
         """
-        return Counter(rank_of_pack(piece.pack) for piece in self.pieces(fqn) if is_pack_name(piece.pack))
+        packs = (piece.pack for piece in self.pieces(fqn))
+        return Counter(rank_of_pack(each) for each in packs if is_pack_name(each) or step_of_pack(each) is not None)
 
     def plan_for(self, mesh: str, fqns: Iterable[str] | None = None) -> Forecast:
         """Return what each rank of a job would read of this checkpoint; reads nothing but the index.

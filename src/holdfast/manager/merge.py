@@ -12,9 +12,9 @@ from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.place import Place
 from holdfast.manager.soundness import uncovered_names
-from holdfast.ports.store import Store
+from holdfast.ports.store import Packs
 from holdfast.repository import values
-from holdfast.repository.catalog import check_size, read_file
+from holdfast.repository.catalog import check_pack, read_file
 from holdfast.repository.index import Index, Merging
 from holdfast.repository.names import part_name
 from holdfast.repository.part import RankPart, decode_part, require_own
@@ -79,7 +79,8 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     with collector_paused():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, place.url)
-    require_sizes(place.store, f"{place.folder}{attempt}/", packs)
+    packs = _each_once(packs, place.url)
+    require_sizes(place.packs_in(attempt), packs, place.step)
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
         for (mesh, placements), count in sorted(layouts.items())
@@ -119,9 +120,26 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
         )
 
 
-def require_sizes(store: Store, prefix: str, packs: Sequence[FileRecord]) -> None:
-    """Refuse to publish packs that are not there in full."""
-    for _ in each_in_flight(lambda pack: check_size(store, prefix + pack.name, pack), packs):
+def _each_once(packs: Sequence[FileRecord], where: str) -> list[FileRecord]:
+    """Return packs without repetition: several ranks may refer to one pack of another step.
+
+    Raises:
+        CorruptError: Two ranks say different things of one.
+    """
+    known: dict[str, FileRecord] = {}
+    for pack in packs:
+        other = known.setdefault(pack.name, pack)
+        if other != pack:
+            raise CorruptError(
+                f"{where}: one rank says {pack.name} has {pack.bytes} bytes and digest {pack.digest}, another "
+                f"{other.bytes} and {other.digest}; expected one pack. Save again"
+            )
+    return list(known.values())
+
+
+def require_sizes(packs: Packs, records: Sequence[FileRecord], step: int | None) -> None:
+    """Refuse to publish packs that are not there in full; arguments as `check_pack`."""
+    for _ in each_in_flight(lambda pack: check_pack(packs(pack.name), pack, step), records):
         pass
 
 

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.ports.format import Foreign
-from holdfast.ports.store import Packs, Store, packs_under
+from holdfast.ports.store import Packs, Store, Stored, packs_under
 from holdfast.repository.catalog import exists, read_manifest_bytes, step_folders
-from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder
+from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_folder, step_of_pack
 from holdfast.spec.manifest import Manifest
 
 
@@ -41,6 +41,9 @@ class Place:
     references: Packs = none_allowed
     """Where files lie that the checkpoint references by URL."""
 
+    root: Store | None = None
+    """The root of the run that it is a step of, where packs of other steps lie; None where there is no run."""
+
     @property
     def url(self) -> str:
         """The place, for messages."""
@@ -57,8 +60,27 @@ class Place:
         """Return where the packs of the checkpoint lie."""
         if not manifest.attempt and self.foreign is not None:
             return packs_under(self.foreign.files, "")
-        own = packs_under(self.store, f"{self.folder}{manifest.attempt}/")
-        return lambda name: self.references(name) if is_file_url(name) else own(name)
+        return self.packs_in(manifest.attempt)
+
+    def packs_in(self, attempt: str) -> Packs:
+        """Return where the packs lie that an attempt wrote or refers to."""
+        own = packs_under(self.store, f"{self.folder}{attempt}/")
+
+        def packs(name: str) -> Stored:
+            if is_file_url(name):
+                return self.references(name)
+            return own(name) if step_of_pack(name) is None else self._of_other_step(name)
+
+        return packs
+
+    def _of_other_step(self, name: str) -> Stored:
+        if self.root is None:
+            raise InvalidError(
+                f"{self.url}: refers to {name}, a pack of another step of its run, and there is no run around it; "
+                "expected it in the root that it was saved in. Open it there, or copy it whole from there: holdfast "
+                "export --to holdfast"
+            )
+        return Stored(self.root, name)
 
     def require_empty(self) -> None:
         """Refuse to save onto something.
@@ -74,6 +96,11 @@ class Place:
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")
+
+
+def is_step_folder(name: str) -> bool:
+    """Return whether a folder is a step by its name, so that the folder above is the root of its run."""
+    return step_of_folder(name) is not None
 
 
 def require_no_run(store: Store, purpose: str) -> None:

@@ -18,7 +18,7 @@ from holdfast.manager.save import Save
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import check_size, read_manifest
+from holdfast.repository.catalog import check_pack, read_manifest
 from holdfast.repository.names import MANIFEST_FILE
 from holdfast.spec.box import Box
 from holdfast.spec.plan import Piece
@@ -98,8 +98,7 @@ def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
             "expected none, for one process copies it. Copy its folder, or load it on as many ranks and save it there"
         )
     for pack in manifest.packs:
-        stored = source.packs(pack.name)
-        check_size(stored.files, stored.key, pack)
+        check_pack(source.packs(pack.name), pack, manifest.step)
     tensors = source.index.tensors.values()
     reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), observer)
     return Collected(

@@ -29,7 +29,7 @@ class Run:
     def __init__(self, store: Store, job: Job, framework: Framework, references: Packs = none_allowed) -> None:
         require_no_checkpoint(store)
         self._store, self._job, self._framework = store, job, framework
-        self._home = Place(store, "", None, references=references)
+        self._home = Place(store, "", None, references=references, root=store)
         self._writer = PackWriter(store, job.settings)
         self._latest = _Link(None, None)
         self._pending: list[SaveHandle] = []

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Packs, Readable, Store
+from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.index import Index, Merging
 from holdfast.repository.index_file import INDEX_BYTES_MAX, decode_index
@@ -18,8 +18,10 @@ from holdfast.repository.names import (
     OVERVIEW_FILE,
     RUN_FILE,
     is_file_url,
+    is_pack_name,
     step_folder,
     step_of_folder,
+    step_of_pack,
 )
 from holdfast.repository.overview import Overview, decode_overview
 from holdfast.repository.publish import publish
@@ -187,6 +189,28 @@ def check_size(store: Readable, key: str, record: FileRecord) -> None:
         raise CorruptError(f"{store.url}/{key}: {found} bytes; expected {record.bytes}. Read another copy")
 
 
+def check_pack(stored: Stored, pack: FileRecord, step: int | None) -> None:
+    """Refuse a pack that is not there or not as long as the manifest says.
+
+    Args:
+        stored: Where it lies.
+        pack: What the manifest says of it.
+        step: The step whose manifest that is.
+    Raises:
+        CorruptError: It is missing or of another size; of a pack of another step the message names both.
+    """
+    try:
+        check_size(stored.files, stored.key, pack)
+    except CorruptError as error:
+        other = step_of_pack(pack.name)
+        if other is None:
+            raise
+        raise CorruptError(
+            f"{error}. It belongs to step {other}, and step {step} refers to it for what had not changed since: put it "
+            "back, or choose another step"
+        ) from error
+
+
 def index_from(manifest: Manifest, files: list[bytes], where: str, overview: Overview | None = None) -> Index:
     """Return the index of a checkpoint from the content of its index files, checked against the manifest.
 
@@ -247,7 +271,7 @@ def _merged(indexes: Sequence[Index], table: TensorTable | None, where: str) -> 
 
 
 def require_places(index: Index, manifest: Manifest, where: str) -> None:
-    """Refuse pieces beyond the end of their packs, and two that share a byte of a pack of the attempt's own.
+    """Refuse pieces beyond the end of their packs, and two that share a byte of a pack that Holdfast wrote.
 
     Raises:
         CorruptError: Names the first.
@@ -271,9 +295,9 @@ def require_places(index: Index, manifest: Manifest, where: str) -> None:
     order = filled[np.lexsort((pieces.offsets[filled], pieces.packs[filled]))]
     stops = pieces.offsets[order] + pieces.bytes[order]
     # Files of another system may hold tied tensors once.
-    is_own = np.array([not is_file_url(name) for name in index.packs], dtype=bool)[pieces.packs[order]]
+    is_ours = np.array([not is_file_url(name) for name in index.packs], dtype=bool)[pieces.packs[order]]
     same_pack = pieces.packs[order][1:] == pieces.packs[order][:-1]
-    shared = is_own[1:] & same_pack & (pieces.offsets[order][1:] < stops[:-1])
+    shared = is_ours[1:] & same_pack & (pieces.offsets[order][1:] < stops[:-1])
     if shared.any():
         at = int(order[1:][int(shared.argmax())])
         name, byte = index.packs[int(pieces.packs[at])], int(pieces.offsets[at])
@@ -295,24 +319,25 @@ def _require_totals(tensors: Mapping[str, TensorSpec], manifest: Manifest, where
 def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> dict[str, tuple[int, CheckpointError]]:
     """Return, by name, packs that are not there in full: the bytes there are, and what to say of it.
 
-    One listing, however many packs of its own there are. What is there of a short one can still be read; of a
-    referenced file that has another size nothing can, for it is another file.
+    One listing for each attempt that packs lie in, however many there are. What is there of a short one can still be
+    read; of one elsewhere that is longer, and of a referenced file of another size, nothing can: it is another file.
     """
-    prefix = f"{folder}{manifest.attempt}/"
-    found: dict[str, int] | None = None
+    own = f"{folder}{manifest.attempt}/"
+    found: dict[str, dict[str, int]] = {}
     short: dict[str, tuple[int, CheckpointError]] = {}
     for pack in manifest.packs:
         there = 0
         try:
-            if is_file_url(pack.name):
-                stored = packs(pack.name)
-                check_size(stored.files, stored.key, pack)
-                continue
-            if found is None:
-                found = {entry.key: entry.bytes for entry in store.list(prefix)}
-            there = found.get(prefix + pack.name, 0)
-            if there < pack.bytes:
-                check_size(store, prefix + pack.name, pack)
+            stored = packs(pack.name)
+            if not is_file_url(pack.name):
+                prefix = own if is_pack_name(pack.name) else "/".join(pack.name.split("/")[:2]) + "/"
+                if prefix not in found:
+                    found[prefix] = {entry.key: entry.bytes for entry in stored.files.list(prefix)}
+                there = found[prefix].get(stored.key, 0)
+                if there == pack.bytes or (there > pack.bytes and prefix == own):
+                    continue
+                there = 0 if there > pack.bytes else there
+            check_pack(stored, pack, manifest.step)
         except (CorruptError, InvalidError) as error:
             short[pack.name] = there, error
     return short

@@ -8,7 +8,7 @@ import numpy as np
 from holdfast.errors import CorruptError
 from holdfast.repository.columns import Ints, packed, unpacked
 from holdfast.repository.index import Index
-from holdfast.repository.names import is_file_url, is_pack_name
+from holdfast.repository.names import is_file_url, is_pack_name, step_of_pack
 from holdfast.repository.pieces import Bools, PieceColumns, bounds_of, numels
 from holdfast.repository.tensors import Column, TensorTable, TensorTables, decode_tensors
 from holdfast.settings import MIB, PAGE_BYTES
@@ -17,8 +17,8 @@ from holdfast.spec.chunking import DIGEST_BYTES
 _BOX, _FLAT = 0, 1
 """Kinds of pieces in the column `piece_kinds`."""
 
-_OWN, _FILE = "own", "file"
-"""Kinds of packs: written by this checkpoint's attempt, or a file that another system wrote."""
+_OWN, _FILE, _STEP = "own", "file", "step"
+"""Kinds of packs: written by this checkpoint's attempt, a file that another system wrote, or a pack of another step."""
 
 _CHUNK_BYTES_MAX = 4 * MIB
 """What one digest may vouch for; also what bounds the tensors that a small index can claim."""
@@ -73,7 +73,15 @@ def document_of(index: Index) -> IndexDocument:
 
 
 def _kind_of(pack: str) -> str:
-    return _OWN if is_pack_name(pack) else _FILE
+    if is_pack_name(pack):
+        return _OWN
+    return _STEP if step_of_pack(pack) is not None else _FILE
+
+
+def _is_known(kind: str, name: str) -> bool:
+    if kind == _OWN:
+        return is_pack_name(name)
+    return step_of_pack(name) is not None if kind == _STEP else kind == _FILE and is_file_url(name)
 
 
 def index_of(
@@ -97,11 +105,10 @@ def index_of(
         document.fqns, document.dtypes, document.dtype_numbers, document.ndims, document.shapes, where
     )  # fmt: skip
     for origin, name in document.packs:
-        known = is_pack_name(name) if origin == _OWN else origin == _FILE and (unhashed or is_file_url(name))
-        if not known:
+        if not (unhashed and origin == _FILE) and not _is_known(origin, name):
             raise CorruptError(
-                f"{where}: pack {name[:200]!r} of kind {origin[:80]!r}; expected a pack of this checkpoint, or the URL "
-                "of a file"
+                f"{where}: pack {name[:200]!r} of kind {origin[:80]!r}; expected a pack of this checkpoint or of "
+                "another step, or the URL of a file"
             )
     if len({name for _, name in document.packs}) < len(document.packs):
         # Under two numbers, pieces of one pack would not be seen to share bytes.

@@ -17,8 +17,16 @@ from holdfast.repository.names import (
     is_index_name,
     is_pack_name,
     is_part_name,
+    step_of_pack,
 )
-from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_IMPORTED, FileRecord, Manifest, Parent
+from holdfast.spec.manifest import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR_IMPORTED,
+    FORMAT_MINOR_RUN,
+    FileRecord,
+    Manifest,
+    Parent,
+)
 from holdfast.spec.values import Group
 
 MANIFEST_BYTES_MAX = 1 << 28
@@ -105,9 +113,18 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     tree = values.decode(document.get("state"), "")
     if not isinstance(tree, Group) or tree.kind != "dict":
         raise CorruptError(f"{where}: state is {type(tree).__name__}; expected the root of a state")
+    step = field.whole("step", STEP_MAX) if document.get("step") is not None else None
+    packs = _records(field.of("packs", list), _is_pack_or_elsewhere, where)
+    for pack in packs:
+        other = step_of_pack(pack.name)
+        if other is not None and (step is None or other == step):
+            said = "which is no step of a run" if step is None else f"which is step {step} itself"
+            raise CorruptError(
+                f"{where}: refers to {pack.name}, a pack of step {other}, in a checkpoint {said}; expected another step"
+            )
     return Manifest(
         run_id=field.of("run_id", str, values.plain),
-        step=field.whole("step", STEP_MAX) if document.get("step") is not None else None,
+        step=step,
         attempt=field.of("attempt", str, lambda text: re.fullmatch("[0-9a-f]{16}", text) is not None),
         created=field.of("created", str, values.plain),
         parent=_parent(document.get("parent"), where),
@@ -118,7 +135,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         tensor_bytes=field.whole("tensor_bytes", 1 << 80),
         aliases=field.texts("aliases"),
         tree=tree,
-        packs=_records(field.of("packs", list), _is_pack_or_file, where),
+        packs=packs,
         parts=_records(field.of("parts", list), is_part_name, where),
         indexes=_records(field.of("indexes", list), is_index_name, where),
         overview=_overview(document.get("overview"), where),
@@ -130,6 +147,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has everything a manifest says."""
+    if any(step_of_pack(pack.name) is not None for pack in manifest.packs):
+        return FORMAT_MINOR_RUN
     is_referencing = any(is_file_url(pack.name) for pack in manifest.packs)
     return FORMAT_MINOR_IMPORTED if manifest.origin is not None or manifest.masters or is_referencing else 0
 
@@ -198,8 +217,8 @@ def _records(entries: list[object], is_name: Callable[[str], bool], where: str) 
     return tuple(records)
 
 
-def _is_pack_or_file(name: str) -> bool:
-    return is_pack_name(name) or (is_file_url(name) and values.plain(name))
+def _is_pack_or_elsewhere(name: str) -> bool:
+    return is_pack_name(name) or step_of_pack(name) is not None or (is_file_url(name) and values.plain(name))
 
 
 def _overview(entry: object, where: str) -> FileRecord | None:

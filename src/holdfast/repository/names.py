@@ -11,6 +11,7 @@ OVERVIEW_FILE = "overview.msgpack"
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
 _PACK = re.compile(r"(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
+_STEP_PACK = re.compile(r"step-(\d{12})/[0-9a-f]{16}/(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
 _PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
 _INDEX = re.compile(r"index-\d{5}\.msgpack", re.ASCII)
 
@@ -52,6 +53,17 @@ def is_pack_name(name: str) -> bool:
     return _PACK.fullmatch(name) is not None
 
 
+def step_pack_name(step: int, attempt: str, name: str) -> str:
+    """Return the name under which other steps of a run refer to a pack of an attempt: its path from the root."""
+    return f"{step_folder(step)}{attempt}/{name}"
+
+
+def step_of_pack(name: str) -> int | None:
+    """Return the step that a pack lies in, from its name; None where that is not the name of another step's pack."""
+    match = _STEP_PACK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def is_file_url(name: str) -> bool:
     """Return whether a name is the URL of a file on a file system, as packs that were imported by reference have it."""
     path = name.removeprefix("file://")
@@ -81,7 +93,10 @@ def is_attempt_file(name: str) -> bool:
 
 
 def rank_of_pack(name: str) -> int:
-    """Return the rank that wrote a pack, from its name."""
+    """Return the rank that wrote a pack, from its name, here or in another step."""
     match = _PACK.fullmatch(name)
+    if match is not None:
+        return int(match[1])
+    match = _STEP_PACK.fullmatch(name)
     assert match is not None, name
-    return int(match[1])
+    return int(match[2])

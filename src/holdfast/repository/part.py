@@ -9,7 +9,7 @@ import msgspec
 from holdfast.errors import CorruptError
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import IndexDocument, document_of, index_of
-from holdfast.repository.names import is_pack_name
+from holdfast.repository.names import is_pack_name, step_of_pack
 from holdfast.repository.tensors import TensorTables
 from holdfast.spec.manifest import FileRecord
 
@@ -39,7 +39,7 @@ class RankPart:
     """Tensors and pieces this rank wrote."""
 
     packs: tuple[FileRecord, ...]
-    """Its packs."""
+    """Its packs, and those of other steps that hold pieces it left there."""
 
     tree: bytes | None
     """The encoded non-tensor state; only from the lowest rank of a class, the others' being equal or set aside."""
@@ -101,8 +101,10 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptError(f"{where}: not a part of format 1 ({error})") from error
     for name, pack_bytes, _ in document.packs:
-        if not is_pack_name(name) or pack_bytes < 0:
-            raise CorruptError(f"{where}: pack {name!r} of {pack_bytes} bytes; expected a pack of this rank")
+        if not (is_pack_name(name) or step_of_pack(name) is not None) or pack_bytes < 0:
+            raise CorruptError(
+                f"{where}: pack {name[:200]!r} of {pack_bytes} bytes; expected a pack of this rank or of another step"
+            )
     return RankPart(
         document.rank,
         document.attempt,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store, Stored
-from holdfast.repository.catalog import check_size, index_from, overview_from, read_file
+from holdfast.repository.catalog import check_pack, index_from, overview_from, read_file
 from holdfast.repository.digest import digest_of
 from holdfast.repository.index import Index
-from holdfast.repository.names import MANIFEST_FILE, is_file_url, rank_of_part
+from holdfast.repository.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
 from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.repository.part import decode_part, require_own
 from holdfast.spec.damage import Damage
@@ -45,6 +45,7 @@ class Verification:
         self._judge = judge
         self._store, self._folder, self._manifest, self._packs = store, folder, manifest, packs
         self._slab, self._observer = slab, observer
+        self._elsewhere = {pack.name for pack in manifest.packs if not is_pack_name(pack.name)}
         self._files = (*manifest.packs, *manifest.parts, *manifest.indexes)
         if manifest.overview is not None:
             self._files += (manifest.overview,)
@@ -53,7 +54,7 @@ class Verification:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files the manifest names; of referenced ones, once the index is read, those of their pieces."""
+        """Bytes of all files the manifest names; of those elsewhere, once the index is read, those of their pieces."""
         return self._total
 
     @property
@@ -101,18 +102,20 @@ class Verification:
             # Every index file is what the manifest says, so the manifest and the index contradict each other.
             yield Damage(MANIFEST_FILE, None, None, None, str(error))
             return
-        # Of a referenced file nothing but its pieces is read.
+        # Of a file that lies elsewhere nothing but its pieces is read.
         self._total += sum(
-            index.bytes_by_pack.get(pack.name, 0) - pack.bytes for pack in manifest.packs if is_file_url(pack.name)
+            index.bytes_by_pack.get(pack.name, 0) - pack.bytes
+            for pack in manifest.packs
+            if pack.name in self._elsewhere
         )
         for pack in manifest.packs:
-            damages = self._damages_of_file if is_file_url(pack.name) else self._damages_of_pack
+            damages = self._damages_elsewhere if pack.name in self._elsewhere else self._damages_of_pack
             yield from damages(pack, index.pieces_in(pack.name), self._packs(pack.name))
         yield from self._surplus()
 
     def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
         try:
-            check_size(stored.files, stored.key, pack)
+            check_pack(stored, pack, self._manifest.step)
         except CheckpointError as error:
             yield self._of_file(pack.name, error)
             self._advance(pack.bytes)
@@ -126,16 +129,21 @@ class Verification:
         if whole:
             yield from self._damages_of_header(stored, pack, pieces)
 
-    def _damages_of_file(self, file: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
-        """Yield what is damaged of a referenced file: its size, and the chunks of its pieces."""
+    def _damages_elsewhere(self, file: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
+        """Yield what is damaged of a pack of another step or a referenced file: its size, and the chunks of its pieces.
+
+        The rest of such a pack is for its own step to answer for.
+        """
         try:
-            check_size(stored.files, stored.key, file)
+            check_pack(stored, file, self._manifest.step)
         except CheckpointError as error:
             yield self._of_file(file.name, error)
             self._advance(sum(piece.bytes for piece in pieces))
             return
         for piece in pieces:
             yield from self._damages_of_piece(stored, piece)
+        if not is_file_url(file.name):
+            return
         found = pack_digest(b"", b"".join(piece.digests for piece in pieces))
         if found != file.digest:
             message = f"the chunk digests of the index hash to {found}; the manifest says {file.digest}"
@@ -221,7 +229,7 @@ class Verification:
         return self._damage(name, None, None, None, str(error))
 
     def _damage(self, name: str, start: int | None, stop: int | None, fqn: str | None, message: str) -> Damage:
-        file = name if is_file_url(name) else f"{self._manifest.attempt}/{name}"
+        file = name if name in self._elsewhere else f"{self._manifest.attempt}/{name}"
         return Damage(file, start, stop, fqn, message)
 
     def _advance(self, done: int) -> None:

@@ -12,13 +12,16 @@ FORMAT_MAJOR = 1
 FORMAT_MINOR_IMPORTED = 1
 """Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
 
+FORMAT_MINOR_RUN = 2
+"""Minor version that brought what only a step of a run has: packs that lie in other steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """One file of the attempt, or one that lies elsewhere and is referenced."""
 
     name: str
-    """Path inside the attempt's folder; of a referenced file its URL."""
+    """Path inside the attempt's folder; of a pack of another step that from the root; of a referenced file its URL."""
 
     bytes: int
     """Its exact size."""
