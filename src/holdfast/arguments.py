@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
+from typing import cast
 
 from holdfast.errors import InvalidError
 from holdfast.ports.framework import Selection
+from holdfast.spec.policy import (
+    KEEP_RULES,
+    SAVE_RULES,
+    AnyOf,
+    EveryNSteps,
+    KeepPolicy,
+    LatestN,
+    OnRequest,
+    Policies,
+    SavePolicy,
+    Tagged,
+    rules_of,
+)
 
 Globs = Sequence[str] | str | None
 """FQN patterns as in `fnmatch`, one or several."""
@@ -49,3 +63,38 @@ def patterns_of(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
         if not isinstance(pattern, str):
             raise InvalidError(f"{name}: pattern {pattern!r}; expected FQN patterns such as 'optimizer.*'")
     return patterns
+
+
+def policies_of(save: object, every: object, keep: object, keep_last: object) -> Policies:
+    """Return when to save and what to keep, from policies or from their short forms.
+
+    Raises:
+        InvalidError: Both forms are given of one, or one is no policy of its kind.
+    """
+    if save is not None and every is not None:
+        raise InvalidError(f"save={save!r} and every={every!r}: expected one of them; both say when to save")
+    if keep is not None and keep_last is not None:
+        raise InvalidError(f"keep={keep!r} and keep_last={keep_last!r}: expected one of them; both say what to keep")
+    if every is not None:
+        _require_count("every", every)
+        save = AnyOf(EveryNSteps(cast(int, every)), OnRequest())
+    if keep_last is not None:
+        _require_count("keep_last", keep_last)
+        keep = AnyOf(LatestN(cast(int, keep_last)), Tagged())
+    _require_rules("save", save, SAVE_RULES, "when to save, such as EveryNSteps(100)", "keep")
+    _require_rules("keep", keep, KEEP_RULES, "what to keep, such as LatestN(3)", "save")
+    return Policies(cast(SavePolicy | None, save), cast(KeepPolicy | None, keep))
+
+
+def _require_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise InvalidError(f"{name}={value!r}; expected a positive whole number, or leave it out")
+
+
+def _require_rules(name: str, policy: object, kinds: tuple[type, ...], expected: str, other: str) -> None:
+    for rule in rules_of(policy):
+        if policy is None or isinstance(rule, kinds):
+            continue
+        is_other = isinstance(rule, SAVE_RULES + KEEP_RULES)
+        hint = f". Give it as {other}=" if is_other else " (holdfast.policies)"
+        raise InvalidError(f"{name}={str(rule)[:80]}: expected a policy that says {expected}{hint}")

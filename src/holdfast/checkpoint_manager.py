@@ -7,11 +7,12 @@ from types import TracebackType
 from typing import Self
 
 from holdfast import wiring
-from holdfast.arguments import Globs, require_state, selection_of
+from holdfast.arguments import Globs, policies_of, require_state, selection_of
 from holdfast.errors import InvalidError
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.load import LoadReport, LoadRequest
 from holdfast.settings import Settings
+from holdfast.spec.policy import KeepPolicy, SavePolicy
 
 
 class CheckpointManager:
@@ -24,6 +25,10 @@ class CheckpointManager:
         self,
         root: wiring.Path,
         *,
+        save: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
+        every: int | None = None,
+        keep_last: int | None = None,
         process_group: wiring.ProcessGroup = None,
         settings: Settings = wiring.DEFAULT_SETTINGS,
     ) -> None:
@@ -31,27 +36,70 @@ class CheckpointManager:
 
         Args:
             root: The folder that holds `step-*`; it is made at the first save.
+            save: When `maybe_save` saves; the same on every rank. See `holdfast.policies`.
+            keep: Which steps are kept; None for all. The newest valid one always is.
+            every: Short for `save=AnyOf(EveryNSteps(every), OnRequest())`.
+            keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
             process_group: None for the default group, False for this process alone, or a group.
             settings: How to save and load.
         Raises:
-            InvalidError: The root is one checkpoint, or no path.
+            InvalidError: The root is one checkpoint, or no path, or a policy is none or contradicts another.
         """
-        self._run = wiring.run_at(root, process_group, settings)
+        self._run = wiring.run_at(root, process_group, settings, policies_of(save, every, keep, keep_last))
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        metrics: Mapping[str, object] | None = None,
+        only: Globs = None,
+        skip: Globs = None,
+        grads: bool = False,
+    ) -> SaveHandle | None:
+        """Do what is due at a step of the training loop; return the save that begins, or None if none does.
+
+        Every rank calls it after every step, and all decide alike without waiting for each other. Rank 0's `metrics`
+        count, numbers by name. Other arguments and errors as `save`; a step that was just saved or loaded is not saved
+        again.
+
+        Raises:
+            InvalidError: The manager was made without `save` and `every`.
+        """
+        _require_step_first(step, "maybe_save")
+        require_state(state, "maybe_save(step, state)")
+        return self._run.maybe_save(step, state, selection_of(only, skip, grads), metrics)
+
+    def request_save(self) -> None:
+        """Ask `maybe_save` for a save soon: from any rank, any thread, or a signal handler.
+
+        A rank hands it on at its next `maybe_save`; all save a step or a second or so later.
+
+        Raises:
+            InvalidError: The policy has no `OnRequest()`.
+        """
+        self._run.request_save()
 
     def save(
         self,
         step: int,
         state: Mapping[str, object],
         *,
+        metrics: Mapping[str, object] | None = None,
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
     ) -> SaveHandle:
-        """Begin to save a step; return once it is staged, or at once where it is taken lazily. As `async_save`."""
-        if isinstance(step, Mapping):
-            raise InvalidError("save(step, state): step is a dict; the arguments are swapped, the step comes first")
+        """Begin to save a step; return once it is staged, or at once where it is taken lazily. As `async_save`.
+
+        Args:
+            step: The training iteration.
+            state: As `async_save`, and so `only`, `skip` and `grads`.
+            metrics: What to say of the step, numbers by name; rank 0's count.
+        """
+        _require_step_first(step, "save")
         require_state(state, "save(step, state)")
-        return self._run.save(step, state, selection_of(only, skip, grads))
+        return self._run.save(step, state, selection_of(only, skip, grads), metrics)
 
     def load(
         self,
@@ -107,3 +155,8 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"closing the checkpoint manager also failed: {failure}")
+
+
+def _require_step_first(step: object, call: str) -> None:
+    if isinstance(step, Mapping):
+        raise InvalidError(f"{call}(step, state): step is a dict; the arguments are swapped, the step comes first")

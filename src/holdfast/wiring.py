@@ -32,6 +32,7 @@ from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.spec.export import ExportOptions
 from holdfast.spec.listing import Listing
+from holdfast.spec.policy import Policies
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
@@ -133,11 +134,11 @@ def place_at(path: object, settings: Settings) -> Place:
     return Place(store, "", None, foreign, References(settings.reference_roots), root)
 
 
-def run_at(root: object, process_group: ProcessGroup, settings: Settings) -> Run:
+def run_at(root: object, process_group: ProcessGroup, settings: Settings, policies: Policies) -> Run:
     """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
     store = store_at(root, settings)
     job = new_job(process_group, settings)
-    return Run(store, job, framework_of(job.comm), References(settings.reference_roots))
+    return Run(store, job, framework_of(job.comm), References(settings.reference_roots), policies)
 
 
 @cache

@@ -55,7 +55,7 @@ def assembled(
     """
     whole = merged(place, attempt, votes, settings.chunk_bytes)
     indexes, overview = written_index(place, attempt, whole.index, settings, written)
-    origin, masters = note.get("origin"), note.get("masters")
+    origin, masters, metrics = note.get("origin"), note.get("masters"), note.get("metrics")
     return encode_manifest(
         Manifest(
             run_id=str(note["run_id"]),
@@ -77,6 +77,7 @@ def assembled(
             overview=overview,
             origin=None if origin is None else str(origin),
             masters=masters if isinstance(masters, dict) else {},
+            metrics=metrics if isinstance(metrics, dict) else {},
         )
     )
 

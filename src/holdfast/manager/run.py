@@ -11,14 +11,17 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError, Missing
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadReport, LoadRequest, load
+from holdfast.manager.metrics import WantedMetrics, told_metrics
 from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.save import Save
+from holdfast.manager.schedule import Schedule
 from holdfast.ports.clock import Clock
-from holdfast.ports.framework import Framework, Selection
+from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, exists, found_run, read_manifest
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.spec.manifest import Parent
+from holdfast.spec.policy import Policies
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,14 @@ logger = logging.getLogger(__name__)
 class Run:
     """A root and the job that saves into it."""
 
-    def __init__(self, store: Store, job: Job, framework: Framework, references: Packs = none_allowed) -> None:
+    def __init__(
+        self,
+        store: Store,
+        job: Job,
+        framework: Framework,
+        references: Packs = none_allowed,
+        policies: Policies = Policies(),  # noqa: B008 - frozen
+    ) -> None:
         require_no_checkpoint(store)
         self._store, self._job, self._framework = store, job, framework
         self._home = Place(store, "", None, references=references, root=store)
@@ -34,17 +44,68 @@ class Run:
         self._latest = _Link(None, None)
         self._pending: list[SaveHandle] = []
         self._closed = False
+        self._schedule = None if policies.save is None else Schedule(job, policies.save)
+        self._metrics = WantedMetrics(store, policies.keep)
         self.load_report: LoadReport | None = None
         """What the last load did."""
 
-    def save(self, step: int, state: Mapping[str, object], selection: Selection) -> SaveHandle:
+    def maybe_save(
+        self, step: int, state: Mapping[str, object], selection: Selection, metrics: Mapping[str, object] | None = None
+    ) -> SaveHandle | None:
+        """Begin a save of a step if it is due.
+
+        Raises:
+            InvalidError: The run has no policy that says when to save.
+        """
+        self._require_open()
+        require_step(step)
+        if self._schedule is None:
+            raise InvalidError(
+                f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
+                "save=…, as in CheckpointManager(root, every=100). save(step, state) saves at once"
+            )
+        return self.save(step, state, selection, metrics) if self._schedule.is_due(step) else None
+
+    def request_save(self) -> None:
+        """Ask for a save soon; from any thread, or from a signal handler.
+
+        Raises:
+            InvalidError: The policy of the run takes no requests.
+        """
+        if self._schedule is None or not self._schedule.takes_requests:
+            raise InvalidError(
+                f"{self._store.url}: the policy takes no requests, so nothing would come of it; expected every=…, or "
+                "save=AnyOf(…, OnRequest())"
+            )
+        self._schedule.request()
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        selection: Selection,
+        metrics: Mapping[str, object] | None = None,
+    ) -> SaveHandle:
         """Begin a save of a step."""
         self._require_open()
         require_step(step)
+        if self._schedule is not None:
+            self._schedule.note_saved(step)
         place = self._place_of(step)
         before, own = self._latest, _Link(None, self._latest)
-        save = Save(self._job, place, self._writer, self._identify, before.parent, own.settle)
-        handle = save.begin(lambda: self._framework.collect(state, selection))
+        told: dict[str, object] = {}
+
+        def collect() -> Collected:
+            # Here, so that what is wrong on one rank is refused on all.
+            told.update(told_metrics(metrics))
+            return self._framework.collect(state, selection)
+
+        def identify() -> str:
+            self._metrics.require_in(told)
+            return self._identify()
+
+        save = Save(self._job, place, self._writer, identify, before.parent, own.settle, inherited=told)
+        handle = save.begin(collect)
         self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
@@ -70,6 +131,8 @@ class Run:
         place, self.load_report, manifest = done
         if place.step is not None:
             self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
+            if self._schedule is not None:
+                self._schedule.note_loaded(place.step)
         return place.step
 
     def steps(self) -> list[int]:

@@ -51,7 +51,8 @@ class Save:
         awaited: bool = False,
         inherited: Mapping[str, object] | None = None,
     ) -> None:
-        self._job, self._place, self._writer, self._inherited = job, place, writer, inherited or {}
+        self._job, self._place, self._writer = job, place, writer
+        self._inherited = {} if inherited is None else inherited
         self._identify, self._parent_of, self._on_commit = identify, parent_of, on_commit
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"

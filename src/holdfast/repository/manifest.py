@@ -26,6 +26,7 @@ from holdfast.spec.manifest import (
     FileRecord,
     Manifest,
     Parent,
+    is_metric_name,
 )
 from holdfast.spec.values import Group
 
@@ -90,6 +91,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({} if manifest.overview is None else {"overview": _record(manifest.overview)}),
             **({} if manifest.origin is None else {"origin": manifest.origin}),
             **({"masters": manifest.masters} if manifest.masters else {}),
+            **({"metrics": values.encode(manifest.metrics, "metrics")} if manifest.metrics else {}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -141,13 +143,14 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         overview=_overview(document.get("overview"), where),
         origin=field.of("origin", str, values.plain) if document.get("origin") is not None else None,
         masters=field.texts("masters") if document.get("masters") is not None else {},
+        metrics=_metrics(document.get("metrics"), where),
         digest=digest,
     )
 
 
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has everything a manifest says."""
-    if any(step_of_pack(pack.name) is not None for pack in manifest.packs):
+    if manifest.metrics or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
         return FORMAT_MINOR_RUN
     is_referencing = any(is_file_url(pack.name) for pack in manifest.packs)
     return FORMAT_MINOR_IMPORTED if manifest.origin is not None or manifest.masters or is_referencing else 0
@@ -226,6 +229,17 @@ def _overview(entry: object, where: str) -> FileRecord | None:
         return None
     (record,) = _records([entry], lambda name: name == OVERVIEW_FILE, where)
     return record
+
+
+def _metrics(entry: object, where: str) -> dict[str, float]:
+    if entry is None:
+        return {}
+    metrics = values.decode(entry, "metrics")
+    if type(metrics) is not dict or not all(
+        isinstance(name, str) and is_metric_name(name) and type(value) is float for name, value in metrics.items()
+    ):
+        raise CorruptError(f"{where}: metrics are {str(entry)[:80]!r}; expected numbers by name")
+    return metrics
 
 
 def _parent(entry: object, where: str) -> Parent | None:

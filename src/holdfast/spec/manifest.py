@@ -13,7 +13,15 @@ FORMAT_MINOR_IMPORTED = 1
 """Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
 
 FORMAT_MINOR_RUN = 2
-"""Minor version that brought what only a step of a run has: packs that lie in other steps."""
+"""Minor version that brought what only a step of a run has: packs that lie in other steps, `metrics`."""
+
+METRIC_CHARACTERS_MAX = 200
+"""Longest name of a metric."""
+
+
+def is_metric_name(name: str) -> bool:
+    """Return whether a metric may be called so."""
+    return 0 < len(name) <= METRIC_CHARACTERS_MAX and not name.startswith("$") and name.isprintable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,9 @@ class Manifest:
 
     masters: dict[str, str] = field(default_factory=dict)
     """FQN to that of its master copy, of higher precision, where what wrote it kept both."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the training loop said of the step, number by name."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,17 @@ def test_a_manifest_comes_back_with_its_digest() -> None:
         assert again == each
         assert again.digest == unsealed(data, "here")[1]
         assert encode_manifest(again) == data
+
+
+def test_metrics_come_back_and_state_the_version_that_brought_them() -> None:
+    for metrics in ({"loss": 0.25}, {"loss": math.inf, "psnr/é": -math.inf, "tokens": 3e12}):
+        data = encode_manifest(replace(manifest(), metrics=metrics))
+        assert b'"format":[1,2]' in b"".join(data.split())
+        assert decode_manifest(data, "here").metrics == metrics
+    nan = decode_manifest(encode_manifest(replace(manifest(), metrics={"loss": math.nan})), "here").metrics
+    assert list(nan) == ["loss"] and math.isnan(nan["loss"])
+    # Without any, nothing changes: older readers and golden files know it so.
+    assert b"metrics" not in encode_manifest(manifest())
 
 
 def test_every_flipped_bit_of_a_manifest_is_found() -> None:
@@ -56,6 +68,7 @@ BAD_FIELDS: dict[str, tuple[object, ...]] = {
     "packs": (None, {}, [[]], [["r00000.safetensors", 1]], [["/etc/passwd", 1, "x"]], [["r00000.safetensors", -1, "x"]],
               [["r00000.safetensors", 1.5, "x"]], [["r00000.safetensors", True, "x"]], [["r00000.safetensors", 1, 2]],
               [["r00000.safetensors", 1, "x"]] * 2, ["r00000.safetensors"], [[1, 1, "x"]]),
+    "metrics": ([], "loss", {"loss": "low"}, {"loss": 1}, {"loss": True}, {"": 1.0}, {"$loss": 1.0}, {"a\nb": 1.0}),
     "parts": (None, [["r00000.safetensors", 1, "x"]], [["parts/../x.msgpack", 1, "x"]]),
     "indexes": (None, [["index-0.msgpack", 1, "x"]]),
     "state": (None, 1, [], {"$group": 1}, {"$group": {"kind": "x", "items": {}}}),
@@ -70,7 +83,7 @@ def test_a_sealed_manifest_that_says_something_impossible_is_refused(field: str)
         if bad == -1 or not (isinstance(bad, int) and bad >= 1 << 63):
             with little_memory(), pytest.raises((CorruptError, InvalidError)):
                 decode_manifest(sealed(changed), "here")
-    if field not in ("step", "parent"):
+    if field not in ("step", "parent", "metrics"):
         without = {name: value for name, value in document.items() if name != field}
         with pytest.raises((CorruptError, InvalidError)):
             decode_manifest(sealed(without), "here")
