@@ -15,8 +15,12 @@ from holdfast.manager.export import ExportReport, ExportRequest, carry_out_expor
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.importing import ImportReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
+from holdfast.manager.place import require_no_checkpoint
+from holdfast.manager.run import require_step
 from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
+from holdfast.manager.tagging import tag_step
+from holdfast.manager.tagging import untag as remove_tag
 from holdfast.manager.value_differences import value_document
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
@@ -26,6 +30,7 @@ from holdfast.spec.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, Valu
 from holdfast.spec.export import SHARD_BYTES, ExportOptions
 from holdfast.spec.forecast import Forecast
 from holdfast.spec.region import FlatRange, Region
+from holdfast.spec.retention import Tag
 from holdfast.spec.sharded import Sharded
 
 __all__ = [
@@ -46,6 +51,7 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "StepRecord",
+    "Tag",
     "TensorDiff",
     "TieDiff",
     "ValueDiff",
@@ -58,6 +64,8 @@ __all__ = [
     "load",
     "open_checkpoint",
     "save",
+    "tag",
+    "untag",
     "value_document",
 ]
 
@@ -287,6 +295,32 @@ def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTING
         InvalidError: The path is one checkpoint.
     """
     return run_record(wiring.store_at(root, settings))
+
+
+def tag(root: wiring.Path, step: int, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+    """Give a committed step of a run a name; nothing changes if it has it already. Needs no torch.
+
+    Raises:
+        InvalidError: It cannot be a name, or the path is one checkpoint.
+        MissingError: There is no such step.
+        ConflictError: The tag names another step; it was not touched.
+    """
+    store = wiring.store_at(root, settings)
+    require_no_checkpoint(store)
+    require_step(step)
+    tag_step(store, wiring.clock(), step, name)
+
+
+def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+    """Take a name away from a step of a run; the step stays as it is. Needs no torch.
+
+    Raises:
+        InvalidError: It cannot be a name, or the path is one checkpoint.
+        MissingError: There is no such tag.
+    """
+    store = wiring.store_at(root, settings)
+    require_no_checkpoint(store)
+    remove_tag(store, name)
 
 
 def diff(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -86,6 +86,7 @@ class CheckpointManager:
         state: Mapping[str, object],
         *,
         metrics: Mapping[str, object] | None = None,
+        tags: Sequence[str] | str = (),
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
@@ -96,10 +97,11 @@ class CheckpointManager:
             step: The training iteration.
             state: As `async_save`, and so `only`, `skip` and `grads`.
             metrics: What to say of the step, numbers by name; rank 0's count.
+            tags: Names that the step is given once it is committed, as `tag` does; rank 0's count.
         """
         _require_step_first(step, "save")
         require_state(state, "save(step, state)")
-        return self._run.save(step, state, selection_of(only, skip, grads), metrics)
+        return self._run.save(step, state, selection_of(only, skip, grads), metrics, tags)
 
     def load(
         self,
@@ -132,6 +134,33 @@ class CheckpointManager:
     def latest(self) -> int | None:
         """The newest committed step, or None."""
         return next(reversed(self.steps()), None)
+
+    def tag(self, step: int, name: str) -> None:
+        """Give a committed step a name; nothing changes if it has it already. One rank is enough.
+
+        Raises:
+            InvalidError: It cannot be a name.
+            MissingError: There is no such step.
+            ConflictError: The tag names another step; it was not touched.
+        """
+        self._run.tag(step, name)
+
+    def untag(self, name: str) -> None:
+        """Take a name away from its step, which stays as it is. One rank is enough.
+
+        Raises:
+            MissingError: There is no such tag.
+        """
+        self._run.untag(name)
+
+    def kept(self) -> dict[int, tuple[str, ...]]:
+        """Return the steps that `keep` keeps as things are now, ascending, each with the reasons. Removes nothing.
+
+        Raises:
+            InvalidError: It ranks by a metric that no step has.
+            CorruptError: A tag cannot be read: it may name a step that must stay.
+        """
+        return self._run.kept()
 
     def wait(self) -> None:
         """Wait for every save under way; raise what failed and nobody was told."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -13,6 +16,7 @@ from holdfast.cli.screen import Column, Screen, printable, shown_bytes, stdout
 _COLUMNS = (
     Column("STEP", "right"),
     Column("CREATED"),
+    Column("AGE", "right"),
     Column("TENSORS", "right"),
     Column("BYTES", "right"),
     Column("RANKS", "right"),
@@ -36,8 +40,11 @@ def ls(
 def _show(screen: Screen, run: api.RunRecord) -> None:
     committed = [record for record in run.steps if record.committed]
     if committed:
-        rows = [_row(record) for record in committed]
-        screen.table(_COLUMNS, rows, ["red" if record.error else "" for record in committed])
+        now = datetime.now(UTC)
+        extra = [each for each in _EXTRA if any(each[1](record) for record in committed)]
+        rows = [[*_row(record, now), *(shown(record) or "-" for _, shown in extra)] for record in committed]
+        columns = [*_COLUMNS, *(column for column, _ in extra)]
+        screen.table(columns, rows, ["red" if record.error else "" for record in committed])
     else:
         screen.line("no committed step yet")
     if run.error:
@@ -53,13 +60,14 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
             screen.line(text, style="yellow")
 
 
-def _row(record: api.StepRecord) -> list[str]:
+def _row(record: api.StepRecord, now: datetime) -> list[str]:
     manifest = record.manifest
     if manifest is None:
-        return [str(record.step), "damaged", "-", "-", "-", "-"]
+        return [str(record.step), "damaged", *["-"] * (len(_COLUMNS) - 2)]
     return [
         str(record.step),
         shown_time(manifest.created),
+        shown_age(manifest.created, now),
         f"{manifest.tensors:,}",
         shown_bytes(manifest.tensor_bytes),
         str(manifest.world_size),
@@ -67,9 +75,47 @@ def _row(record: api.StepRecord) -> list[str]:
     ]
 
 
+def _metrics(record: api.StepRecord) -> str:
+    metrics = {} if record.manifest is None else record.manifest.metrics
+    return printable(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+
+
+def _tags(record: api.StepRecord) -> str:
+    return printable(" ".join(record.tags))
+
+
+_EXTRA: tuple[tuple[Column, Callable[[api.StepRecord], str]], ...] = (
+    (Column("METRICS"), _metrics),
+    (Column("TAGS"), _tags),
+)
+"""Columns that are shown where a step has something in them."""
+
+
+def shown_age(created: str, now: datetime) -> str:
+    """Return how long ago a step was saved, for people: `12 min`; `-` where its time says nothing, or is to come."""
+    try:
+        seconds = (now - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):
+        return "-"
+    if seconds < 0:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # Up to two days in hours, and so on: what is 90 minutes old is not an hour old.
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"
+
+
 def shown_time(created: str) -> str:
     """Return the time of a manifest for people."""
     return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
+
+
+def json_number(value: float) -> float | str:
+    """Return a number as JSON has it; text where JSON has none: `NaN`, `Infinity`, `-Infinity`."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _document(run: api.RunRecord) -> dict[str, object]:
@@ -93,5 +139,7 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "ranks": manifest and manifest.world_size,
         "attempt": manifest and manifest.attempt,
         "digest": manifest and manifest.digest,
+        "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
+        "tags": list(record.tags),
         "leftovers": list(record.leftovers),
     }

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
+from holdfast.manager.keeping import kept_steps
 from holdfast.manager.load import LoadReport, LoadRequest, load
 from holdfast.manager.metrics import WantedMetrics, told_metrics
 from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.save import Save
 from holdfast.manager.schedule import Schedule
+from holdfast.manager.tagging import require_all_free, tag_saved, tag_step, untag, wanted_tags
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Packs, Store
@@ -45,6 +47,7 @@ class Run:
         self._pending: list[SaveHandle] = []
         self._closed = False
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
+        self._keep = policies.keep
         self._metrics = WantedMetrics(store, policies.keep)
         self.load_report: LoadReport | None = None
         """What the last load did."""
@@ -85,6 +88,7 @@ class Run:
         state: Mapping[str, object],
         selection: Selection,
         metrics: Mapping[str, object] | None = None,
+        tags: Iterable[str] | str = (),
     ) -> SaveHandle:
         """Begin a save of a step."""
         self._require_open()
@@ -94,17 +98,25 @@ class Run:
         place = self._place_of(step)
         before, own = self._latest, _Link(None, self._latest)
         told: dict[str, object] = {}
+        names: list[str] = []
 
         def collect() -> Collected:
             # Here, so that what is wrong on one rank is refused on all.
             told.update(told_metrics(metrics))
+            names.extend(wanted_tags(tags))
             return self._framework.collect(state, selection)
 
         def identify() -> str:
             self._metrics.require_in(told)
+            require_all_free(self._store, names)
             return self._identify()
 
-        save = Save(self._job, place, self._writer, identify, before.parent, own.settle, inherited=told)
+        def settle(place: Place, run_id: str, digest: str) -> None:
+            own.settle(place, run_id, digest)
+            if self._job.comm.rank == 0:
+                tag_saved(self._store, self._job.clock, step, names)
+
+        save = Save(self._job, place, self._writer, identify, before.parent, settle, inherited=told)
         handle = save.begin(collect)
         self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
@@ -138,6 +150,19 @@ class Run:
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
         return committed_steps(self._store)
+
+    def tag(self, step: int, name: str) -> None:
+        """Give a committed step a name; errors as `tagging.tag_step`."""
+        require_step(step)
+        tag_step(self._store, self._job.clock, step, name)
+
+    def untag(self, name: str) -> None:
+        """Take a name away from its step; errors as `tagging.untag`."""
+        untag(self._store, name)
+
+    def kept(self) -> dict[int, tuple[str, ...]]:
+        """Return the steps that the policy keeps, with the reasons; errors as `kept_steps`."""
+        return kept_steps(self._store, self._keep)
 
     def wait(self) -> None:
         """Wait for every save under way.

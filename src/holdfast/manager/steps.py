@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
+from holdfast.repository.tags import Tags, read_tags
 from holdfast.spec.manifest import Manifest
+from holdfast.spec.retention import Tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class StepRecord:
 
     leftovers: tuple[str, ...]
     """Folders of attempts that did not commit: under way, or failed. Where the manifest cannot be read, of all."""
+
+    tags: tuple[str, ...] = ()
+    """Names it was given."""
 
     @property
     def committed(self) -> bool:
@@ -49,6 +54,12 @@ class RunRecord:
 
     steps: Sequence[StepRecord]
     """Every step folder, ascending."""
+
+    tags: Sequence[Tag] = ()
+    """Every tag that can be read, by name; its step may be gone."""
+
+    tag_errors: Mapping[str, CheckpointError] = field(default_factory=dict)
+    """Why other tags cannot be read, by name."""
 
 
 def run_record(store: Store) -> RunRecord:
@@ -74,10 +85,12 @@ def run_record(store: Store) -> RunRecord:
         run_id = read_run_id(store)
     except (CorruptError, InvalidError) as found:
         error = found
-    return RunRecord(store.url, run_id, error, [_step_record(store, step) for step in steps])
+    tags = read_tags(store)
+    records = [_step_record(store, step, tags) for step in steps]
+    return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged)
 
 
-def _step_record(store: Store, step: int) -> StepRecord:
+def _step_record(store: Store, step: int, tags: Tags) -> StepRecord:
     folder = step_folder(step)
     manifest: Manifest | None = None
     error: CheckpointError | None = None
@@ -89,4 +102,5 @@ def _step_record(store: Store, step: int) -> StepRecord:
         error = found
     attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
     own = None if manifest is None else manifest.attempt
-    return StepRecord(step, manifest, error, tuple(name for name in attempts if name != own))
+    leftovers = tuple(name for name in attempts if name != own)
+    return StepRecord(step, manifest, error, leftovers, () if manifest is None else tags.of(step, manifest.digest))

@@ -1,0 +1,66 @@
+"""Giving steps names, by hand or with their save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from holdfast.errors import CheckpointError, InvalidError
+from holdfast.manager.provenance import told_time
+from holdfast.ports.clock import Clock
+from holdfast.ports.store import Store
+from holdfast.repository.tags import put_tag, remove_tag, require_free, require_tag_name
+from holdfast.spec.retention import Tag
+
+logger = logging.getLogger(__name__)
+
+
+def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
+    """Give a committed step a name; nothing changes if it has it already.
+
+    Raises:
+        InvalidError: It cannot be a name.
+        MissingError: There is no such step.
+        ConflictError: The tag names another step.
+    """
+    return put_tag(store, step, require_tag_name(name), told_time(clock))
+
+
+def untag(store: Store, name: object) -> None:
+    """Take a name away from its step.
+
+    Raises:
+        InvalidError: It cannot be a name.
+        MissingError: There is no such tag.
+    """
+    remove_tag(store, require_tag_name(name))
+
+
+def wanted_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
+    """Return the names that a step is to be given with its save.
+
+    Raises:
+        InvalidError: One cannot be a name.
+    """
+    if not isinstance(tags, Iterable):
+        raise InvalidError(f"tags: {type(tags).__name__}; expected names such as ['release']")
+    return tuple(map(require_tag_name, (tags,) if isinstance(tags, str) else tags))
+
+
+def require_all_free(store: Store, tags: Iterable[str]) -> None:
+    """Refuse a save whose tags name other steps, before anything is written.
+
+    Raises:
+        ConflictError: One does.
+    """
+    for tag in tags:
+        require_free(store, tag)
+
+
+def tag_saved(store: Store, clock: Clock, step: int, tags: Iterable[str]) -> None:
+    """Give a step that was just committed its names; what fails is logged, for the step is saved all the same."""
+    for tag in tags:
+        try:
+            tag_step(store, clock, step, tag)
+        except CheckpointError as error:
+            logger.error("step %d is saved, but not tagged %s: %s", step, tag, error)

@@ -1,0 +1,161 @@
+"""Tags: names that people give to steps, one small file each, put-if-absent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Store
+from holdfast.repository import values
+from holdfast.repository.catalog import exists, read_manifest
+from holdfast.repository.manifest import check_format, sealed, unsealed
+from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
+from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+from holdfast.spec.retention import Tag
+
+TAGS_FOLDER = "tags/"
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
+_SUFFIX = ".json"
+_TAG_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Every tag of a run."""
+
+    whole: Mapping[str, Tag] = field(default_factory=dict)
+    """Tags that can be read, by name."""
+
+    damaged: Mapping[str, CheckpointError] = field(default_factory=dict)
+    """Why others cannot, by name."""
+
+    def of(self, step: int, digest: str) -> tuple[str, ...]:
+        """Return the names of a step, by the digest of its manifest: one removed and saved again is another."""
+        return tuple(tag.name for tag in self.whole.values() if (tag.step, tag.digest) == (step, digest))
+
+
+def require_tag_name(name: object) -> str:
+    """Refuse what cannot name a step.
+
+    Raises:
+        InvalidError: It is no text, or has other characters.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidError(
+            f"tag {str(name)[:80]!r}: expected 1 to 100 of letters, digits, '.', '_' and '-', beginning with a letter, "
+            "a digit or '_'"
+        )
+    return name
+
+
+def read_tags(store: Store) -> Tags:
+    """Return every tag of a run, by name; one that is damaged is told, not raised."""
+    whole: dict[str, Tag] = {}
+    damaged: dict[str, CheckpointError] = {}
+    for key in sorted(entry.key for entry in store.list(TAGS_FOLDER)):
+        name = key.removeprefix(TAGS_FOLDER).removesuffix(_SUFFIX)
+        if key != _key(name) or not _NAME.fullmatch(name):
+            continue
+        try:
+            whole[name] = _read(store, name)
+        except MissingError:
+            continue  # Removed since it was listed.
+        except CheckpointError as error:
+            damaged[name] = error
+    return Tags(whole, damaged)
+
+
+def require_free(store: Store, name: str) -> None:
+    """Refuse a tag that is there already.
+
+    Raises:
+        ConflictError: It is; the message names its step.
+    """
+    if exists(store, _key(name)):
+        raise _conflict(store, name)
+
+
+def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
+    """Give a committed step a name; nothing changes if it has it already.
+
+    Raises:
+        MissingError: There is no such step.
+        ConflictError: The tag names another step; it was not touched.
+        CorruptError: The step's manifest is damaged.
+    """
+    digest = _digest_of(store, step)
+    tag = Tag(name, step, digest, created)
+    header = {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "tag"}
+    document = {"holdfast": header, "name": name, "step": step, "manifest": digest, "created": created}
+    try:
+        store.put_if_absent(_key(name), sealed(document))
+    except ConflictError as conflict:
+        there = _read_or_none(store, name)
+        if there is not None and (there.step, there.digest) == (step, digest):
+            return there
+        raise _conflict(store, name) from conflict
+    if not exists(store, step_folder(step) + MANIFEST_FILE):
+        # Collected in this moment: a tag must not promise what is gone.
+        store.delete([_key(name)])
+        _digest_of(store, step)
+    return tag
+
+
+def remove_tag(store: Store, name: str) -> None:
+    """Take a name away from its step, whole or damaged; the step stays as it is.
+
+    Raises:
+        MissingError: There is no such tag.
+    """
+    if not exists(store, _key(name)):
+        known = ", ".join(read_tags(store).whole) or "none"
+        raise MissingError(f"{store.url}: no tag {name!r}; there are: {known}")
+    store.delete([_key(name)])
+
+
+def _digest_of(store: Store, step: int) -> str:
+    try:
+        return read_manifest(store, step_folder(step)).digest
+    except MissingError as missing:
+        raise MissingError(
+            f"{store.url}: no committed step {step} to tag; choose one that is (holdfast ls {store.url})"
+        ) from missing
+
+
+def _conflict(store: Store, name: str) -> ConflictError:
+    there = _read_or_none(store, name)
+    what = f"names step {there.step}" if there is not None else "is there, and damaged"
+    return ConflictError(
+        f"{store.url}: tag {name!r} {what}; expected it free. Nothing was touched. Choose another name, or remove it "
+        f"first: holdfast tag ROOT --remove {name}"
+    )
+
+
+def _read_or_none(store: Store, name: str) -> Tag | None:
+    try:
+        return _read(store, name)
+    except (CorruptError, InvalidError, MissingError):
+        return None
+
+
+def _read(store: Store, name: str) -> Tag:
+    where = f"{store.url}/{_key(name)}"
+    document, _ = unsealed(store.get(_key(name), _TAG_BYTES_MAX), where)
+    check_format(document, "tag", where)
+    told, step, digest, created = (document.get(each) for each in ("name", "step", "manifest", "created"))
+    if told != name:
+        raise CorruptError(f"{where}: names itself {str(told)[:80]!r}; expected {name!r}. It was copied or renamed")
+    if type(step) is not int or not 0 <= step <= STEP_MAX:
+        raise CorruptError(f"{where}: step is {str(step)[:80]!r}; expected a whole number")
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{32}", digest):
+        raise CorruptError(f"{where}: manifest is {str(digest)[:80]!r}; expected its digest")
+    if not isinstance(created, str) or not values.plain(created):
+        raise CorruptError(f"{where}: created is {str(created)[:80]!r}; expected a time as text")
+    return Tag(name, step, digest, created)
+
+
+def _key(name: str) -> str:
+    return f"{TAGS_FOLDER}{name}{_SUFFIX}"
