@@ -319,6 +319,13 @@ def test_a_checkpoint_of_our_own_is_copied_whole(root: Path, tmp_path: Path) -> 
         api.import_checkpoint(tmp_path / "own", root, step=STEP + 1)
 
 
+def test_a_copy_of_a_step_keeps_what_the_loop_said_of_it(tmp_path: Path, root: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path / "first", process_group=False) as manager:
+        manager.save(STEP, {"a": 1}, metrics={"loss": 0.5}).wait()
+    api.import_checkpoint(step_path(tmp_path / "first"), root, copy=True)
+    assert holdfast.open_checkpoint(step_path(root)).manifest.metrics == {"loss": 0.5}
+
+
 def test_export_to_holdfast_is_a_checkpoint_of_our_own_by_path(source: Path, root: Path, tmp_path: Path) -> None:
     report = api.export(source, tmp_path / "out", to="holdfast", settings=SETTINGS)
     files = {

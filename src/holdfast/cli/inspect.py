@@ -11,7 +11,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import ended_well
-from holdfast.cli.ls import shown_time
+from holdfast.cli.ls import json_number, shown_metrics, shown_time
 from holdfast.cli.opening import opened
 from holdfast.cli.plan import plan_document, show_plan
 from holdfast.cli.screen import Column, Screen, printable, shown_bytes, shown_ranks, stdout
@@ -97,6 +97,8 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     if manifest.attempt:
         screen.field("run", printable(manifest.run_id))
         screen.field("created", shown_time(manifest.created))
+    if manifest.metrics:
+        screen.field("metrics", shown_metrics(manifest.metrics))
     parent = manifest.parent
     if parent is not None:
         run = "" if parent.run_id == manifest.run_id else f" of run {printable(parent.run_id)}"
@@ -194,6 +196,7 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
         "run_id": manifest.run_id,
         "attempt": manifest.attempt,
         "created": manifest.created,
+        "metrics": {name: json_number(value) for name, value in manifest.metrics.items()},
         "digest": manifest.digest,
         "parent": None if parent is None else {"run_id": parent.run_id, "step": parent.step, "digest": parent.digest},
         "world_size": manifest.world_size,

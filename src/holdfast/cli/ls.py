@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -76,8 +76,7 @@ def _row(record: api.StepRecord, now: datetime) -> list[str]:
 
 
 def _metrics(record: api.StepRecord) -> str:
-    metrics = {} if record.manifest is None else record.manifest.metrics
-    return printable(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+    return "" if record.manifest is None else shown_metrics(record.manifest.metrics)
 
 
 def _tags(record: api.StepRecord) -> str:
@@ -89,6 +88,11 @@ _EXTRA: tuple[tuple[Column, Callable[[api.StepRecord], str]], ...] = (
     (Column("TAGS"), _tags),
 )
 """Columns that are shown where a step has something in them."""
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> str:
+    """Return what was said of a step, for people: `loss=0.25 accuracy=0.9`."""
+    return printable(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
 
 
 def shown_age(created: str, now: datetime) -> str:

@@ -59,7 +59,8 @@ def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer |
         source.require_unchanged()
 
     writer = PackWriter(place.store, job.settings)
-    inherited = {"origin": source.origin, "masters": source.manifest.masters}
+    manifest = source.manifest
+    inherited = {"origin": source.origin, "masters": manifest.masters, "metrics": manifest.metrics}
     save = Save(job, place, writer, identify, continued, lambda *_: None, awaited=True, inherited=inherited)
     report = save.begin(collect).wait()
     assert report is not None, "committed comes with a report"

@@ -95,6 +95,14 @@ def test_ls_shows_metrics_and_tags_where_there_are_any(told: Path) -> None:
     assert [each["tags"] for each in steps] == [[], [], ["paper"]]
 
 
+def test_inspect_shows_metrics(told: Path) -> None:
+    lines = [line.split() for line in holdfast("inspect", told / "step-000000000010").out.splitlines()]
+    assert ["metrics", "loss=0.125", "psnr=nan"] in lines
+    document = holdfast("inspect", told / "step-000000000010", "--json").json()
+    assert document["metrics"] == {"loss": 0.125, "psnr": "NaN"}
+    assert holdfast("inspect", told / "step-000000000030", "--json").json()["metrics"] == {}
+
+
 def test_ages_are_for_people() -> None:
     now = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
