@@ -114,9 +114,11 @@ class CheckpointManager:
         skip: Globs = None,
         grads: bool = False,
     ) -> int | None:
-        """Fill a state from a step, or from the newest step; return the step, or None if there is none yet.
+        """Fill a state from a step, or from the newest that is whole; return the step, or None if there is none yet.
 
-        Arguments and errors as the function `load`; a step that is asked for and absent is `MissingError`.
+        Newer steps that are damaged are told of (`load_report.passed_over`), put under quarantine and passed over, on
+        all ranks together. Arguments and errors as the function `load`; a step that is asked for and absent is
+        `MissingError`, and damage in it `CorruptError`.
         """
         require_state(state, "load(state, step)")
         return self._run.load(LoadRequest(state, selection_of(only, skip, grads), strict, cast), step)

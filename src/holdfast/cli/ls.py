@@ -54,6 +54,8 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
             screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
         elif not record.committed:
             screen.line(f"step {record.step}: unfinished, no manifest (a save is under way, or died)", style="yellow")
+        elif record.quarantined is not None:
+            screen.line(f"step {record.step}: under quarantine: {printable(record.quarantined)}", style="red")
         elif record.leftovers:
             count = len(record.leftovers)
             text = f"step {record.step}: holds {count} unfinished attempt{'s' * (count > 1)} beside the committed one"
@@ -146,4 +148,5 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
         "tags": list(record.tags),
         "leftovers": list(record.leftovers),
+        "quarantined": record.quarantined,
     }

@@ -21,6 +21,7 @@ from holdfast.repository.manifest import encode_manifest
 from holdfast.repository.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder
 from holdfast.repository.overview import Overview, encode_overview, split
 from holdfast.repository.publish import publish
+from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.settings import Settings
 from holdfast.spec.manifest import FileRecord, Manifest, Parent
 
@@ -155,8 +156,10 @@ def sweep(place: Place, attempt: str, name: str) -> None:
         name: What was done, for messages.
     """
     try:
-        for folder in place.store.folders(place.folder):
-            if not is_attempt_folder(folder) or folder == attempt:
+        others = [name for name in place.store.folders(place.folder) if is_attempt_folder(name) and name != attempt]
+        kept = quarantined_attempts(place.store, place.step) if others and place.step is not None else set()
+        for folder in others:
+            if folder in kept:
                 continue
             prefix = f"{place.folder}{folder}/"
             keys = [entry.key for entry in place.store.list(prefix)]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from holdfast.engine.exchange import Moved
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.job import error_text, raise_together
 from holdfast.manager.place import Place
 from holdfast.manager.resolve import index_for, resolve
+from holdfast.manager.resume import Choice, One, PassedOver, are_all_damage
 from holdfast.manager.sameness import same_content
 from holdfast.manager.soundness import RequireStored
 from holdfast.plan.intersect import WantedBoxes, load_plan
@@ -76,6 +77,9 @@ class LoadReport:
     seconds: float
     """From the call until the state was filled."""
 
+    passed_over: tuple[PassedOver, ...] = ()
+    """Newer steps that are damaged, newest first, where the newest whole one was asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
@@ -100,7 +104,7 @@ def load(
     settings: Settings,
     framework: Framework,
     home: Place,
-    choose: Callable[[], Place | None],
+    choice: Choice,
     request: LoadRequest,
 ) -> tuple[Place, LoadReport, Manifest] | None:
     """Fill a state from a checkpoint; a collective of every rank.
@@ -111,7 +115,7 @@ def load(
         settings: Windows in flight, and whether ranks exchange what they read.
         framework: Fills the state.
         home: Where checkpoints lie, on every rank.
-        choose: Called on rank 0: the place there to load from, or None if there is nothing.
+        choice: Asked on rank 0 for the place there to load from.
         request: What and how.
     Returns:
         Place, report and manifest, or None if there was nothing to load.
@@ -120,10 +124,27 @@ def load(
         MissingError: There is no checkpoint.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
-    with ExitStack() as pause:
-        # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
-        pause.enter_context(collector_paused())
-        return _load(comm, clock, settings, framework, home, choose, request, pause)
+    wrong: CheckpointError | None = None
+    while True:
+        try:
+            with ExitStack() as pause:
+                # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
+                pause.enter_context(collector_paused())
+                return _load(comm, clock, settings, framework, home, choice, request, pause, wrong)
+        except _Damaged as damaged:
+            wrong = damaged.error
+        except InvalidError as error:
+            if wrong is not None:
+                error.add_note(f"the state may be partly filled from a newer step that turned out damaged: {wrong}")
+            raise
+
+
+class _Damaged(Exception):
+    """Every rank knows that what it began to load is damaged, and that another is to be tried."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _load(
@@ -132,21 +153,22 @@ def _load(
     settings: Settings,
     framework: Framework,
     home: Place,
-    choose: Callable[[], Place | None],
+    choice: Choice,
     request: LoadRequest,
     pause: ExitStack,
+    wrong: CheckpointError | None,
 ) -> tuple[Place, LoadReport, Manifest] | None:
     start = clock.monotonic_seconds()
-    resolved = resolve(comm, clock, home, choose)
+    resolved = resolve(comm, clock, home, choice, wrong)
     if resolved is None:
         return None
-    place, manifest, stored, require_stored = resolved
+    place, manifest, stored = resolved.place, resolved.manifest, resolved.index
     restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
     try:
-        catalog = _catalog(place, manifest, stored, require_stored, settings)
+        catalog = _catalog(place, manifest, stored, resolved.require_stored, settings)
         restoration = framework.restoration(request.state, catalog, request.selection)
         for wanted in restoration.wanted:
-            require_stored(wanted.stored_fqn)
+            resolved.require_stored(wanted.stored_fqn)
         boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
         index = index_for(stored, boxes, clock, place)
         plan = _plan(restoration, index, request, settings)
@@ -154,11 +176,11 @@ def _load(
         offer = offer_of(plan, manifest, settings, comm.world_size)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    missing, unexpected, offers = _agree(comm, restoration, offer, own)
+    missing, unexpected, offers = _agree(comm, choice, restoration, offer, own)
     if request.strict and (missing or unexpected):
         _require_complete(missing, unexpected, place, {*stored.tensors, *manifest.aliases})
     assert restoration is not None, "a failure on any rank has been raised by now"
-    agreed = _exchange_of(comm, offers)
+    agreed = _exchange_of(comm, choice, offers)
     del offers
     targets = [wanted.target for wanted in restoration.wanted]
     own, moved = None, Moved(0, 0)
@@ -166,11 +188,15 @@ def _load(
         if plan.bytes > settings.window_bytes:
             pause.close()
         moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings)
-        if moved.whole:
+        if moved.whole and not choice.falls_back:
             restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    _fail_together(comm, own)
+    _fail_together(comm, own, choice)
+    if choice.falls_back:
+        # Not before every rank has all of it: values of a step that another rank finds damaged must not stay.
+        own = _finished(restoration)
+        _fail_together(comm, own, choice)
     report = LoadReport(
         step=manifest.step,
         loaded=tuple(wanted.fqn for wanted in restoration.wanted),
@@ -183,6 +209,7 @@ def _load(
         tensor_bytes=sum(restoration.held.values()),
         loaded_bytes=loaded_bytes,
         seconds=clock.monotonic_seconds() - start,
+        passed_over=resolved.passed_over,
     )
     if comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
@@ -194,7 +221,7 @@ def load_checkpoint(
     comm: Comm, clock: Clock, settings: Settings, framework: Framework, place: Place, request: LoadRequest
 ) -> LoadReport:
     """Fill a state from the one checkpoint at a place. Arguments and errors as `load`."""
-    done = load(comm, clock, settings, framework, place, lambda: place, request)
+    done = load(comm, clock, settings, framework, place, One(lambda: place), request)
     assert done is not None, "a place was chosen"
     return done[1]
 
@@ -283,8 +310,17 @@ def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     return filled
 
 
+def _finished(restoration: Restoration) -> Exception | None:
+    """Put back what is not a tensor; return what went wrong."""
+    try:
+        restoration.finish()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        return error
+    return None
+
+
 def _agree(
-    comm: Comm, restoration: Restoration | None, offer: Offer, own: Exception | None
+    comm: Comm, choice: Choice, restoration: Restoration | None, offer: Offer, own: Exception | None
 ) -> tuple[list[str], list[str], list[bytes]]:
     """Return what is missing on any rank, what is unexpected on every rank, and every rank's offer, encoded.
 
@@ -300,13 +336,13 @@ def _agree(
         decode_frames(each) for each in comm.all_gather(encode_frames([json.dumps(status).encode(), offer.encoded()]))
     ]
     statuses = [json.loads(text) for text, _ in said]
-    raise_together([each["error"] for each in statuses], comm.rank, own)
+    _raise_together([each["error"] for each in statuses], comm.rank, own, choice)
     missing = sorted({name for each in statuses for name in each["missing"]})
     unexpected = set(statuses[0]["unexpected"]).intersection(*(each["unexpected"] for each in statuses))
     return missing, sorted(unexpected), [bytes(each) for _, each in said]
 
 
-def _exchange_of(comm: Comm, offers: Sequence[bytes]) -> Agreed | None:
+def _exchange_of(comm: Comm, choice: Choice, offers: Sequence[bytes]) -> Agreed | None:
     """Return the exchange that the offers come to, if any; a collective where there is one.
 
     Raises on every rank if any of them cannot plan it, before the first round. Such a rank does not know whether the
@@ -318,14 +354,24 @@ def _exchange_of(comm: Comm, offers: Sequence[bytes]) -> Agreed | None:
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     if agreed is not None or own is not None:
-        _fail_together(comm, own)
+        _fail_together(comm, own, choice)
     return agreed
 
 
-def _fail_together(comm: Comm, own: Exception | None) -> None:
+def _fail_together(comm: Comm, own: Exception | None, choice: Choice) -> None:
     """Raise on every rank if any rank failed; a collective."""
     statuses = comm.all_gather(error_text(own).encode() if own else b"")
-    raise_together([text.decode() or None for text in statuses], comm.rank, own)
+    _raise_together([text.decode() or None for text in statuses], comm.rank, own, choice)
+
+
+def _raise_together(statuses: Sequence[str | None], rank: int, own: Exception | None, choice: Choice) -> None:
+    """Raise on every rank if any rank failed: `_Damaged` on all of them where another step is to be tried."""
+    try:
+        raise_together(statuses, rank, own)
+    except CorruptError as error:
+        if choice.falls_back and are_all_damage(statuses):
+            raise _Damaged(error) from error
+        raise
 
 
 def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: Place, stored: Collection[str]) -> None:

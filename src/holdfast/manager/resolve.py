@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from holdfast.engine.in_flight import each_in_flight
-from holdfast.errors import CheckpointError, InvalidError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.job import error_from, error_text
 from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.manager.resume import Choice, PassedOver
 from holdfast.manager.soundness import RequireStored, require_covered, require_wanted_covered, stored_by
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
@@ -27,9 +28,38 @@ from holdfast.spec.manifest import FileRecord, Manifest
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a job loads."""
+
+    place: Place
+    """Where it lies."""
+
+    manifest: Manifest
+    """Its commit record."""
+
+    index: Index | SplitIndex
+    """Its tensors and pieces."""
+
+    require_stored: RequireStored
+    """Refuses tensors of which a piece is not there."""
+
+    passed_over: tuple[PassedOver, ...]
+    """Newer steps that are damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    frames: Sequence[bytes]
+    manifest: Manifest
+    index: Index | SplitIndex
+    short: Mapping[str, tuple[int, CheckpointError]]
+    is_listed: bool
+
+
 def resolve(
-    comm: Comm, clock: Clock, home: Place, choose: Callable[[], Place | None]
-) -> tuple[Place, Manifest, Index | SplitIndex, RequireStored] | None:
+    comm: Comm, clock: Clock, home: Place, choice: Choice, wrong: CheckpointError | None = None
+) -> Resolved | None:
     """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
 
     Of an index in several files it gives the overview, and each rank reads and judges what it needs. Of another
@@ -39,39 +69,37 @@ def resolve(
         comm: The ranks that load together.
         clock: For chance.
         home: Where checkpoints lie, on every rank.
-        choose: Called on rank 0: the place there, or None if there is nothing.
+        choice: Asked on rank 0.
+        wrong: What the ranks found wrong with what was resolved before, if anything was.
+    Returns:
+        What is to be loaded; None if there is nothing.
     """
     frames: list[bytes] = []
     own = None
-    read: tuple[Manifest, Index | SplitIndex] | None = None
-    short: dict[str, tuple[int, CheckpointError]] = {}
-    listed = None
+    judged: _Judged | None = None
     if comm.rank == 0:
         place = None
         try:
-            place = choose()
-            if place is not None:
-                listed = listing_at(place)
-                # Judged before it is given away, so that damage is one rank's error and not every rank's.
-                if listed is None:
-                    frames = given_frames(place)
-                    read = resolved_frames(frames, place)
-                    short = short_packs(place.store, place.folder, read[0], place.packs_of(read[0]))
-                else:
-                    read = adopted(listed, place.url)
-                    frames = encode_adopted(*read)
-                if isinstance(read[1], Index):
-                    require_covered(read[1], clock, place.url)
+            place = choice.next(wrong)
+            while place is not None:
+                try:
+                    judged = _judged(place, clock, whole=choice.falls_back)
+                    break
+                except (CorruptError, MissingError) as error:
+                    place = choice.next(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
             own = error
         head = {
             "error": error_text(own) if own else None,
             "folder": place.folder if place else None,
             "step": place.step if place else None,
-            "listed": listed is not None,
-            "short": {name: [there, error_text(error)] for name, (there, error) in short.items()},
+            "listed": judged is not None and judged.is_listed,
+            "short": {
+                name: [there, error_text(error)] for name, (there, error) in (judged.short if judged else {}).items()
+            },
+            "passed_over": [[each.step, each.why] for each in choice.passed_over],
         }
-        frames = [json.dumps(head).encode(), *frames]
+        frames = [json.dumps(head).encode(), *(judged.frames if judged else ())]
     frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
     head = json.loads(frames[0])
     if head["error"] is not None:
@@ -79,12 +107,41 @@ def resolve(
     if head["folder"] is None:
         return None
     place = replace(home, folder=head["folder"], step=head["step"])
-    if read is None:
+    if judged is not None:
+        manifest, index = judged.manifest, judged.index
+    else:
         given = frames[1:]
-        read = decode_adopted(given, place.url) if head["listed"] else resolved_frames(given, place)
-    manifest, index = read
+        manifest, index = decode_adopted(given, place.url) if head["listed"] else resolved_frames(given, place)
     told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
-    return place, manifest, index, stored_by(index, told)
+    passed_over = tuple(PassedOver(step, why) for step, why in head["passed_over"])
+    return Resolved(place, manifest, index, stored_by(index, told), passed_over)
+
+
+def _judged(place: Place, clock: Clock, *, whole: bool) -> _Judged:
+    """Read and judge a checkpoint before it is given away, so that damage is one rank's error and not every rank's.
+
+    Args:
+        place: Where it lies.
+        clock: For chance.
+        whole: Whether it is damage that a pack is cut short of which perhaps nothing is wanted.
+    Raises:
+        CheckpointError: It is damaged, or cannot be read.
+    """
+    listing = listing_at(place)
+    short: Mapping[str, tuple[int, CheckpointError]] = {}
+    if listing is None:
+        frames = given_frames(place)
+        manifest, index = resolved_frames(frames, place)
+        short = short_packs(place.store, place.folder, manifest, place.packs_of(manifest))
+        damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
+        if whole and damaged is not None:
+            raise damaged
+    else:
+        manifest, index = adopted(listing, place.url)
+        frames = encode_adopted(manifest, index)
+    if isinstance(index, Index):
+        require_covered(index, clock, place.url)
+    return _Judged(frames, manifest, index, short, listing is not None)
 
 
 def listing_at(place: Place) -> Listing | None:

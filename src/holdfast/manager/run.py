@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from holdfast.engine.write import PackWriter
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.keeping import kept_steps
 from holdfast.manager.load import LoadReport, LoadRequest, load
 from holdfast.manager.metrics import WantedMetrics, told_metrics
 from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
+from holdfast.manager.resume import Choice, Newest, One
 from holdfast.manager.save import Save
 from holdfast.manager.schedule import Schedule
 from holdfast.manager.tagging import require_all_free, tag_saved, tag_step, untag, wanted_tags
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import committed_steps, exists, found_run, read_manifest
+from holdfast.repository.catalog import committed_steps, exists, found_run
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.spec.manifest import Parent
 from holdfast.spec.policy import Policies
-
-logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -124,18 +123,20 @@ class Run:
         return handle
 
     def load(self, request: LoadRequest, step: int | None) -> int | None:
-        """Fill a state from a step, or from the newest whose manifest is whole; return the step."""
+        """Fill a state from a step, or from the newest that is whole; return the step."""
         self._require_open()
+        job = self._job
+        choice: Choice = Newest(self._home, job.clock, job.is_news)
         if step is not None:
             require_step(step)
-        job = self._job
+            choice = One(partial(self._choose, step))
         done = load(
             job.comm,
             job.clock,
             job.settings,
             self._framework,
             self._home,
-            lambda: self._choose(step),
+            choice,
             request,
         )
         if done is None:
@@ -205,24 +206,12 @@ class Run:
     def _place_of(self, step: int) -> Place:
         return replace(self._home, folder=step_folder(step), step=step)
 
-    def _choose(self, step: int | None) -> Place | None:
+    def _choose(self, step: int) -> Place:
         require_no_checkpoint(self._store)
-        if step is not None:
-            place = self._place_of(step)
-            if not exists(self._store, place.folder + MANIFEST_FILE):
-                raise MissingError(f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}")
-            return place
-        steps = self.steps()
-        for newest in reversed(steps):
-            try:
-                read_manifest(self._store, step_folder(newest))
-            except CorruptError as error:
-                logger.warning("step %d is damaged and passed over, older steps are tried: %s", newest, error)
-            else:
-                return self._place_of(newest)
-        if steps:
-            raise CorruptError(f"{self._store.url}: the manifests of all {len(steps)} steps are damaged")
-        return None
+        place = self._place_of(step)
+        if not exists(self._store, place.folder + MANIFEST_FILE):
+            raise MissingError(f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}")
+        return place
 
     def _require_open(self) -> None:
         if self._closed:

@@ -30,6 +30,7 @@ from holdfast.repository.listing import Listing
 from holdfast.repository.names import part_name
 from holdfast.repository.pack import header_body
 from holdfast.repository.part import RankPart, encode_part
+from holdfast.repository.quarantine import set_aside
 from holdfast.spec.manifest import Parent
 from holdfast.spec.plan import PlannedPack
 
@@ -131,6 +132,9 @@ class Save:
 
     def _survey(self) -> Mapping[str, object]:
         """Look at the place before anybody writes, on rank 0."""
+        step = self._place.step
+        if step is not None and set_aside(self._place.store, step):
+            logger.warning("%s: a damaged checkpoint lay there; its manifest is kept under quarantine", self._name)
         self._place.require_empty()
         return {
             "run_id": self._identify(),

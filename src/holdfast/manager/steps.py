@@ -9,6 +9,7 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError, Missing
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
+from holdfast.repository.quarantine import Quarantined, identity_at, quarantined
 from holdfast.repository.tags import Tags, read_tags
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.retention import Tag
@@ -32,6 +33,9 @@ class StepRecord:
 
     tags: tuple[str, ...] = ()
     """Names it was given."""
+
+    quarantined: str | None = None
+    """What was found damaged, if the step is under quarantine: no run resumes from it by itself."""
 
     @property
     def committed(self) -> bool:
@@ -85,12 +89,12 @@ def run_record(store: Store) -> RunRecord:
         run_id = read_run_id(store)
     except (CorruptError, InvalidError) as found:
         error = found
-    tags = read_tags(store)
-    records = [_step_record(store, step, tags) for step in steps]
+    tags, known = read_tags(store), quarantined(store)
+    records = [_step_record(store, step, tags, known.get(step, {})) for step in steps]
     return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged)
 
 
-def _step_record(store: Store, step: int, tags: Tags) -> StepRecord:
+def _step_record(store: Store, step: int, tags: Tags, known: Mapping[str, Quarantined]) -> StepRecord:
     folder = step_folder(step)
     manifest: Manifest | None = None
     error: CheckpointError | None = None
@@ -102,5 +106,12 @@ def _step_record(store: Store, step: int, tags: Tags) -> StepRecord:
         error = found
     attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
     own = None if manifest is None else manifest.attempt
-    leftovers = tuple(name for name in attempts if name != own)
-    return StepRecord(step, manifest, error, leftovers, () if manifest is None else tags.of(step, manifest.digest))
+    record = known.get(identity_at(store, step)) if known and (manifest or error) else None
+    return StepRecord(
+        step,
+        manifest,
+        error,
+        tuple(name for name in attempts if name != own),
+        () if manifest is None else tags.of(step, manifest.digest),
+        None if record is None else record.why,
+    )

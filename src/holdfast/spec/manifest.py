@@ -13,7 +13,8 @@ FORMAT_MINOR_IMPORTED = 1
 """Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
 
 FORMAT_MINOR_RUN = 2
-"""Minor version that brought what only a step of a run has: packs that lie in other steps, `metrics`."""
+"""Minor version that brought what only a step of a run has: packs that lie in other steps, `metrics`; and the
+records of a quarantine."""
 
 METRIC_CHARACTERS_MAX = 200
 """Longest name of a metric."""

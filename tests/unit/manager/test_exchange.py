@@ -105,6 +105,7 @@ def loaded(
     *,
     stores: Mapping[int, Store] | None = None,
     spoil: Mapping[int, Callable[[list[memoryview]], None]] | None = None,
+    step: int | None = 1,
 ) -> list[tuple[LoadReport | BaseException, dict[str, object], list[str]]]:
     """Load on every rank; return report or error, the state, and the collectives the load ran, by rank."""
     group = ThreadGroup(len(settings))
@@ -115,7 +116,7 @@ def loaded(
         watched.said.clear()
         target = state()
         try:
-            run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), None)
+            run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), step)
         except Exception as error:
             return error, target, watched.said
         finally:
@@ -199,6 +200,13 @@ def test_where_nothing_is_wanted_twice_nothing_is_said_twice(store: MemoryStore)
     for setting in ("auto", "always", "never"):
         found = loaded(rows, [replace(ALWAYS, exchange=setting)] * RANKS, lambda: {"w": sharded(RANKS, rows=30_000)})
         assert [said for _, _, said in found] == [["broadcast", "all_gather", "all_gather"]] * RANKS
+
+
+def test_values_of_the_newest_step_wait_for_one_more_word(store: MemoryStore) -> None:
+    """Another rank may find the step damaged, and then the older one must find the values untouched."""
+    settings = [replace(ALWAYS, exchange="never")] * RANKS
+    said = [said for _, _, said in loaded(store, settings, step=None)]
+    assert said == [["broadcast", "all_gather", "all_gather", "all_gather"]] * RANKS
 
 
 @pytest.mark.parametrize("unwilling", range(RANKS))

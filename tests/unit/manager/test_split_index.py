@@ -310,7 +310,7 @@ def test_a_short_pack_under_thousands_of_tensors_is_told_in_the_time_of_a_load()
         cut_last_byte(store, pack)
         start = time.process_time()
         with pytest.raises(CorruptError, match=r"layers\.3999: .*expected"):
-            run.load(LoadRequest(saved, ANYTHING, strict=True, cast=False), None)
+            run.load(LoadRequest(saved, ANYTHING, strict=True, cast=False), 1)
         short_seconds = time.process_time() - start
         run.close()
         # Merging what is asked for anew for every name took forty times as long as loading.
