@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from holdfast import wiring
+from holdfast import policies, wiring
 from holdfast.arguments import Globs, patterns_of, require_state, selection_of
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError
@@ -63,6 +63,7 @@ __all__ = [
     "list_steps",
     "load",
     "open_checkpoint",
+    "policies",
     "save",
     "tag",
     "untag",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError
 from holdfast.manager.job import Job
 from holdfast.manager.run import Run
-from holdfast.policies import AnyOf, BestN, KeepPolicy, LatestN, Tagged
+from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Tagged
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.store import Store
 from holdfast.repository.tags import read_tags
@@ -91,6 +93,31 @@ def test_a_metric_that_no_step_has_refuses_the_save_and_an_old_one_serves() -> N
     again.close()
     assert World(1, store=store).manifest(1).metrics == {"loss": 0.5}
     assert World(1, store=store).manifest(3).metrics == {}
+
+
+class WanderingClock(SystemClock):
+    """A wall clock that somebody sets a day back or forward before every look at it."""
+
+    def __init__(self) -> None:
+        self.days = cycle((0, -1, 1, -2, 2))
+
+    def unix_seconds(self) -> float:
+        return 1_772_000_000.0 + 86_400 * next(self.days)
+
+
+def test_a_wall_clock_that_is_set_changes_nothing() -> None:
+    store = fresh_store()
+    job = Job(ThreadComm(ThreadGroup(1), 0), WanderingClock(), PATIENT)
+    policies = Policies(AnyOf(EveryNSteps(2), EverySeconds(3600)), AnyOf(LatestN(2), Tagged()))
+    run = Run(store, job, NumpyFramework(0), policies=policies)
+    saved = [step for step in range(1, 13) if run.maybe_save(step, STATE, ANYTHING) is not None]
+    run.wait()
+    assert saved == [2, 4, 6, 8, 10, 12] == run.steps()
+    run.tag(4, "early")
+    assert list(run.kept()) == [4, 10, 12]
+    times = [World(1, store=store).manifest(step).created for step in saved]
+    assert times != sorted(times), "or the clock did not wander"
+    run.close()
 
 
 def test_what_is_kept_follows_metrics_tags_and_damage() -> None:
