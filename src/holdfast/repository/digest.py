@@ -30,6 +30,11 @@ def hex_digest_of(*parts: bytes | memoryview) -> str:
     return digest_of_parts(parts).hex()
 
 
+def new_short_digest() -> xxhash.xxh3_64:
+    """Return an xxh3-64 to be fed part by part."""
+    return xxhash.xxh3_64()
+
+
 def short_digest_of(*parts: bytes) -> bytes:
     """Return 8 bytes that differ when the parts do, but with a chance of 2⁻⁶⁴."""
     state = xxhash.xxh3_64()

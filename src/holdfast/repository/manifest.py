@@ -9,6 +9,7 @@ from typing import TypeVar
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.repository import values
 from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.health import decode_health, encode_health
 from holdfast.repository.names import (
     OVERVIEW_FILE,
     STEP_MAX,
@@ -92,6 +93,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({} if manifest.origin is None else {"origin": manifest.origin}),
             **({"masters": manifest.masters} if manifest.masters else {}),
             **({"metrics": values.encode(manifest.metrics, "metrics")} if manifest.metrics else {}),
+            **({} if manifest.health is None else {"health": encode_health(manifest.health)}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -144,13 +146,15 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         origin=field.of("origin", str, values.plain) if document.get("origin") is not None else None,
         masters=field.texts("masters") if document.get("masters") is not None else {},
         metrics=_metrics(document.get("metrics"), where),
+        health=decode_health(document.get("health"), where),
         digest=digest,
     )
 
 
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has everything a manifest says."""
-    if manifest.metrics or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
+    is_sharing = any(step_of_pack(pack.name) is not None for pack in manifest.packs)
+    if manifest.metrics or manifest.health is not None or is_sharing:
         return FORMAT_MINOR_RUN
     is_referencing = any(is_file_url(pack.name) for pack in manifest.packs)
     return FORMAT_MINOR_IMPORTED if manifest.origin is not None or manifest.masters or is_referencing else 0

@@ -5,12 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from holdfast.errors import CorruptError
+from holdfast.repository.health import (
+    CountedDocument,
+    ReplicasDocument,
+    counted_document,
+    counted_in,
+    replicas_document,
+    replicas_in,
+)
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import IndexDocument, document_of, index_of
 from holdfast.repository.names import is_pack_name, step_of_pack
 from holdfast.repository.tensors import TensorTables
+from holdfast.spec.health import Counted, Replicas
 from holdfast.spec.manifest import FileRecord
 
 
@@ -23,6 +33,8 @@ class _PartDocument(msgspec.Struct):
     aliases: dict[str, str]
     layouts: list[tuple[list[int], list[str], int]]
     per_rank: bytes | None = None
+    nonfinite: CountedDocument | UnsetType = UNSET
+    replicas: ReplicasDocument | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,12 @@ class RankPart:
     per_rank: bytes | None = None
     """This rank's own values by path, encoded; None if it has none."""
 
+    counted: Counted | None = None
+    """Non-finite elements in what it wrote; None if it did not count."""
+
+    replicas: Replicas | None = None
+    """The copies it holds of what others hold too; None if it did not compare."""
+
 
 def require_own(part: RankPart, rank: int, attempt: str, where: str) -> None:
     """Refuse the part of another rank or attempt.
@@ -79,6 +97,8 @@ def encode_part(part: RankPart) -> bytes:
             part.aliases,
             [(list(mesh), list(placements), count) for mesh, placements, count in part.layouts],
             part.per_rank,
+            counted_document(part.counted),
+            replicas_document(part.replicas),
         )
     )
 
@@ -114,4 +134,6 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
         document.aliases,
         tuple((tuple(mesh), tuple(placements), count) for mesh, placements, count in document.layouts),
         document.per_rank,
+        counted_in(document.nonfinite, where),
+        replicas_in(document.replicas, where),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.spec.health import Health
 from holdfast.spec.values import Group
 
 FORMAT_MAJOR = 1
@@ -13,7 +14,7 @@ FORMAT_MINOR_IMPORTED = 1
 """Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
 
 FORMAT_MINOR_RUN = 2
-"""Minor version that brought what only a step of a run has: packs that lie in other steps, `metrics`; and the
+"""Minor version that brought what only a step of a run has: packs that lie in other steps, `metrics`, `health`; and the
 records of a quarantine."""
 
 METRIC_CHARACTERS_MAX = 200
@@ -113,6 +114,9 @@ class Manifest:
 
     metrics: dict[str, float] = field(default_factory=dict)
     """What the training loop said of the step, number by name."""
+
+    health: Health | None = None
+    """What was found of its health; None where nothing was looked at."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
