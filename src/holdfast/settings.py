@@ -82,6 +82,19 @@ class Settings:
     sample_block_bytes: int = 1 * KIB
     """Bytes of one sampled block."""
 
+    count_nonfinite: bool = False
+    """Whether elements that are NaN or infinite are counted in what is saved, while it lies in the processor's
+    cache to be hashed. A step that has more of them than the last good one is committed, but marked unhealthy. Off,
+    since looking at all bytes costs processor time beside training (`docs/performance.md`)."""
+
+    nonfinite_expected: tuple[str, ...] = ()
+    """Names of tensors that hold such values on purpose, as patterns like those of `skip`: counted, never marked."""
+
+    compare_replicas: bool = False
+    """Whether whole copies of what several ranks hold are compared: each rank hashes what it holds of it at the call,
+    before training may change it, and a rank whose copy differs is named. Finds what samples miss: a flipped bit, a
+    replica that missed a step. Off, since the call takes longer by reading the state once (`docs/performance.md`)."""
+
     reference_roots: tuple[str, ...] = ()
     """Folders, as paths or `file://` URLs, under which files may be read that a checkpoint references, as an import
     without `copy` leaves them. None by default: a checkpoint from a stranger must not make a job read whatever it
@@ -112,6 +125,10 @@ class Settings:
             raise InvalidError(
                 f"settings: reference_roots={str(self.reference_roots)[:80]!r}; expected a tuple of paths of folders"
             )
+        if not _are_texts(self.nonfinite_expected):
+            raise InvalidError(
+                f"settings: nonfinite_expected={str(self.nonfinite_expected)[:80]!r}; expected a tuple of patterns"
+            )
         if self.staging not in ("copy", "lazy"):
             raise InvalidError(f"settings: staging={self.staging!r}; expected 'copy' or 'lazy'")
         if not 0 < self.commit_timeout_seconds < float("inf"):
@@ -123,6 +140,10 @@ class Settings:
 def _require(name: str, value: int, lowest: int, highest: int) -> None:
     if not lowest <= value <= highest:
         raise InvalidError(f"settings: {name}={value}; expected a whole number from {lowest} to {highest}")
+
+
+def _are_texts(found: object) -> bool:
+    return isinstance(found, tuple) and all(isinstance(each, str) for each in found)
 
 
 def _are_paths(found: object) -> bool:

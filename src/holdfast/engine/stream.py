@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
+from holdfast.engine.nonfinite import NonFinite
 from holdfast.ports.framework import Source, Ticket
 from holdfast.repository.digest import digest_of, new_digest
 from holdfast.spec.chunking import chunk_count, chunk_range
@@ -66,7 +67,12 @@ def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequenc
 
 
 def stream(
-    header: bytes, pack: PackPlan, windows: Windows, chunk_bytes: int, sources: Sequence[Source] | None
+    header: bytes,
+    pack: PackPlan,
+    windows: Windows,
+    chunk_bytes: int,
+    sources: Sequence[Source] | None,
+    nonfinite: NonFinite | None = None,
 ) -> tuple[bytes, ...]:
     """Go through a pack in file order once, hashing it; return the chunk digests of each item.
 
@@ -76,6 +82,7 @@ def stream(
         chunk_bytes: What one digest is of. Each chunk is hashed as soon as it is copied and still in the processor's
             cache. The digest is always of the copy, never of memory that training may change.
         sources: What fills the windows; None if they are filled already.
+        nonfinite: Looks at what is hashed.
     """
     at = 0
     while at < len(header):
@@ -92,10 +99,10 @@ def stream(
         item = pack.items[number]
         tiny = _tiny_from(pack.items, number, windows, tiny_bytes_max)
         if tiny:
-            found += _together(tiny, windows, sources)
+            found += _together(tiny, windows, sources, nonfinite)
         else:
             source = None if sources is None else sources[item.shard_number]
-            found.append(_chunk_by_chunk(item, windows, chunk_bytes, source))
+            found.append(_chunk_by_chunk(item, windows, chunk_bytes, source, nonfinite))
         number += len(tiny) or 1
     return tuple(found)
 
@@ -128,17 +135,23 @@ def _copied_together(items: Sequence[PackItem], room: memoryview, sources: Seque
     return own[0].copy_together(own, [item.region for item in items], room)
 
 
-def _together(items: Sequence[PackItem], windows: Windows, sources: Sequence[Source] | None) -> list[bytes]:
+def _together(
+    items: Sequence[PackItem], windows: Windows, sources: Sequence[Source] | None, nonfinite: NonFinite | None
+) -> list[bytes]:
     """Copy and hash neighbouring pieces of one chunk each, in one go; return their digests."""
     room, start = _room_for(items, windows), items[0].data_offset
     if sources is not None:
         _copied_together(items, room, sources).wait()
     digests = [digest_of(room[item.data_offset - start :][: item.bytes]) for item in items]
+    if nonfinite is not None:
+        nonfinite.look_together(items, room)
     windows.advance(len(room))
     return digests
 
 
-def _chunk_by_chunk(item: PackItem, windows: Windows, chunk_bytes: int, source: Source | None) -> bytes:
+def _chunk_by_chunk(
+    item: PackItem, windows: Windows, chunk_bytes: int, source: Source | None, nonfinite: NonFinite | None
+) -> bytes:
     """Copy and hash a piece of any size; return its digests."""
     digests: list[bytes] = []
     for number in range(chunk_count(item.bytes, chunk_bytes)):
@@ -148,6 +161,8 @@ def _chunk_by_chunk(item: PackItem, windows: Windows, chunk_bytes: int, source: 
             if source is not None:
                 source.copy_into(item.region, start, stop, chunk).wait()
             digests.append(digest_of(chunk))
+            if nonfinite is not None:
+                nonfinite.look(item, chunk)
             windows.advance(stop - start)
             continue
         # Windows begin on whole pages, so that no element is cut in two.
@@ -157,6 +172,8 @@ def _chunk_by_chunk(item: PackItem, windows: Windows, chunk_bytes: int, source: 
             if source is not None:
                 source.copy_into(item.region, start, start + len(part), part).wait()
             state.update(part)
+            if nonfinite is not None:
+                nonfinite.look(item, part)
             windows.advance(len(part))
             start += len(part)
         digests.append(state.digest())

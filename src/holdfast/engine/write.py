@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.slabs import Slabs
 from holdfast.engine.staging import Staging
 from holdfast.engine.stream import stream
@@ -31,6 +32,9 @@ class WrittenPack:
 
     digests: tuple[bytes, ...]
     """For each item of the plan its chunk digests, 16 bytes each."""
+
+    nonfinite: Mapping[str, int]
+    """Elements that are NaN or infinite, by FQN where there are any; empty where they are not counted."""
 
 
 class PackWriter:
@@ -72,17 +76,19 @@ class PackWriter:
         give: Callable[[memoryview], None],
         sources: Sequence[Source] | None,
     ) -> WrittenPack:
-        upload = self._store.upload(pack.key, pack.bytes, self._settings.window_bytes)
+        settings = self._settings
+        nonfinite = NonFinite() if settings.count_nonfinite else None
+        upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes)
         try:
-            with _Written(upload, take, give, self._settings) as windows:
-                digests = stream(pack.header, pack.plan, windows, self._settings.chunk_bytes, sources)
+            with _Written(upload, take, give, settings) as windows:
+                digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
             upload.complete()
         except BaseException:
             upload.abort()
             raise
         record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
-        return WrittenPack(record, digests)
+        return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts)
 
 
 class _Scratch:
