@@ -139,7 +139,7 @@ def committed(root: Path) -> Numbers:
     votes = [Vote(*each) for each in told["votes"]]
     note = {"run_id": "paper", "created": "2026-01-01T00:00:00+00:00"}
     start, processor = time.perf_counter(), time.process_time()
-    data = assembled(place, told["attempt"], votes, note, lambda: None, SETTINGS, [])
+    data, _ = assembled(place, told["attempt"], votes, note, lambda: None, SETTINGS, [])
     publish(place.store, place.manifest_key, data)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor
     indexes = read_manifest(place.store, place.folder).indexes

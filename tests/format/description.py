@@ -12,7 +12,7 @@ import holdfast
 
 FOLDER = Path(__file__).parent / "golden-1"
 EXPECTED = FOLDER / "expected.json"
-CHECKPOINTS = ("run/step-000000000005", "run/step-000000000007", "sharded", "single", "split")
+CHECKPOINTS = ("run/step-000000000005", "run/step-000000000007", "sharded", "single", "split", "unhealthy")
 
 
 def described(value: object) -> object:

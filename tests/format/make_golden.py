@@ -28,10 +28,17 @@ def make() -> None:
             manager.save(step, state.training(step)).wait()
     holdfast.save(FOLDER / "single", state.single(3))
     make_sharded()
+    make_unhealthy()
     expected = {name: description(FOLDER / name) for name in CHECKPOINTS}
     EXPECTED.write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
     total = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     print(f"{FOLDER}: {total} bytes")
+
+
+def make_unhealthy() -> None:
+    """Save what has non-finite values, where they are counted: format 1.2."""
+    settings = holdfast.Settings(count_nonfinite=True, compare_replicas=True)
+    holdfast.save(FOLDER / "unhealthy", state.unhealthy(4), settings=settings)
 
 
 def make_sharded() -> None:

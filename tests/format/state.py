@@ -124,3 +124,23 @@ def plain_sharded_state(seed: int) -> State:
 def single(seed: int) -> State:
     """Return what the checkpoint saved by path holds: nothing but tensors and values."""
     return {"weights": {"a.b": filled(torch.zeros(4, 4), seed), "c": filled(torch.zeros(3), seed)}, "note": "by path"}
+
+
+class Masked(nn.Module):
+    """A layer with a mask that holds -inf on purpose."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf, -math.inf, -math.inf]))
+
+
+def unhealthy(seed: int) -> State:
+    """Return a state in which two elements are no finite numbers that should be."""
+    masked = Masked()
+    fill(masked.layer, seed)
+    weight = filled(torch.zeros(5, 2, dtype=torch.bfloat16), seed)
+    weight[1, 1], weight[4, 0] = math.nan, math.inf
+    return {"masked": masked, "weight": weight}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.spec.health import Health
 from tests.format import state
 from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, described, description
 
@@ -22,6 +23,7 @@ STATES: dict[str, tuple[Callable[[int], state.State], int]] = {
     "sharded": (state.plain_sharded_state, 9),
     "single": (state.single, 3),
     "split": (state.plain_sharded_state, 9),
+    "unhealthy": (state.unhealthy, 4),
 }
 
 
@@ -103,3 +105,9 @@ def test_golden_files_are_small_and_hold_what_they_should(expected: dict[str, di
     assert manifest.overview is not None
     assert len(manifest.indexes) > 2
     assert expected["run/step-000000000005"]["aliases"] == {"model.head.weight": "model.embedding.weight"}
+
+
+def test_what_was_found_of_health_is_told() -> None:
+    assert holdfast.open_checkpoint(FOLDER / "single").manifest.health is None
+    found = Health({"masked.mask": 3, "weight": 2}, {"weight": 0}, {})
+    assert holdfast.open_checkpoint(FOLDER / "unhealthy").manifest.health == found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.hostile.cases import Case
 from tests.hostile.corpus_files import CASES as FILES
+from tests.hostile.corpus_health import CASES as HEALTH
 from tests.hostile.corpus_index import CASES as INDEXES
 from tests.hostile.corpus_manifest import CASES as MANIFESTS
 from tests.hostile.corpus_packs import CASES as PACKS
@@ -14,7 +15,7 @@ from tests.hostile.corpus_references import CASES as REFERENCES
 from tests.hostile.corpus_steps import CASES as STEPS
 from tests.hostile.corpus_values import CASES as VALUES
 
-CASES: list[Case] = [*MANIFESTS, *VALUES, *INDEXES, *PACKS, *FILES, *REFERENCES, *STEPS]
+CASES: list[Case] = [*MANIFESTS, *VALUES, *INDEXES, *PACKS, *FILES, *REFERENCES, *STEPS, *HEALTH]
 """Every case, in a fixed order."""
 
 assert len({case.name for case in CASES}) == len(CASES), "names of cases are distinct"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, UnavailableError
@@ -51,6 +52,8 @@ class Ballot:
     def __init__(self, job: Job, sequence: int, attempt: str, name: str) -> None:
         self._job, self._sequence, self._attempt, self._name = job, sequence, attempt, name
         self._voted = False
+        self.unhealthy: tuple[str, ...] = ()
+        """What the committing rank found against what it published, in words; once it is committed."""
 
     def vote(self, vote: Vote) -> bool:
         """Cast this rank's vote; return whether it completed the count, which makes this rank the committer.
@@ -105,9 +108,15 @@ class Ballot:
             if self._voted:
                 raise Undecided(str(failure)) from failure
 
-    def announce_committed(self, manifest_digest: str) -> None:
-        """Tell who waits that the manifest is published. Never raises: the manifest is the truth."""
-        self._announce(f"committed:{manifest_digest}")
+    def announce_committed(self, manifest_digest: str, unhealthy: Sequence[str] = ()) -> None:
+        """Tell who waits that the manifest is published. Never raises: the manifest is the truth.
+
+        Args:
+            manifest_digest: Digest of it.
+            unhealthy: What was found against the checkpoint, in words.
+        """
+        self.unhealthy = tuple(unhealthy)
+        self._announce(f"committed:{manifest_digest}" + (f":{json.dumps(self.unhealthy)}" if unhealthy else ""))
 
     def announce_failure(self, error: BaseException, *, certain: bool) -> None:
         """Tell who waits that the committer failed. Never raises.
@@ -141,7 +150,9 @@ class Ballot:
             raise Undecided(str(failure)) from failure
         kind, _, text = result.decode().partition(":")
         if kind == "committed":
-            return text
+            digest, _, unhealthy = text.partition(":")
+            self.unhealthy = tuple(json.loads(unhealthy)) if unhealthy else ()
+            return digest
         if kind == "failed":
             raise Aborted(error_from(text))
         if kind == "abort":

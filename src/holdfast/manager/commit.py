@@ -10,6 +10,7 @@ from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
+from holdfast.manager.health import health_of_parent
 from holdfast.manager.merge import merged
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
@@ -23,6 +24,7 @@ from holdfast.repository.overview import Overview, encode_overview, split
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.settings import Settings
+from holdfast.spec.health import Health
 from holdfast.spec.manifest import FileRecord, Manifest, Parent
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,10 @@ def assembled(
     parent_of: Callable[[], Parent | None],
     settings: Settings,
     written: list[str],
-) -> bytes:
+) -> tuple[bytes, Health | None]:
     """Merge what every rank wrote, prove it whole, write its index, and return the manifest that names it all.
+
+    Beside it stands what was found of the checkpoint's health.
 
     Args:
         place: Where the checkpoint goes.
@@ -57,14 +61,17 @@ def assembled(
     whole = merged(place, attempt, votes, settings.chunk_bytes)
     indexes, overview = written_index(place, attempt, whole.index, settings, written)
     origin, masters, metrics = note.get("origin"), note.get("masters"), note.get("metrics")
-    return encode_manifest(
+    # Known only now: the save before was perhaps still being written when this one began.
+    parent = parent_of()
+    before = health_of_parent(place, parent) if whole.findings.has_counts else None
+    health = whole.findings.health(before)
+    data = encode_manifest(
         Manifest(
             run_id=str(note["run_id"]),
             step=place.step,
             attempt=attempt,
             created=str(note["created"]),
-            # Known only now: the save before was perhaps still being written when this one began.
-            parent=parent_of(),
+            parent=parent,
             world_size=len(votes),
             layouts=whole.layouts,
             software=software_at_hand(),
@@ -79,8 +86,10 @@ def assembled(
             origin=None if origin is None else str(origin),
             masters=masters if isinstance(masters, dict) else {},
             metrics=metrics if isinstance(metrics, dict) else {},
+            health=health,
         )
     )
+    return data, health
 
 
 def written_index(

@@ -63,6 +63,10 @@ class SaveReport:
     skipped: tuple[str, ...]
     """What `only` and `skip` left out."""
 
+    unhealthy: tuple[str, ...] = ()
+    """What was found against the checkpoint, in words, the first of many: tensors with new non-finite values, replicas
+    that differ. Empty where nothing was, or nothing was looked at (`Settings.count_nonfinite`, `compare_replicas`)."""
+
 
 class SaveHandle:
     """A save under way.

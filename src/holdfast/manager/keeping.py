@@ -9,7 +9,6 @@ from holdfast.plan.retention import Reasons, kept
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, read_manifest
 from holdfast.repository.names import step_folder
-from holdfast.repository.quarantine import quarantined
 from holdfast.repository.tags import read_tags
 from holdfast.spec.policy import KeepPolicy
 from holdfast.spec.retention import KeptFacts
@@ -18,17 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 def kept_steps(store: Store, policy: KeepPolicy | None) -> Reasons:
-    """Return the steps that a policy keeps, ascending, each with the reasons.
-
-    Damaged steps and those under quarantine are not among them, and take no place from a whole one. Where no step is
-    whole, nothing is: that decides nothing about what is damaged.
+    """Return the steps that a policy keeps, ascending, each with the reasons; damaged ones are not among them.
 
     Raises:
         CorruptError: A tag cannot be read: it may name a step that must stay.
         InvalidError: The policy ranks by a metric that no step has.
     """
     facts = []
-    tags, known = read_tags(store), quarantined(store)
+    tags = read_tags(store)
     for error in tags.damaged.values():
         raise error
     for step in committed_steps(store):
@@ -36,8 +32,6 @@ def kept_steps(store: Store, policy: KeepPolicy | None) -> Reasons:
             manifest = read_manifest(store, step_folder(step))
         except CheckpointError as error:
             logger.warning("step %d counts for nothing among those to keep: %s", step, error)
-            continue
-        if manifest.digest[:16] in known.get(step, {}):
             continue
         facts.append(KeptFacts(step, manifest.created, manifest.metrics, tags.of(step, manifest.digest)))
     return kept(policy, facts)

@@ -12,6 +12,7 @@ from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.place import Place
 from holdfast.manager.soundness import uncovered_names
+from holdfast.plan.health import Findings
 from holdfast.ports.store import Packs
 from holdfast.repository import values
 from holdfast.repository.catalog import check_pack, read_file
@@ -48,6 +49,9 @@ class Merged:
     layouts: tuple[dict[str, object], ...]
     """Meshes and placements, as provenance."""
 
+    findings: Findings
+    """What the ranks found of its health."""
+
 
 def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> Merged:
     """Read every rank's part, prove the whole, and return it.
@@ -61,12 +65,14 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     trees: list[Group] = []
     aliases: dict[str, str] = {}
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    findings = Findings()
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
     files = each_in_flight(lambda record: read_file(place.store, place.folder, attempt, record), records)
     for rank, part in enumerate(_decoded(records, files)):
         require_own(part, rank, attempt, place.url)
         merging.add(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
+        findings.add(rank, part.counted, part.replicas)
         for alias, fqn in part.aliases.items():
             aliases.setdefault(alias, fqn)
         for mesh, placements, count in part.layouts:
@@ -86,7 +92,7 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
         for (mesh, placements), count in sorted(layouts.items())
     )
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in index.tensors and alias not in index.tensors}
-    return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance)
+    return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance, findings)
 
 
 def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
@@ -13,6 +14,7 @@ from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.commit import PublishFailed, assembled, published, sweep
 from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.health import Watch
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
@@ -20,6 +22,7 @@ from holdfast.manager.plans import SavePlan, save_plan
 from holdfast.manager.provenance import layouts_of, told_time
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
+from holdfast.plan.health import told
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Framework, Selection
@@ -31,6 +34,7 @@ from holdfast.repository.names import part_name
 from holdfast.repository.pack import header_body
 from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.quarantine import set_aside
+from holdfast.spec.health import Health
 from holdfast.spec.manifest import Parent
 from holdfast.spec.plan import PlannedPack
 
@@ -111,7 +115,7 @@ class Save:
                 pause.close()
             packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
-            part_of = self._part_of(collected, digests, agreement)
+            part_of = self._part_of(collected, digests, agreement, Watch(collected, agreement, self._job))
             transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged)
             self.handle.settle = transfer.settle
             transfer.begin(collected, awaited=self._awaited)
@@ -191,7 +195,7 @@ class Save:
         return report
 
     def _part_of(
-        self, collected: Collected, digests: Digests, agreement: Agreement
+        self, collected: Collected, digests: Digests, agreement: Agreement, watch: Watch
     ) -> Callable[[Sequence[PlannedPack], Sequence[WrittenPack]], RankPart]:
         """Return what makes this rank's part, once its packs are written."""
         job, speaks = self._job, agreement.speaks
@@ -216,6 +220,8 @@ class Save:
                 aliases=aliases,
                 layouts=layouts,
                 per_rank=per_rank,
+                counted=watch.counted(written),
+                replicas=watch.replicas,
             )
 
         return part_of
@@ -259,30 +265,30 @@ class Save:
         except Exception as error:  # noqa: BLE001 - a failed save never ends training
             self._lose(ballot, agreement, error)
         else:
-            self._succeed(agreement, report_of, digest)
+            self._succeed(agreement, report_of, digest, ballot.unhealthy)
 
     def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
         """Return the digest of the manifest once it is published."""
         if not ballot.vote(vote_of()):
             return ballot.await_result()
         try:
-            digest = self._publish(ballot.votes(), agreement)
+            digest, health = self._publish(ballot.votes(), agreement)
         except PublishFailed as failure:
             ballot.announce_failure(failure, certain=False)
             raise Undecided(str(failure), storage_knows=False) from failure
         except Exception as error:
             ballot.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
-        ballot.announce_committed(digest)
+        ballot.announce_committed(digest, told(health))
         sweep(self._place, agreement.attempt, self._name)
         return digest
 
-    def _publish(self, votes: list[Vote], agreement: Agreement) -> str:
+    def _publish(self, votes: list[Vote], agreement: Agreement) -> tuple[str, Health | None]:
         place = self._place
-        data = assembled(
+        data, health = assembled(
             place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
         )
-        return published(place, data)
+        return published(place, data), health
 
     def _ask_storage(self, agreement: Agreement, report_of: Callable[[], SaveReport], undecided: Undecided) -> None:
         """The board cannot say what became of the attempt: the manifest can, if it is there."""
@@ -293,7 +299,7 @@ class Save:
             except CheckpointError:
                 manifest = None
         if manifest is not None and manifest.attempt == agreement.attempt:
-            self._succeed(agreement, report_of, manifest.digest)
+            self._succeed(agreement, report_of, manifest.digest, told(manifest.health))
         elif manifest is not None:
             self._remove_own()
             error = ConflictError(f"{self._name}: attempt {manifest.attempt} published first; {undecided.reason}")
@@ -301,13 +307,17 @@ class Save:
         else:
             self.handle.fail(_unknown(self._name, self._place, undecided.reason))
 
-    def _succeed(self, agreement: Agreement, report_of: Callable[[], SaveReport], digest: str) -> None:
-        report = report_of()
+    def _succeed(
+        self, agreement: Agreement, report_of: Callable[[], SaveReport], digest: str, unhealthy: Sequence[str]
+    ) -> None:
+        report = replace(report_of(), unhealthy=tuple(unhealthy))
         self._on_commit(self._place, str(agreement.note["run_id"]), digest)
         if self._job.comm.rank == 0:
             logger.info(
                 "%s: committed in %.2f s, %d bytes on this rank", self._name, report.committed_seconds, report.bytes
             )
+            if unhealthy:
+                logger.warning("%s: committed, but marked unhealthy: %s", self._name, "; ".join(unhealthy))
         self.handle.reach_committed(report)
         try:
             self._job.forget_before(agreement.sequence)

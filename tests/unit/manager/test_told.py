@@ -12,7 +12,6 @@ from holdfast.manager.run import Run
 from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Tagged
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.store import Store
-from holdfast.repository.quarantine import quarantine
 from holdfast.repository.tags import read_tags
 from holdfast.spec.policy import Policies
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
@@ -134,9 +133,6 @@ def test_what_is_kept_follows_metrics_tags_and_damage() -> None:
     assert list(run.kept()) == [1, 2, 4, 5]
     run.untag("paper")
     assert list(run.kept()) == [2, 4, 5]
-    # Nor does one whose chunks were found damaged, though its manifest is whole and it was the best.
-    quarantine(store, 2, "bytes hash to something else", "today")
-    assert list(run.kept()) == [3, 4, 5]
     run.tag(3, "x")
     store.put("tags/x.json", b"damaged")
     with pytest.raises(CorruptError, match=r"x\.json"):
