@@ -11,6 +11,7 @@ from holdfast.arguments import Globs, policies_of, require_state, selection_of
 from holdfast.errors import InvalidError
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.ports.observer import Observer
 from holdfast.settings import Settings
 from holdfast.spec.policy import KeepPolicy, SavePolicy
 
@@ -31,6 +32,7 @@ class CheckpointManager:
         keep_last: int | None = None,
         process_group: wiring.ProcessGroup = None,
         settings: Settings = wiring.DEFAULT_SETTINGS,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Open a root.
 
@@ -42,10 +44,12 @@ class CheckpointManager:
             keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
             process_group: None for the default group, False for this process alone, or a group.
             settings: How to save and load.
+            observers: Who hears of saves and loads as they go: those of `holdfast.observers`, or your own. None of
+                them can hurt a save, however slow or broken.
         Raises:
             InvalidError: The root is one checkpoint, or no path, or a policy is none or contradicts another.
         """
-        self._run = wiring.run_at(root, process_group, settings, policies_of(save, every, keep, keep_last))
+        self._run = wiring.run_at(root, process_group, settings, policies_of(save, every, keep, keep_last), observers)
 
     def maybe_save(
         self,

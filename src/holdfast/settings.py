@@ -95,6 +95,10 @@ class Settings:
     before training may change it, and a rank whose copy differs is named. Finds what samples miss: a flipped bit, a
     replica that missed a step. Off, since the call takes longer by reading the state once (`docs/performance.md`)."""
 
+    reports: bool = True
+    """Whether every rank leaves a report of what it did beside the checkpoint that it saved or loaded, for
+    `holdfast trace` and for people. False for a checkpoint that many load and nobody should write to."""
+
     reference_roots: tuple[str, ...] = ()
     """Folders, as paths or `file://` URLs, under which files may be read that a checkpoint references, as an import
     without `copy` leaves them. None by default: a checkpoint from a stranger must not make a job read whatever it

@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -134,11 +134,17 @@ def place_at(path: object, settings: Settings) -> Place:
     return Place(store, "", None, foreign, References(settings.reference_roots), root)
 
 
-def run_at(root: object, process_group: ProcessGroup, settings: Settings, policies: Policies) -> Run:
+def run_at(
+    root: object,
+    process_group: ProcessGroup,
+    settings: Settings,
+    policies: Policies,
+    observers: Sequence[Observer],
+) -> Run:
     """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
     store = store_at(root, settings)
     job = new_job(process_group, settings)
-    return Run(store, job, framework_of(job.comm), References(settings.reference_roots), policies)
+    return Run(store, job, framework_of(job.comm), References(settings.reference_roots), policies, observers)
 
 
 @cache
@@ -161,7 +167,8 @@ def export_again(source: object, destination: object, settings: Settings, observ
     checkpoint = checkpoint_at(source, settings)
     if isinstance(store, LocalStore):
         LocalDestination(store.url.removeprefix("file://")).require_outside(checkpoint.url)
-    job = Job(AloneComm(), clock(), settings)
+    # What is exported is made of the files that the report of it lists, and no others.
+    job = Job(AloneComm(), clock(), replace(settings, reports=False))
     try:
         return exported(checkpoint, store, job, observer)
     finally:

@@ -20,6 +20,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, Unavailab
 from holdfast.manager.export import ExportRequest, carry_out_export
 from holdfast.ports.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.spec.events import Progress
 from holdfast.spec.export import ExportOptions
 from tests.export import held
 from tests.export.held import children, is_running, wait_until, written_down
@@ -43,8 +44,8 @@ class Fast(SystemClock):
 
 class Told:
     told = 0
-    def progress(self, done_bytes, total_bytes):
-        print(done_bytes, total_bytes, flush=True)
+    def hear(self, event):
+        print(event.done_bytes, event.total_bytes, flush=True)
         self.told += 1
         if self.told == int(told_max):
             threading.Event().wait()  # To be killed, by somebody who may be slow.
@@ -185,8 +186,8 @@ class StopsAt:
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        if done_bytes >= total_bytes * self._share:
+    def hear(self, event: Progress) -> None:
+        if event.done_bytes >= event.total_bytes * self._share:
             raise Stopped
 
 
@@ -245,7 +246,7 @@ def test_a_source_that_is_written_again_meanwhile_makes_nothing_appear(tmp_path:
     data = bytearray(path.read_bytes())
 
     class WritesAgain:
-        def progress(self, done_bytes: int, total_bytes: int) -> None:
+        def hear(self, event: Progress) -> None:
             if path.read_bytes() != data:
                 path.with_name("new").write_bytes(data)
                 path.with_name("new").replace(path)
@@ -270,7 +271,7 @@ def test_what_stands_at_the_destination_is_not_touched(tmp_path: Path, source: P
 
 def test_what_appears_at_the_destination_meanwhile_is_not_touched(tmp_path: Path, source: Path) -> None:
     class Meanwhile:
-        def progress(self, done_bytes: int, total_bytes: int) -> None:
+        def hear(self, event: Progress) -> None:
             (tmp_path / "out").mkdir(exist_ok=True)
 
     export, destination = wiring.export_of(
@@ -354,8 +355,8 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     known = children(os.getpid())
 
     class Kills:
-        def progress(self, done_bytes: int, total_bytes: int) -> None:
-            if done_bytes:
+        def hear(self, event: Progress) -> None:
+            if event.done_bytes:
                 for each in children(os.getpid()) - known:
                     os.kill(each, signal.SIGKILL)
 

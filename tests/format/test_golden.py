@@ -17,6 +17,8 @@ from tests.format import state
 from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, described, description
 
 SIZE_MAX = 300_000
+LEAVES_NOTHING = holdfast.Settings(reports=False)
+"""The files are everybody's; no test run leaves its reports among them."""
 STATES: dict[str, tuple[Callable[[int], state.State], int]] = {
     "run/step-000000000005": (state.training, 5),
     "run/step-000000000007": (state.training, 7),
@@ -80,7 +82,7 @@ def leaves(value: object, path: str = "") -> dict[str, object]:
 def test_loads_into_a_state_bit_for_bit(name: str) -> None:
     make, seed = STATES[name]
     target = make(seed + 1)
-    report = holdfast.load(FOLDER / name, target)
+    report = holdfast.load(FOLDER / name, target, settings=LEAVES_NOTHING)
     assert report.missing == report.unexpected == ()
     assert leaves(target) == leaves(make(seed))
     assert leaves(target) != leaves(make(seed + 1))
@@ -89,7 +91,7 @@ def test_loads_into_a_state_bit_for_bit(name: str) -> None:
 
 
 def test_a_manager_resumes_from_the_newest_step() -> None:
-    with holdfast.CheckpointManager(FOLDER / "run") as manager:
+    with holdfast.CheckpointManager(FOLDER / "run", settings=LEAVES_NOTHING) as manager:
         assert manager.steps() == [5, 7]
         target = state.training(1)
         assert manager.load(target) == 7

@@ -15,6 +15,7 @@ from holdfast import api
 from holdfast.errors import CorruptError, MissingError
 from holdfast.manager import differences, windows
 from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.spec.events import Progress
 
 SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)
 
@@ -245,8 +246,8 @@ class Heard:
     def __init__(self) -> None:
         self.heard: list[tuple[int, int]] = []
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        self.heard.append((done_bytes, total_bytes))
+    def hear(self, event: Progress) -> None:
+        self.heard.append((event.done_bytes, event.total_bytes))
 
 
 def test_progress_ends_at_its_total(tmp_path: Path) -> None:

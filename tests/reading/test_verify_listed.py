@@ -20,6 +20,7 @@ from holdfast.manager.place import Place
 from holdfast.settings import Settings
 from holdfast.spec.box import Box
 from holdfast.spec.damage import Damage
+from holdfast.spec.events import Progress
 from holdfast.spec.listing import ListedPiece, Listing
 from holdfast.spec.region import FlatRange
 from holdfast.spec.tensor import TensorSpec
@@ -108,8 +109,8 @@ def test_what_agrees_is_sound_and_says_how_closely_it_was_looked_at(folder: Path
     heard: list[tuple[int, int]] = []
 
     class Heard:
-        def progress(self, done_bytes: int, total_bytes: int) -> None:
-            heard.append((done_bytes, total_bytes))
+        def hear(self, event: Progress) -> None:
+            heard.append((event.done_bytes, event.total_bytes))
 
     work = opened(folder, listing_of(folder)).verification(Heard(), deep=deep)
     assert list(work.damages()) == []

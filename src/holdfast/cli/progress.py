@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich import progress
 
 from holdfast.cli.screen import Screen, stderr
+from holdfast.spec.events import Event, Progress
 
 
 @contextmanager
@@ -27,12 +28,12 @@ class Bar:
     """A progress bar that goes away when the work is done."""
 
     def __init__(self, screen: Screen, doing: str) -> None:
-        self._bar = Progress(
-            TextColumn(doing),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+        self._bar = progress.Progress(
+            progress.TextColumn(doing),
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
             console=screen.console,
             transient=True,
         )
@@ -46,6 +47,7 @@ class Bar:
         """Take it away."""
         self._bar.stop()
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
+    def hear(self, event: Event) -> None:
         """Move on."""
-        self._bar.update(self._task, completed=done_bytes, total=total_bytes)
+        if isinstance(event, Progress):
+            self._bar.update(self._task, completed=event.done_bytes, total=event.total_bytes)

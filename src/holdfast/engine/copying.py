@@ -13,6 +13,7 @@ from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
 from holdfast.repository.digest import new_digest
 from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.spec.events import Progress
 from holdfast.spec.plan import Piece
 from holdfast.spec.region import Region
 
@@ -59,7 +60,7 @@ class PieceReader:
             self._check(piece, start, target, stored.url)
         self._done_bytes += len(target)
         if self._observer is not None:
-            self._observer.progress(self._done_bytes, self._total_bytes)
+            self._observer.hear(Progress(self._done_bytes, self._total_bytes))
 
     def _check(self, piece: Piece, start: int, data: memoryview, where: str) -> None:
         """Hold bytes against the digests of their chunks; a chunk that goes on is checked with its last byte."""

@@ -39,6 +39,9 @@ class Moved:
     whole: bool = True
     """Whether everything was placed; False where another rank failed, and all of them stopped."""
 
+    exchanging_seconds: float = 0.0
+    """How long the rounds of an exchange took, from the start; what came after them was read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
@@ -60,6 +63,7 @@ def carry_out_exchange(
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
+    moved: Callable[[int], None] | None = None,
 ) -> Moved:
     """Read, pass on, check and place everything a plan lists; a collective of every rank.
 
@@ -74,13 +78,15 @@ def carry_out_exchange(
         packs: Where from.
         targets: Where to, by wanted number.
         settings: Reads in flight.
+        moved: Told how many bytes were read or received, on any thread.
     Raises:
         CorruptError: A chunk that this rank read or was given is not what was saved.
         UnavailableError: The store failed.
     """
+    start = clock.monotonic_seconds()
     with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
         try:
-            passing = _Passing(threads, clock, packs, targets, weighing.after_rounds if weighing else 0)
+            passing = _Passing(threads, clock, packs, targets, weighing.after_rounds if weighing else 0, moved)
             rest = _exchange(planned, round_count, weighing, comm, passing)
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
@@ -88,9 +94,12 @@ def carry_out_exchange(
     if rest is None:
         return Moved(0, 0, whole=False)
     runs, given_bytes, received_bytes = rest
+    seconds = clock.monotonic_seconds() - start
     plan = LoadPlan(tuple(_joined(runs, settings.read_window_bytes)))
-    carry_out(plan, packs, targets, settings)
-    return Moved(given_bytes + plan.bytes, received_bytes)
+    if moved is not None:
+        moved(given_bytes + received_bytes - passing.moved_bytes)
+    carry_out(plan, packs, targets, settings, moved=moved)
+    return Moved(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds)
 
 
 def _exchange(
@@ -151,7 +160,11 @@ class _Passing:
         packs: Packs,
         targets: Sequence[Target],
         probe_rounds: int,
+        moved: Callable[[int], None] | None,
     ) -> None:
+        self._moved = moved
+        self.moved_bytes = 0
+        """Bytes of the rounds that were passed on."""
         self._threads, self._clock, self._probe_rounds = threads, clock, probe_rounds
         self._packs, self._targets = packs, targets
         self._rounds: Sequence[ExchangeRound] = ()
@@ -231,6 +244,11 @@ class _Passing:
             self._threads.submit(settle_all, take.run, data, self._way_of(take), self._targets)
             for take, data in zip(self._rounds[number].takes, self._taken, strict=True)
         ]
+        if self._moved is not None:
+            this = self._rounds[number]
+            count = sum(_bytes(give.run) for give in this.gives) + sum(_bytes(take.run) for take in this.takes)
+            self.moved_bytes += count
+            self._moved(count)
 
     def _way_of(self, take: Take) -> str:
         return f"{self._packs(take.run.pack).url}, as rank {take.reader} read and passed it on"

@@ -16,6 +16,7 @@ from holdfast.repository.digest import digest_of
 from holdfast.repository.index import Index
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.chunking import DIGEST_BYTES
+from holdfast.spec.events import Progress
 
 
 def digested(index: Index, packs: Packs, settings: Settings, observer: Observer | None = None) -> Index:
@@ -52,7 +53,7 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
         found += digests
         done += count
         if observer is not None:
-            observer.progress(done, total)
+            observer.hear(Progress(done, total))
     row_chunks = -(-rows[:, 2] // chunk_bytes)
     at = positions(firsts(row_chunks), row_of)
     taken = np.frombuffer(found, dtype=f"V{DIGEST_BYTES}")[at]

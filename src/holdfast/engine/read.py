@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -19,7 +19,12 @@ from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
 
 def carry_out(
-    plan: LoadPlan, packs: Packs, targets: Sequence[Target], settings: Settings, slabs: Slabs | None = None
+    plan: LoadPlan,
+    packs: Packs,
+    targets: Sequence[Target],
+    settings: Settings,
+    slabs: Slabs | None = None,
+    moved: Callable[[int], None] | None = None,
 ) -> None:
     """Read, check and place everything a plan lists.
 
@@ -30,6 +35,7 @@ def carry_out(
         settings: Windows in flight, and from which size on chunks are read straight into targets.
         slabs: What to read through, for who carries out one plan after the other: one for each read in flight, each as
             long as the longest read and two pages. None: new ones.
+        moved: Told how many bytes were read, run by run, on any thread.
     Raises:
         CorruptError: A chunk is not what was saved; the message names tensor, pack and byte range. Targets may hold
             bytes that failed their check.
@@ -45,6 +51,8 @@ def carry_out(
     def read(run: ReadRun, slabs: Slabs = slabs) -> None:
         with slabs.lent() as slab:
             _Reading(run, packs(run.pack), targets, settings.in_place_bytes_min, copying).carry_out(slab)
+        if moved is not None:
+            moved(run.stop - run.start)
 
     with ThreadPoolExecutor(count, thread_name_prefix="holdfast-read") as threads:
         reads = [threads.submit(read, run) for run in plan.runs]

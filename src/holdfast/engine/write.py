@@ -44,25 +44,34 @@ class PackWriter:
         self._store, self._settings = store, settings
         self._slabs = Slabs(settings.windows_in_flight + 1, settings.window_bytes)
 
-    def write(self, pack: PlannedPack, sources: Sequence[Source]) -> WrittenPack:
+    def write(
+        self, pack: PlannedPack, sources: Sequence[Source], written: Callable[[int], None] | None = None
+    ) -> WrittenPack:
         """Write one pack straight from its sources and make it durable.
 
         Args:
             pack: The pack.
             sources: Bytes by shard number.
+            written: Told how many bytes were written, window by window, on any thread.
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
         """
-        return self._write(pack, self._slabs.take, self._slabs.give, sources)
+        return self._write(pack, self._slabs.take, self._slabs.give, sources, written)
 
-    def write_staged(self, pack: PlannedPack, staging: Staging) -> WrittenPack:
+    def write_staged(
+        self, pack: PlannedPack, staging: Staging, written: Callable[[int], None] | None = None
+    ) -> WrittenPack:
         """Write the next pack of a staging and make it durable; its windows go back as they are written.
 
+        Args:
+            pack: The pack.
+            staging: Where its windows come from.
+            written: As `write`.
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
             BaseException: What copying it failed with.
         """
-        return self._write(pack, staging.take, staging.give, None)
+        return self._write(pack, staging.take, staging.give, None, written)
 
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of what its source holds now."""
@@ -75,12 +84,13 @@ class PackWriter:
         take: Callable[[], memoryview],
         give: Callable[[memoryview], None],
         sources: Sequence[Source] | None,
+        written: Callable[[int], None] | None,
     ) -> WrittenPack:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
         upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes)
         try:
-            with _Written(upload, take, give, settings) as windows:
+            with _Written(upload, take, give, settings, written) as windows:
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
             upload.complete()
@@ -108,10 +118,15 @@ class _Written:
     """Windows that are written as soon as they are full."""
 
     def __init__(
-        self, upload: Upload, take: Callable[[], memoryview], give: Callable[[memoryview], None], settings: Settings
+        self,
+        upload: Upload,
+        take: Callable[[], memoryview],
+        give: Callable[[memoryview], None],
+        settings: Settings,
+        written: Callable[[int], None] | None,
     ) -> None:
         self._take, self._window_bytes = take, settings.window_bytes
-        self._writers = _Writers(upload, give, settings.windows_in_flight)
+        self._writers = _Writers(upload, give, settings.windows_in_flight, written)
         self._give = give
         self._slab: memoryview | None = None
         self._offset = self._filled = 0
@@ -157,8 +172,14 @@ class _Writers:
     under way is to be finished then.
     """
 
-    def __init__(self, upload: Upload, give: Callable[[memoryview], None], threads: int) -> None:
-        self._upload, self._give = upload, give
+    def __init__(
+        self,
+        upload: Upload,
+        give: Callable[[memoryview], None],
+        threads: int,
+        written: Callable[[int], None] | None,
+    ) -> None:
+        self._upload, self._give, self._written = upload, give, written
         self._windows: queue.SimpleQueue[tuple[int, memoryview, int] | None] = queue.SimpleQueue()
         self._failures: list[BaseException] = []
         self._given_up = False
@@ -203,6 +224,8 @@ class _Writers:
         try:
             if not self._given_up and not self._failures:
                 self._upload.write(offset, slab[:count])
+                if self._written is not None:
+                    self._written(count)
         except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
             self._failures.append(error)
         finally:

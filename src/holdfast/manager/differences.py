@@ -14,6 +14,7 @@ from holdfast.manager.windows import BATCH_BYTES, BATCHES_AT_ONCE
 from holdfast.plan.comparing import Window, batches, unsettled
 from holdfast.ports.observer import Observer
 from holdfast.spec.diff import Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+from holdfast.spec.events import Progress
 from holdfast.spec.tensor import TensorSpec
 from holdfast.spec.values import per_rank_paths
 
@@ -187,12 +188,12 @@ def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observe
     total = sum(window.bytes for pair in pairs for window in pair.windows)
     done = read_bytes = 0
     if observer is not None:
-        observer.progress(0, total)
+        observer.hear(Progress(0, total))
     work = batches((pair.windows for pair in pairs), BATCH_BYTES, bytes_of)
     for measures, read, compared in each_in_flight(compare, work, BATCHES_AT_ONCE):
         for number, measured in measures.items():
             pairs[number].take(measured)
         done, read_bytes = done + compared, read_bytes + read
         if observer is not None:
-            observer.progress(done, total)
+            observer.hear(Progress(done, total))
     return read_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,20 +91,23 @@ def carried_out(
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
+    moved: Callable[[int], None] | None = None,
 ) -> Moved:
     """Read, check and place everything a plan lists, each byte once in the job where that was agreed on.
+
+    `moved` is told how many bytes were read or received, on any thread.
 
     Raises:
         CorruptError: A chunk is not what was saved.
         UnavailableError: The store failed.
     """
     if agreed is None:
-        carry_out(plan, packs, targets, settings)
+        carry_out(plan, packs, targets, settings, moved=moved)
         return Moved(plan.bytes, 0)
     job = agreed.job
     weighing = None if agreed.forced else Weighing(PROBE_ROUNDS, partial(exchanging_beats_reading, job.left))
     planned = partial(_planned, job, comm.rank, plan, _numbers(manifest))
-    return carry_out_exchange(planned, job.round_count, weighing, comm, clock, packs, targets, settings)
+    return carry_out_exchange(planned, job.round_count, weighing, comm, clock, packs, targets, settings, moved)
 
 
 def _planned(job: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:

@@ -26,6 +26,7 @@ from holdfast.ports.destination import Destination, OutputFile
 from holdfast.ports.format import Writer
 from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.spec.events import Progress
 from holdfast.spec.export import ExportContent, ExportFile, ExportOptions, Window, WindowPlan
 
 logger = logging.getLogger(__name__)
@@ -336,7 +337,7 @@ class _Progress:
             self.done_bytes += written_bytes
             self.read_bytes += read_bytes
             if self._observer is not None:
-                self._observer.progress(self.done_bytes, self._total_bytes)
+                self._observer.hear(Progress(self.done_bytes, self._total_bytes))
 
 
 def _report(

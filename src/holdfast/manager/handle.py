@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import InvalidError
+from holdfast.spec.events import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ class SaveReport:
     unhealthy: tuple[str, ...] = ()
     """What was found against the checkpoint, in words, the first of many: tensors with new non-finite values, replicas
     that differ. Empty where nothing was, or nothing was looked at (`Settings.count_nonfinite`, `compare_replicas`)."""
+
+    phases: tuple[Phase, ...] = ()
+    """What this rank did meanwhile, by when it began."""
 
 
 class SaveHandle:

@@ -18,6 +18,7 @@ from holdfast.repository.index import Index
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.spec.box import Box
 from holdfast.spec.damage import Damage
+from holdfast.spec.events import Progress
 from holdfast.spec.listing import ListedPiece, Listing
 from holdfast.spec.plan import Piece
 from holdfast.spec.tensor import TensorSpec
@@ -191,7 +192,7 @@ class ListedVerification:
                     gathered.take(window, outcome)
                 self._done += window.bytes
             if self._observer is not None:
-                self._observer.progress(self._done, self.total_bytes)
+                self._observer.hear(Progress(self._done, self.total_bytes))
         if gathered is not None:
             yield gathered.damage()
 

@@ -11,6 +11,8 @@ from functools import partial
 
 from holdfast.engine.exchange import Moved
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.manager.account import Account
+from holdfast.manager.audience import Audience
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.job import error_text, raise_together
@@ -33,6 +35,7 @@ from holdfast.repository.part import decode_part, require_own
 from holdfast.repository.split_index import SplitIndex
 from holdfast.settings import Settings
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.events import Phase
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import LoadPlan
 from holdfast.spec.values import Value
@@ -80,6 +83,9 @@ class LoadReport:
     passed_over: tuple[PassedOver, ...] = ()
     """Newer steps that are damaged, newest first, where the newest whole one was asked for."""
 
+    phases: tuple[Phase, ...] = ()
+    """What this rank did meanwhile, by when it began."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
@@ -106,6 +112,7 @@ def load(
     home: Place,
     choice: Choice,
     request: LoadRequest,
+    audience: Audience | None = None,
 ) -> tuple[Place, LoadReport, Manifest] | None:
     """Fill a state from a checkpoint; a collective of every rank.
 
@@ -117,6 +124,7 @@ def load(
         home: Where checkpoints lie, on every rank.
         choice: Asked on rank 0 for the place there to load from.
         request: What and how.
+        audience: Who hears of it.
     Returns:
         Place, report and manifest, or None if there was nothing to load.
     Raises:
@@ -125,17 +133,20 @@ def load(
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
     wrong: CheckpointError | None = None
+    account = Account("load", home.step, home.url, comm, clock, audience or Audience((), clock))
     while True:
         try:
             with ExitStack() as pause:
                 # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
                 pause.enter_context(collector_paused())
-                return _load(comm, clock, settings, framework, home, choice, request, pause, wrong)
+                return _load(comm, clock, settings, framework, home, choice, request, pause, wrong, account)
         except _Damaged as damaged:
             wrong = damaged.error
-        except InvalidError as error:
-            if wrong is not None:
+            account.begin_again(wrong)
+        except BaseException as error:
+            if wrong is not None and isinstance(error, InvalidError):
                 error.add_note(f"the state may be partly filled from a newer step that turned out damaged: {wrong}")
+            account.fail(error)
             raise
 
 
@@ -157,46 +168,58 @@ def _load(
     request: LoadRequest,
     pause: ExitStack,
     wrong: CheckpointError | None,
+    account: Account,
 ) -> tuple[Place, LoadReport, Manifest] | None:
-    start = clock.monotonic_seconds()
-    resolved = resolve(comm, clock, home, choice, wrong)
+    with account.phase("resolve"):
+        resolved = resolve(comm, clock, home, choice, wrong)
     if resolved is None:
         return None
     place, manifest, stored = resolved.place, resolved.manifest, resolved.index
+    account.begin(manifest.step, place.url)
     restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
     try:
-        catalog = _catalog(place, manifest, stored, resolved.require_stored, settings)
-        restoration = framework.restoration(request.state, catalog, request.selection)
-        for wanted in restoration.wanted:
-            resolved.require_stored(wanted.stored_fqn)
-        boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
-        index = index_for(stored, boxes, clock, place)
-        plan = _plan(restoration, index, request, settings)
-        loaded_bytes = _filled_bytes(restoration, plan)
-        offer = offer_of(plan, manifest, settings, comm.world_size)
+        with account.phase("plan"):
+            catalog = _catalog(place, manifest, stored, resolved.require_stored, settings)
+            restoration = framework.restoration(request.state, catalog, request.selection)
+            for wanted in restoration.wanted:
+                resolved.require_stored(wanted.stored_fqn)
+            boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
+            index = index_for(stored, boxes, clock, place)
+            plan = _plan(restoration, index, request, settings)
+            loaded_bytes = _filled_bytes(restoration, plan)
+            offer = offer_of(plan, manifest, settings, comm.world_size)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    missing, unexpected, offers = _agree(comm, choice, restoration, offer, own)
-    if request.strict and (missing or unexpected):
-        _require_complete(missing, unexpected, place, {*stored.tensors, *manifest.aliases})
-    assert restoration is not None, "a failure on any rank has been raised by now"
-    agreed = _exchange_of(comm, choice, offers)
-    del offers
+    with account.phase("agree"):
+        missing, unexpected, offers, id = _agree(comm, clock, choice, restoration, offer, own)
+        if request.strict and (missing or unexpected):
+            _require_complete(missing, unexpected, place, {*stored.tensors, *manifest.aliases})
+        assert restoration is not None, "a failure on any rank has been raised by now"
+        agreed = _exchange_of(comm, choice, offers)
+        del offers
     targets = [wanted.target for wanted in restoration.wanted]
     own, moved = None, Moved(0, 0)
     try:
         if plan.bytes > settings.window_bytes:
             pause.close()
-        moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings)
+        begun, told = account.enter("exchange" if agreed is not None else "read"), account.moving(plan.bytes)
+        moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings, told)
+        if moved.exchanging_seconds:
+            account.note("exchange", begun, begun + moved.exchanging_seconds)
+        account.note("read", begun + moved.exchanging_seconds, account.seconds)
         if moved.whole and not choice.falls_back:
-            restoration.finish()
+            with account.phase("restore"):
+                restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    _fail_together(comm, own, choice)
+    with account.phase("wait"):
+        _fail_together(comm, own, choice)
     if choice.falls_back:
         # Not before every rank has all of it: values of a step that another rank finds damaged must not stay.
-        own = _finished(restoration)
-        _fail_together(comm, own, choice)
+        with account.phase("restore"):
+            own = _finished(restoration)
+        with account.phase("wait"):
+            _fail_together(comm, own, choice)
     report = LoadReport(
         step=manifest.step,
         loaded=tuple(wanted.fqn for wanted in restoration.wanted),
@@ -208,9 +231,12 @@ def _load(
         tensors=len(restoration.held),
         tensor_bytes=sum(restoration.held.values()),
         loaded_bytes=loaded_bytes,
-        seconds=clock.monotonic_seconds() - start,
+        seconds=account.seconds,
         passed_over=resolved.passed_over,
+        phases=account.phases,
     )
+    # Of another system's checkpoint nothing of ours is left beside it.
+    account.end(report, id, place.store if settings.reports and manifest.attempt else None, place.folder)
     if comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
         logger.info(message, place.url, len(report.loaded), report.bytes, report.seconds)
@@ -320,9 +346,9 @@ def _finished(restoration: Restoration) -> Exception | None:
 
 
 def _agree(
-    comm: Comm, choice: Choice, restoration: Restoration | None, offer: Offer, own: Exception | None
-) -> tuple[list[str], list[str], list[bytes]]:
-    """Return what is missing on any rank, what is unexpected on every rank, and every rank's offer, encoded.
+    comm: Comm, clock: Clock, choice: Choice, restoration: Restoration | None, offer: Offer, own: Exception | None
+) -> tuple[list[str], list[str], list[bytes], str]:
+    """Return what is missing on any rank, what is unexpected on every rank, every rank's offer, encoded, and an id.
 
     A rank of a pipeline holds few of the names: only what no rank expects is unexpected. Raises if any rank cannot
     load.
@@ -331,6 +357,7 @@ def _agree(
         "error": error_text(own) if own else None,
         "missing": list(restoration.missing) if restoration else [],
         "unexpected": list(restoration.unexpected) if restoration else [],
+        "id": clock.random_bytes(8).hex() if comm.rank == 0 else None,
     }
     said = [
         decode_frames(each) for each in comm.all_gather(encode_frames([json.dumps(status).encode(), offer.encoded()]))
@@ -339,7 +366,7 @@ def _agree(
     _raise_together([each["error"] for each in statuses], comm.rank, own, choice)
     missing = sorted({name for each in statuses for name in each["missing"]})
     unexpected = set(statuses[0]["unexpected"]).intersection(*(each["unexpected"] for each in statuses))
-    return missing, sorted(unexpected), [bytes(each) for _, each in said]
+    return missing, sorted(unexpected), [bytes(each) for _, each in said], statuses[0]["id"]
 
 
 def _exchange_of(comm: Comm, choice: Choice, offers: Sequence[bytes]) -> Agreed | None:

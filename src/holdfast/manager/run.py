@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError, MissingError
+from holdfast.manager.audience import Audience
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.keeping import kept_steps
@@ -20,6 +21,7 @@ from holdfast.manager.schedule import Schedule
 from holdfast.manager.tagging import require_all_free, tag_saved, tag_step, untag, wanted_tags
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Collected, Framework, Selection
+from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, exists, found_run
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
@@ -37,8 +39,10 @@ class Run:
         framework: Framework,
         references: Packs = none_allowed,
         policies: Policies = Policies(),  # noqa: B008 - frozen
+        observers: Sequence[Observer] = (),
     ) -> None:
         require_no_checkpoint(store)
+        self._audience = Audience(observers, job.clock)
         self._store, self._job, self._framework = store, job, framework
         self._home = Place(store, "", None, references=references, root=store)
         self._writer = PackWriter(store, job.settings)
@@ -115,7 +119,16 @@ class Run:
             if self._job.comm.rank == 0:
                 tag_saved(self._store, self._job.clock, step, names)
 
-        save = Save(self._job, place, self._writer, identify, before.parent, settle, inherited=told)
+        save = Save(
+            self._job,
+            place,
+            self._writer,
+            identify,
+            before.parent,
+            settle,
+            inherited=told,
+            audience=self._audience,
+        )
         handle = save.begin(collect)
         self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
@@ -138,6 +151,7 @@ class Run:
             self._home,
             choice,
             request,
+            self._audience,
         )
         if done is None:
             return None
@@ -198,6 +212,7 @@ class Run:
             self.wait()
         finally:
             self._job.close()
+            self._audience.close()
 
     def _identify(self) -> str:
         """Return the id of the run, founding it with the first save; on rank 0."""

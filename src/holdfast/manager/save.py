@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
+from holdfast.manager.account import Account
+from holdfast.manager.audience import Audience
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.commit import PublishFailed, assembled, published, sweep
@@ -55,17 +57,20 @@ class Save:
         *,
         awaited: bool = False,
         inherited: Mapping[str, object] | None = None,
+        audience: Audience | None = None,
     ) -> None:
         self._job, self._place, self._writer = job, place, writer
         self._inherited = {} if inherited is None else inherited
         self._identify, self._parent_of, self._on_commit = identify, parent_of, on_commit
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
-        self._start = job.clock.monotonic_seconds()
+        self._account = Account("save", place.step, place.url, job.comm, job.clock, audience or Audience((), job.clock))
         self._staged_seconds = 0.0
+        self._queued_seconds = 0.0
         self._own_keys: list[str] = []
         self._awaited = awaited
         self.handle = SaveHandle(self._name, awaited=awaited)
+        self.handle.committed.add_done_callback(self._account.fail_with)
 
     def begin(self, collect: Callable[[], Collected]) -> SaveHandle:
         """Agree, write this rank's share, and leave the commit to the background.
@@ -80,26 +85,33 @@ class Save:
                 f"{self._name}: this process was forked from the one that made the manager; expected saves from the "
                 "process that made it. Make a CheckpointManager of its own here, with process_group=False"
             )
-        with ExitStack() as pause:
-            # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
-            pause.enter_context(collector_paused())
-            self._begin(collect, pause)
+        self._account.begin(self._place.step, self._place.url)
+        try:
+            with ExitStack() as pause:
+                # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
+                pause.enter_context(collector_paused())
+                self._begin(collect, pause)
+        except BaseException as error:
+            self._account.fail(error)
+            raise
         return self.handle
 
     def _begin(self, collect: Callable[[], Collected], pause: ExitStack) -> None:
         try:
             opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
-                collected = collect()
-                digests = Digests(collected, self._job, self._place)
-                statement = digests.statement(self._step)
+                with self._account.phase("collect"):
+                    collected = collect()
+                    digests = Digests(collected, self._job, self._place)
+                    statement = digests.statement(self._step)
             except BaseException as error:
                 refusal = _refusal(error, self._name)
                 opening.refuse(refusal)
                 if refusal is error:
                     raise
                 raise refusal from error
-            agreement = opening.agree(statement, digests.details, self._survey)
+            with self._account.phase("agree"):
+                agreement = opening.agree(statement, digests.details, self._survey)
         except InvalidError:
             raise
         except (CheckpointError, TimeoutError) as error:
@@ -110,13 +122,14 @@ class Save:
         turn = threading.Lock()
         transfer: Transfer | None = None
         try:
-            plan, is_new = self._plan(collected, digests, agreement)
+            with self._account.phase("plan"):
+                plan, is_new = self._plan(collected, digests, agreement)
+                packs = self._packs(plan, agreement)
             if plan.bytes > self._job.settings.window_bytes:
                 pause.close()
-            packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
             part_of = self._part_of(collected, digests, agreement, Watch(collected, agreement, self._job))
-            transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged)
+            transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged, self._account)
             self.handle.settle = transfer.settle
             transfer.begin(collected, awaited=self._awaited)
             report_of = self._report_of(plan, is_new, collected, agreement, transfer)
@@ -124,6 +137,7 @@ class Save:
             def vote_of() -> Vote:
                 return self._write_part(agreement, part_of(packs, transfer.written()))
 
+            self._queued_seconds = self._account.seconds
             self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report_of)
         except BaseException as error:
             if turn.acquire(blocking=False):
@@ -166,7 +180,7 @@ class Save:
         ]
 
     def _reach_staged(self) -> None:
-        self._staged_seconds = self._job.clock.monotonic_seconds() - self._start
+        self._staged_seconds = self._account.seconds
         self.handle.reach_staged()
 
     def _report_of(
@@ -187,9 +201,10 @@ class Save:
                 staged_seconds=self._staged_seconds,
                 fence_seconds=transfer.fence_seconds,
                 waited_seconds=transfer.waited_seconds,
-                committed_seconds=self._job.clock.monotonic_seconds() - self._start,
+                committed_seconds=self._account.seconds,
                 divergent=agreement.divergent,
                 skipped=skipped,
+                phases=self._account.phases,
             )
 
         return report
@@ -227,11 +242,12 @@ class Save:
         return part_of
 
     def _write_part(self, agreement: Agreement, part: RankPart) -> Vote:
-        with collector_paused():
-            data = encode_part(part)
-        key = self._key(agreement, part_name(part.rank))
-        self._own_keys.append(key)
-        self._place.store.put_if_absent(key, data)
+        with self._account.phase("part"):
+            with collector_paused():
+                data = encode_part(part)
+            key = self._key(agreement, part_name(part.rank))
+            self._own_keys.append(key)
+            self._place.store.put_if_absent(key, data)
         return Vote(len(data), hex_digest_of(data))
 
     def _finish(
@@ -245,6 +261,7 @@ class Save:
         """Vote, commit or wait for who does; runs in the background and never leaves a handle undecided."""
         if not turn.acquire(blocking=False):
             return
+        self._account.note("queue", self._queued_seconds, self._account.seconds)
         try:
             self._conclude(ballot, agreement, vote_of, report_of)
         except BaseException as error:
@@ -269,8 +286,12 @@ class Save:
 
     def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
         """Return the digest of the manifest once it is published."""
-        if not ballot.vote(vote_of()):
-            return ballot.await_result()
+        own = vote_of()
+        with self._account.phase("vote"):
+            completes = ballot.vote(own)
+        if not completes:
+            with self._account.phase("wait"):
+                return ballot.await_result()
         try:
             digest, health = self._publish(ballot.votes(), agreement)
         except PublishFailed as failure:
@@ -280,15 +301,18 @@ class Save:
             ballot.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
         ballot.announce_committed(digest, told(health))
-        sweep(self._place, agreement.attempt, self._name)
+        with self._account.phase("sweep"):
+            sweep(self._place, agreement.attempt, self._name)
         return digest
 
     def _publish(self, votes: list[Vote], agreement: Agreement) -> tuple[str, Health | None]:
         place = self._place
-        data, health = assembled(
-            place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
-        )
-        return published(place, data), health
+        with self._account.phase("index"):
+            data, health = assembled(
+                place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
+            )
+        with self._account.phase("publish"):
+            return published(place, data), health
 
     def _ask_storage(self, agreement: Agreement, report_of: Callable[[], SaveReport], undecided: Undecided) -> None:
         """The board cannot say what became of the attempt: the manifest can, if it is there."""
@@ -318,6 +342,8 @@ class Save:
             )
             if unhealthy:
                 logger.warning("%s: committed, but marked unhealthy: %s", self._name, "; ".join(unhealthy))
+        store = self._place.store if self._job.settings.reports else None
+        self._account.end(report, agreement.attempt, store, self._place.folder)
         self.handle.reach_committed(report)
         try:
             self._job.forget_before(agreement.sequence)

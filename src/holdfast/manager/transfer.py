@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import InvalidError
+from holdfast.manager.account import Account
 from holdfast.manager.collector import collector_paused_for
 from holdfast.manager.handle import Staged
 from holdfast.manager.job import Job
@@ -31,7 +32,13 @@ class Transfer:
     """What one rank writes in one save, taken from the state once and written once."""
 
     def __init__(
-        self, job: Job, name: str, writer: PackWriter, packs: Sequence[PlannedPack], on_staged: Callable[[], None]
+        self,
+        job: Job,
+        name: str,
+        writer: PackWriter,
+        packs: Sequence[PlannedPack],
+        on_staged: Callable[[], None],
+        account: Account,
     ) -> None:
         """Begin nothing yet.
 
@@ -41,7 +48,9 @@ class Transfer:
             writer: Writes the packs.
             packs: What is written.
             on_staged: Called once training may change the state as it likes, on whatever thread.
+            account: Told of the phases, and how many bytes are written.
         """
+        self._account, self._moved = account, account.moving(sum(pack.bytes for pack in packs))
         self._job, self._name, self._writer, self._packs, self._on_staged = job, name, writer, packs, on_staged
         self.staging: Staged = "none"
         """How the state was taken."""
@@ -97,9 +106,10 @@ class Transfer:
             return self._written
         try:
             written = []
-            for pack in self._packs:
-                with collector_paused_for(pack.plan.data_bytes, self._job.settings):
-                    written.append(self._writer.write_staged(pack, self._windows))
+            with self._account.phase("write"):
+                for pack in self._packs:
+                    with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                        written.append(self._writer.write_staged(pack, self._windows, self._moved))
             self._windows.wait()
             self._certify()
             self._windows.raise_failure()
@@ -127,7 +137,8 @@ class Transfer:
         """Be the fence."""
         start = self._job.clock.monotonic_seconds()
         self._held_since.append(start)
-        self.settle()
+        with self._account.phase("fence"):
+            self.settle()
         seconds = self._job.clock.monotonic_seconds() - start
         if seconds > _FENCE_SECONDS_NOTED:
             logger.warning(
@@ -145,9 +156,10 @@ class Transfer:
 
     def _write(self, sources: Sequence[Source]) -> None:
         self._written = []
-        for pack in self._packs:
-            with collector_paused_for(pack.plan.data_bytes, self._job.settings):
-                self._written.append(self._writer.write(pack, sources))
+        with self._account.phase("write"):
+            for pack in self._packs:
+                with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                    self._written.append(self._writer.write(pack, sources, self._moved))
         self._on_staged()
 
     def _can_be_lazy(self, collected: Collected) -> bool:
@@ -190,7 +202,10 @@ class Transfer:
         def copy() -> None:
             waited_seconds = arena.waited_seconds
             try:
-                with collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs), settings):
+                with (
+                    self._account.phase("copy"),
+                    collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs), settings),
+                ):
                     self._windows.copy(self._packs, sources)
             finally:
                 self.waited_seconds = arena.waited_seconds - waited_seconds

@@ -1,13 +1,20 @@
-"""Who wants to know how far a long piece of work has come."""
+"""Who wants to know what goes on: how far a long piece of work has come, what saves and loads do."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from holdfast.spec.events import Event
+
 
 class Observer(Protocol):
-    """Told of progress; must return quickly and never raise."""
+    """Told of events.
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Hear that `done_bytes` of `total_bytes` are done."""
+    A `CheckpointManager` tells its observers on threads of theirs, so that one that is slow or raises hurts neither
+    saving nor loading. Who is told of an import, an export, a comparison or a verification is told on the thread that
+    works, and must return quickly and not raise.
+    """
+
+    def hear(self, event: Event) -> None:
+        """Hear of an event; kinds that are not known are to be passed over."""
         ...

@@ -172,8 +172,15 @@ class Store(Readable, Protocol):
         """Whether a call that raised can have no effect later; False where a request may still be on its way."""
         ...
 
-    def put(self, key: str, data: bytes) -> None:
-        """Store a small object whole, replacing what was there; durable on return."""
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Store a small object whole, replacing what was there.
+
+        Args:
+            key: The object.
+            data: Its content.
+            durable: Whether it is durable on return. Otherwise a power cut may take it, or leave it empty, and the
+                call is as quick as the store can be.
+        """
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> None:

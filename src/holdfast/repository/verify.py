@@ -14,6 +14,7 @@ from holdfast.repository.names import MANIFEST_FILE, is_file_url, is_pack_name, 
 from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.repository.part import decode_part, require_own
 from holdfast.spec.damage import Damage
+from holdfast.spec.events import Progress
 from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.plan import APART, Piece
 
@@ -235,4 +236,4 @@ class Verification:
     def _advance(self, done: int) -> None:
         self._done += done
         if self._observer is not None:
-            self._observer.progress(self._done, self._total)
+            self._observer.hear(Progress(self._done, self._total))

@@ -81,9 +81,9 @@ class LocalStore(FileReading):
         """Return True: every call is carried out before it returns."""
         return True
 
-    def put(self, key: str, data: bytes) -> None:
-        """Store a small object whole, replacing what was there; durable on return."""
-        self._store_whole(key, data, self._replace)
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Store a small object whole, replacing what was there; durable on return unless that is not asked for."""
+        self._store_whole(key, data, self._replace, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return.
@@ -178,7 +178,9 @@ class LocalStore(FileReading):
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
 
-    def _store_whole(self, key: str, data: bytes, publish: Callable[[int, int, str, str], None]) -> None:
+    def _store_whole(
+        self, key: str, data: bytes, publish: Callable[[int, int, str, str], None], *, durable: bool = True
+    ) -> None:
         parts, where = split_key(key), self._where(key)
 
         def store(folder: int) -> None:
@@ -186,14 +188,16 @@ class LocalStore(FileReading):
             fd = self._syscalls.open(temporary, os.O_WRONLY | _NEW, self._mode, dir_fd=folder)
             try:
                 self._write_all(fd, data)
-                self._syscalls.fsync(fd)
+                if durable:
+                    self._syscalls.fsync(fd)
                 publish(folder, fd, temporary, parts[-1])
             finally:
                 self._discard(folder, fd, temporary)
 
         with translated("store", where, writing=True):
             self._in_folder(parts[:-1], store)
-            self._folders.sync(parts[:-1])
+            if durable:
+                self._folders.sync(parts[:-1])
 
     def _in_folder(self, parts: tuple[str, ...], act: Callable[[int], _Result]) -> _Result:
         """Do something in a folder, made if missing, and again when another process removed it meanwhile."""

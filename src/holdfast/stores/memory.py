@@ -49,7 +49,7 @@ class MemoryStore:
         """Return True: every call is carried out before it returns."""
         return True
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store an object whole, replacing what was there."""
         split_key(key)
         with self._content.lock:

@@ -204,9 +204,9 @@ class FaultyStore:
         """Return the inner store's."""
         return self._inner.failed_calls_are_over
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """As the port says."""
-        self._faults.around("put", key, lambda: self._inner.put(key, data))
+        self._faults.around("put", key, lambda: self._inner.put(key, data, durable=durable))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """As the port says."""

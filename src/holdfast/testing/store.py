@@ -78,6 +78,13 @@ class SmallObjects(_StoreFixture):
         assert store.get("key", 100) == b"after"
         assert keys(store) == ["key"]
 
+    def test_put_that_need_not_last_is_read_and_replaced_like_any(self, store: Store) -> None:
+        store.put("a/key", b"first", durable=False)
+        assert store.get("a/key", 5) == b"first"
+        store.put("a/key", b"second", durable=False)
+        assert store.get("a/key", 6) == b"second"
+        assert keys(store) == ["a/key"]
+
     def test_put_if_absent_never_replaces(self, store: Store) -> None:
         store.put_if_absent("folder/key", b"first")
         with pytest.raises(ConflictError, match="folder/key"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from holdfast.manager.run import Run
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.comm import Board
 from holdfast.ports.framework import Selection
+from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, read_index, read_manifest
 from holdfast.repository.names import step_folder
@@ -35,8 +36,8 @@ def fresh_store() -> MemoryStore:
     return MemoryStore(uuid.uuid4().hex)
 
 
-def run_of(comm: ThreadComm, store: Store, settings: Settings = PATIENT) -> Run:
-    return Run(store, Job(comm, SystemClock(), settings), NumpyFramework(comm.rank))
+def run_of(comm: ThreadComm, store: Store, settings: Settings = PATIENT, observers: Sequence[Observer] = ()) -> Run:
+    return Run(store, Job(comm, SystemClock(), settings), NumpyFramework(comm.rank), observers=observers)
 
 
 def plain(value: float, *, role: Role = Role.PARAMETER, count: int = 100) -> GlobalTensor:
@@ -64,11 +65,14 @@ class World:
     boards: Mapping[int, Callable[[Board], Board]] = field(default_factory=dict)
     """Ranks that see the board through something else."""
 
+    observers: Sequence[Observer] = ()
+    """Who hears of every rank's saves and loads."""
+
     def play(self, part: Callable[[int, Run], object]) -> list[object]:
         """Return for each rank what its part returned or raised; every run is closed afterwards."""
 
         def work(comm: ThreadComm) -> object:
-            run = run_of(comm, self.stores.get(comm.rank, self.store), self.settings)
+            run = run_of(comm, self.stores.get(comm.rank, self.store), self.settings, self.observers)
             try:
                 return part(comm.rank, run)
             finally:

@@ -95,6 +95,13 @@ def open_files() -> int:
 WAYS = pytest.mark.parametrize("act", (put_whole, put_if_absent_whole, upload_whole))
 
 
+def test_what_need_not_last_waits_for_no_disk(tmp_path: Path) -> None:
+    lasting = operations(tmp_path / "a", put_whole)
+    other = operations(tmp_path / "b", lambda store: store.put("step/sub/new", NEW, durable=False))
+    assert "fsync" in lasting and "fsync" not in other
+    assert local(tmp_path / "b").get("step/sub/new", len(NEW)) == NEW
+
+
 @EVERY_ERROR
 @WAYS
 def test_error_at_every_operation_of_a_write(tmp_path: Path, code: int, act: Callable[[LocalStore], None]) -> None:
