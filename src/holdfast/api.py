@@ -21,6 +21,7 @@ from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
 from holdfast.manager.tagging import tag_step
 from holdfast.manager.tagging import untag as remove_tag
+from holdfast.manager.tracing import Trace, trace_of
 from holdfast.manager.value_differences import value_document
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
@@ -54,6 +55,7 @@ __all__ = [
     "Tag",
     "TensorDiff",
     "TieDiff",
+    "Trace",
     "ValueDiff",
     "Verdict",
     "async_save",
@@ -67,6 +69,7 @@ __all__ = [
     "save",
     "tag",
     "untag",
+    "trace",
     "value_document",
 ]
 
@@ -322,6 +325,17 @@ def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_S
     store = wiring.store_at(root, settings)
     require_no_checkpoint(store)
     remove_tag(store, name)
+
+
+def trace(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
+    """Return what every rank did in the saves and loads of a checkpoint, or of every step of a run, as a trace.
+
+    Its `document`, written as JSON, is what ui.perfetto.dev and chrome://tracing draw. Needs no torch.
+
+    Raises:
+        MissingError: No rank left a report there.
+    """
+    return trace_of(wiring.store_at(path, settings))
 
 
 def diff(

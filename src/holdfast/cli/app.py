@@ -13,6 +13,7 @@ from holdfast.cli.importing import import_
 from holdfast.cli.inspect import inspect
 from holdfast.cli.ls import ls
 from holdfast.cli.tag import tag
+from holdfast.cli.trace import trace
 from holdfast.cli.verify import verify
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command(name="export")(export)
 app.command(name="diff")(diff)
 app.command(name="import")(import_)
 app.command(name="tag")(tag)
+app.command(name="trace")(trace)
 
 
 def _version(wanted: bool) -> None:

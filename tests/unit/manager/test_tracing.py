@@ -1,0 +1,63 @@
+"""Traces: whatever reports say, the tracks nest, lengths are the reports', and every event belongs to a track."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import MissingError
+from holdfast.manager.tracing import trace_document, trace_of
+from holdfast.repository.reports import leave_report
+from holdfast.spec.events import Operation, Phase, RankReport
+from holdfast.stores.memory import MemoryStore
+from tests.unit.manager.traced import require_sound
+
+lengths = st.integers(0, 5_000_000).map(lambda microseconds: microseconds / 1e6)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> list[RankReport]:
+    """Operations of some ranks, on clocks that may have been set back between them."""
+    made = []
+    for number in range(draw(st.integers(1, 6))):
+        verb = draw(st.sampled_from(["save", "load"]))
+        names = st.sampled_from(["write", "wait", "plan", "something new"])
+        phases = draw(st.lists(st.builds(Phase, names, lengths, lengths), max_size=5))
+        seconds = max([each.stop_seconds for each in phases], default=0.0)
+        phases.sort(key=lambda each: each.start_seconds)
+        operation = Operation(verb, draw(st.none() | st.integers(0, 99)), "x", draw(st.integers(0, 2)), 3)
+        began = draw(st.integers(0, 10_000_000)) / 1e6 + 1.7e9
+        made.append(RankReport(operation, f"{number:016x}", "host", 1, began, seconds, tuple(phases), 10))
+    return made
+
+
+@given(made=reports())
+def test_tracks_nest_and_lengths_are_those_of_the_reports(made: list[RankReport]) -> None:
+    require_sound(json.loads(json.dumps(trace_document(made), allow_nan=False)), made)
+
+
+def test_a_checkpoint_and_a_run_are_traced_alike() -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    for step in (1, 2):
+        for rank in range(2):
+            operation = Operation("save", step, f"{store.url}/step-{step:012d}", rank, 2)
+            phases = (Phase("write", 0.0, 1.0),)
+            report = RankReport(operation, f"{step:016x}", f"host{rank}", 1, 100.0 * step, 1.5, phases, 10)
+            leave_report(store, f"step-{step:012d}/", report)
+    store.put(f"step-{2:012d}/reports/load-{'0' * 16}-r00000.json", b"half")
+    trace = trace_of(store)
+    assert (trace.saves, trace.loads, trace.ranks) == (2, 0, 2)
+    assert [key for key, _ in trace.unreadable] == [f"step-{2:012d}/reports/load-{'0' * 16}-r00000.json"]
+
+
+def test_without_reports_there_is_no_trace() -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    with pytest.raises(MissingError, match=r"no reports of a save or load.*settings\.reports"):
+        trace_of(store)
+    store.put(f"reports/load-{'0' * 16}-r00000.json", b"half")
+    with pytest.raises(MissingError, match="of 1 that are there none can be read"):
+        trace_of(store)
