@@ -47,7 +47,7 @@ class Files:
     @classmethod
     def of(cls, root: Path, step: int, older: Files | None = None) -> Files:
         folder = step_path(root, step)
-        (attempt,) = (path for path in folder.iterdir() if path.is_dir())
+        (attempt,) = (path for path in folder.iterdir() if path.is_dir() and path.name != "reports")
         packs = sorted(attempt.glob("*.safetensors"))
         assert len(packs) >= 2
         index, part = attempt / "index-00000.msgpack", attempt / "parts/r00000.msgpack"

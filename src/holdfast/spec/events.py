@@ -159,7 +159,7 @@ class Failed:
     """From the call until it failed."""
 
     phases: tuple[Phase, ...]
-    """What it did meanwhile, by when it began; none where a load goes on with another step, and they come at its end."""
+    """What it did meanwhile, by when it began; none where a load goes on with another step: its end tells all."""
 
     has_begun: bool = True
     """Whether `Began` was told: not of a load that found no step."""

@@ -184,6 +184,32 @@ def test_a_call_that_is_refused_is_told_of_once() -> None:
     assert [each.operation.step for each in heard.of(0, Began)] == [1, 2, 2]
 
 
+def test_a_load_that_goes_on_with_an_older_step_is_told_of_as_both() -> None:
+    heard = Heard()
+    world = World(2, observers=(heard,))
+
+    def part(rank: int, run: Run) -> object:
+        saved(run, 1, {"w": sharded(2)}), saved(run, 2, {"w": sharded(2)})
+        if rank == 0:
+            key = next(name for name in world.files() if "step-000000000002" in name and name.endswith("1.safetensors"))
+            data = bytearray(world.store.get(key, 1 << 20))
+            data[-1] ^= 1
+            world.store.put(key, bytes(data))
+        return loaded(run, target(2))
+
+    for rank, report in enumerate(world.play(part)):
+        assert isinstance(report, LoadReport), report
+        assert report.step == 1 and [each.step for each in report.passed_over] == [2]
+        began = [each for each in heard.of(rank, Began) if each.operation.verb == "load"]
+        assert [each.operation.step for each in began] == [2, 1]
+        (failed,) = heard.of(rank, Failed)
+        assert (failed.operation.step, failed.error, failed.phases) == (2, "CorruptError", ())
+        (own,) = [each for each in reports_of(world, 1) if (each.operation.verb, each.operation.rank) == ("load", rank)]
+        assert own.facts["passed_over"] == 1 and own.phases == report.phases
+        assert [each.name for each in own.phases].count("resolve") == 2, "what was lost on the way counts"
+    assert not [each for each in reports_of(world, 2) if each.operation.verb == "load"]
+
+
 def test_nothing_is_left_beside_what_another_system_wrote(tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     target = {"model": {"w": torch.zeros(3)}}
