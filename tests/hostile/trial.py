@@ -13,11 +13,13 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import torch
-from typer.testing import CliRunner
+from typer.main import get_command
 
 import holdfast
 from holdfast import api
@@ -25,6 +27,9 @@ from holdfast.cli.app import app
 from holdfast.errors import CheckpointError
 from tests.hostile.corpus import CASES
 from tests.hostile.crafting import STEP, Crafted, content_of, make_template, state_of
+
+COMMAND = get_command(app)
+"""Built once: typer's own runner of tests builds it for every call, which takes longer than most of them."""
 
 STAGES = ("open", "objects", "tensors", "read", "verify", "load", "manager", "list")
 FORBIDDEN_EVENTS = {
@@ -113,7 +118,7 @@ def tried(crafted: Crafted, good: dict[str, object]) -> dict[str, Any]:
 
     stage("load", load)
     stage("manager", manager)
-    shown = "".join(_shown(arguments, unexpected) for arguments in _commands(crafted))
+    shown = set("".join(_shown(arguments, unexpected) for arguments in _commands(crafted)))
     run = stage("list", lambda: api.list_steps(crafted.root))
     if isinstance(run, api.RunRecord) and (run.error or any(each.error for each in run.steps)):
         said.setdefault("list", "a step or the run is damaged")
@@ -132,12 +137,19 @@ def _commands(crafted: Crafted) -> list[list[str]]:
 
 
 def _shown(arguments: list[str], unexpected: list[str]) -> str:
-    ended = CliRunner().invoke(app, arguments)
-    if ended.exception is not None and not isinstance(ended.exception, SystemExit):
-        unexpected.append(f"{arguments[0]}: {type(ended.exception).__name__}: {ended.exception}")
-    if ended.exit_code not in (0, 1, 2):
-        unexpected.append(f"{arguments[0]}: exit {ended.exit_code}")
-    return ended.stdout + ended.stderr
+    """Run a command of the command line and return all that it prints, as a stream of UTF-8 that is no terminal."""
+    status: object = 0
+    with TextIOWrapper(BytesIO(), encoding="utf-8", write_through=True) as shown:
+        with redirect_stdout(shown), redirect_stderr(shown):
+            try:
+                COMMAND.main(arguments, prog_name="holdfast")
+            except SystemExit as ended:
+                status = ended.code
+            except Exception as error:
+                unexpected.append(f"{arguments[0]}: {type(error).__name__}: {error}")
+        if status not in (0, 1, 2, None):
+            unexpected.append(f"{arguments[0]}: exit {status}")
+        return shown.buffer.getvalue().decode()  # type: ignore[attr-defined]
 
 
 def main(workplace: Path, chosen: list[str]) -> None:
