@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle  # noqa: TID251 - writes what is read here without it
 import random
 import struct
-import time
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -19,7 +21,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.formats.pickled import DEPTH_MAX, unpickled
-from tests.hostile.torch_files import Entry, archive, listed, named, number, numbers, state, tensor, text
+from tests.distributed.launch import REPOSITORY, environment
+from tests.hostile.proportion import OUT_OF_PROPORTION
+from tests.hostile.torch_files import Entry, archive, listed, named, numbers, state, tensor, text
 
 MEMORY = bytes(range(16))
 
@@ -91,40 +95,6 @@ def test_a_class_of_a_known_package_is_only_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ pickles out of proportion
 
 
-def _laughs(begin: bytes, make: bytes, levels: int) -> bytes:
-    """Return a pickle of containers each of which holds the one before twice."""
-    return b"\x80\x04" + begin + b"".join(b"q\0" + b"h\0" + make for _ in range(levels)) + b"."
-
-
-_LIST_AROUND = b"\x86q\1](h\1e"
-
-OUT_OF_PROPORTION = {
-    "lists within lists": b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".",
-    "tuples within tuples": b"\x80\x04)" + b"\x85" * 2_000_000 + b".",
-    "dicts within dicts": b"\x80\x04" + b"}K\0" * 200_000 + b"N" + b"s" * 200_000 + b".",
-    "a tuple deep as a key": b"\x80\x04})" + b"\x85" * 200_000 + b"Ns.",
-    "a laugh of tuples": _laughs(b")", b"\x86", 64),
-    "a laugh of lists": _laughs(b"]", _LIST_AROUND, 64),
-    "a laugh of keys": b"\x80\x04}" + b"Nq\0" + b"h\0\x86q\0" * 60 + b"Ns.",
-    "a laugh of frozensets": b"\x80\x04Nq\0" + b"(h\0h\0t(h\0K\1t\x86q\0" * 40 + b".",
-    "a list in itself": b"\x80\x04]q\0h\0a.",
-    "a dict in itself": b"\x80\x04}q\0K\1h\0s.",
-    "a tuple in itself": b"\x80\x04]q\0h\0\x85q\1a0h\1.",
-    "lists copied to sets": b"\x80\x04](" + b"K\1" * 200_000 + b"eq\0cbuiltins\nset\nq\1"
-    + b"h\1h\0\x85R" * 50_000 + b".",
-    "text copied to bytes": b"\x80\x04" + text("a" * 500_000) + b"q\0c_codecs\nencode\nq\1" + text("latin1") + b"q\2"
-    + b"h\1h\0h\2\x86R" * 50_000 + b".",
-    "sets": b"\x80\x04" + b"\x8f" * 3_000_000 + b".",
-    "integers of one hash as keys": b"\x80\x04}("
-    + b"".join(number(((1 << 61) - 1) * each) + b"N" for each in range(1, 60_000)) + b"u.",
-    "integers of one hash in a set": b"\x80\x04\x8f("
-    + b"".join(number(((1 << 61) - 1) * each) for each in range(1, 60_000)) + b"\x90.",
-    "a huge integer as a key, ever again": b"\x80\x04" + b"\x8b\0\x20\0\0" + b"\x7f" * 8192 + b"q\0}q\1"
-    + b"h\1h\0Ns0" * 100_000 + b".",
-    "digits": b"L" + b"9" * 5_000_000 + b"L\n.",
-    "an integer of many bytes": b"\x8b" + struct.pack("<I", 5_000_000) + b"\x7f" * 5_000_000 + b".",
-}  # fmt: skip
-
 STATED = {
     "a memo index": b"\x80\x04Nr\xff\xff\xff\xff.",
     "a memo index in decimal": b"Np" + b"9" * 30 + b"\n.",
@@ -152,18 +122,21 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize("data", OUT_OF_PROPORTION.values(), ids=OUT_OF_PROPORTION)
-def test_a_pickle_out_of_proportion_is_refused_soon(data: bytes) -> None:
-    tracemalloc.start()
-    begun = time.perf_counter()
-    try:
-        with pytest.raises(CheckpointError, match=r"^here"):
-            unpickled(data, "here")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 64 * 1024 * 1024 + 150 * len(data)
-    assert time.perf_counter() - begun < 60  # Seconds of a busy machine under a tracing allocator; not hours.
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """What became of each pickle out of proportion, by name."""
+    command = [sys.executable, "-W", "error", "-m", "tests.hostile.proportion"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", OUT_OF_PROPORTION)
+def test_a_pickle_out_of_proportion_is_refused_soon(outcomes: dict[str, Any], name: str) -> None:
+    outcome = outcomes[name]
+    assert outcome["met"] == "CheckpointError" and outcome["message"].startswith("here"), outcome
+    assert outcome["peak"] < 64 * 1024 * 1024 + 150 * len(OUT_OF_PROPORTION[name])
+    assert outcome["seconds"] < 60  # Seconds of a busy machine; not hours.
 
 
 @pytest.mark.parametrize("data", STATED.values(), ids=STATED)
