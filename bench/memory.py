@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,6 +46,8 @@ def extra_mib(way: str, root: Path, mib: int) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     holdfast.save(root / "warm", {"x": torch.zeros(4)}, process_group=False)
     settings = lazy_settings(LAZY_ARENA_MIB) if way == "lazy" else holdfast.Settings(arena_bytes_max=2 * mib * MIB)
+    # The same state is saved again and again, and all of it is to be written.
+    settings = replace(settings, reuse_unchanged=False)
     arena_mib = {"blocking": 0, "copy": mib, "lazy": LAZY_ARENA_MIB}[way]
     with holdfast.CheckpointManager(root / "run", process_group=False, settings=settings) as manager:
         _forget_peak()

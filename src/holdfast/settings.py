@@ -47,6 +47,13 @@ class Settings:
     fence, the next optimizer step or `load_state_dict`, waits for what is not copied yet. See `docs/performance.md` for
     what the fence cannot see."""
 
+    reuse_unchanged: bool = True
+    """Whether a run leaves what has not changed since its last committed step where that one holds it, and refers to it
+    there. Frozen weights are stored once then, and a step is not whole without the packs of others that it names."""
+
+    unchanged_bytes_min: int = 64 * KIB
+    """Smallest piece that is looked at for that: a smaller one is sooner written than compared."""
+
     lazy_verify: bool = False
     """Whether what is taken lazily is also hashed at the call, and a save refused that took anything else: finds
     writes that move no version counter (`.data`, numpy views). Costs about one copy of the state at the call."""
@@ -114,6 +121,7 @@ class Settings:
         _require("windows_in_flight", self.windows_in_flight, 1, 64)
         if self.arena_bytes_max is not None:
             _require("arena_bytes_max", self.arena_bytes_max, 0, 1 << 50)
+        _require("unchanged_bytes_min", self.unchanged_bytes_min, 1, 1 << 50)
         _require("in_place_bytes_min", self.in_place_bytes_min, 1, 1 << 30)
         _require("exchange_bytes_max", self.exchange_bytes_max, PAGE_BYTES, 1 << 40)
         if self.exchange not in ("auto", "always", "never"):

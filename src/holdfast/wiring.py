@@ -236,8 +236,11 @@ def export_worker() -> int:
     logging.getLogger("holdfast").setLevel(logging.ERROR)  # Whoever asked has said what is to be said.
 
     def told(request: dict[str, Any]) -> Export:
-        chosen = request["settings"]
-        settings = Settings(**{**chosen, "reference_roots": tuple(chosen["reference_roots"])})
+        # JSON has lists where settings have tuples.
+        chosen: dict[str, Any] = {
+            name: tuple(each) if isinstance(each, list) else each for name, each in request["settings"].items()
+        }
+        settings = Settings(**chosen)
         options = ExportOptions(**request["options"])
         return export_of(request["source"], request["destination"], request["to"], options, settings)[0]
 

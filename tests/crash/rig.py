@@ -39,6 +39,7 @@ SETTINGS = Settings(
     windows_in_flight=3,
     # Headers this small make several packs of one small state.
     pack_header_bytes_max=3 * PAGE_BYTES,
+    unchanged_bytes_min=PAGE_BYTES,
     commit_timeout_seconds=5.0,
 )
 LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, lazy_verify=True)
@@ -59,7 +60,7 @@ def expected_fingerprint(step: int) -> str:
 
 
 def training_state(step: int) -> State:
-    """Return a module, an optimizer that has stepped, and values; another content for every step."""
+    """Return a module, an optimizer that has stepped, and values; all but one tensor another at every step."""
     torch.manual_seed(step)
     model = torch.nn.Sequential(torch.nn.Linear(37, 41), torch.nn.BatchNorm1d(41), torch.nn.Linear(41, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -72,6 +73,7 @@ def training_state(step: int) -> State:
         "tokens": torch.randint(0, 1 << 40, (3, 997)),
         "halves": torch.randn(61, 7).to(torch.bfloat16),
         "scalar": torch.tensor(step),
+        "frozen": torch.arange(1500),
         "seen": {"step": step, "loss": [0.1 * step, float("inf")], "name": f"at {step}"},
     }
 
@@ -209,7 +211,8 @@ def require_clean(root: Path, step: int, *, found_committed: bool = False) -> No
             its manifest, hidden and without bytes of its own, may have stayed.
     """
     manifest = holdfast.open_checkpoint(step_path(root, step)).manifest
-    names = [file.name for file in (*manifest.packs, *manifest.parts, *manifest.indexes)]
+    own = [pack for pack in manifest.packs if not pack.name.startswith("step-")]
+    names = [file.name for file in (*own, *manifest.parts, *manifest.indexes)]
     files = {MANIFEST, *(f"{manifest.attempt}/{name}" for name in names)}
     folders = {str(parent) for name in files for parent in Path(name).parents} - {"."}
     surplus = paths_under(step_path(root, step)) - files - folders

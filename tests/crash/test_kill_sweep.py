@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConflictError
+from holdfast.manager.load import LoadRequest
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import (
@@ -67,6 +68,14 @@ def save_over_store(root: Path, faults: Faults) -> None:
     run.save(NEW, training_state(NEW), EVERYTHING).wait()
 
 
+def save_what_is_partly_frozen_over_store(root: Path, faults: Faults) -> None:
+    """Every call to the store counts, from a load on; what did not change since is left where it was loaded from."""
+    run = run_at(FaultyStore(local_store(root), faults))
+    run.load(LoadRequest(training_state(NEW), EVERYTHING, strict=True, cast=False), OLD)
+    report = run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    assert report is not None and report.unchanged_bytes == 12_000
+
+
 def sweep(template: Path, work: Path, save: Saver, expected: set[int]) -> list[str]:
     """Kill a save at its first operation, its second, …, until it lives; return what became of each."""
     fates = []
@@ -116,7 +125,16 @@ def template(in_memory: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("save", [save_over_syscalls, save_over_board, save_over_store, save_lazily_over_store])
+@pytest.mark.parametrize(
+    "save",
+    [
+        save_over_syscalls,
+        save_over_board,
+        save_over_store,
+        save_lazily_over_store,
+        save_what_is_partly_frozen_over_store,
+    ],
+)
 def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: Path, save: Saver) -> None:
     fates = sweep(template, in_memory, save, {OLD})
     print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")

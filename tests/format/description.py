@@ -12,7 +12,17 @@ import holdfast
 
 FOLDER = Path(__file__).parent / "golden-1"
 EXPECTED = FOLDER / "expected.json"
-CHECKPOINTS = ("run/step-000000000005", "run/step-000000000007", "sharded", "single", "split", "unhealthy")
+CHECKPOINTS = (
+    "run/step-000000000005",
+    "run/step-000000000007",
+    "sharded",
+    "single",
+    "split",
+    "unhealthy",
+    "reusing/step-000000000002",
+    "reusing/step-000000000004",
+    "reusing/step-000000000006",
+)
 
 
 def described(value: object) -> object:

@@ -29,10 +29,10 @@ def make() -> None:
     holdfast.save(FOLDER / "single", state.single(3))
     make_sharded()
     make_unhealthy()
+    make_reusing()
     for reports in list(FOLDER.rglob("reports")):
         shutil.rmtree(reports)  # What they say is of the machine that made them.
-    expected = {name: description(FOLDER / name) for name in CHECKPOINTS}
-    EXPECTED.write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
+    describe()
     total = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     print(f"{FOLDER}: {total} bytes")
 
@@ -41,6 +41,23 @@ def make_unhealthy() -> None:
     """Save what has non-finite values, where they are counted: format 1.2."""
     settings = holdfast.Settings(count_nonfinite=True, compare_replicas=True)
     holdfast.save(FOLDER / "unhealthy", state.unhealthy(4), settings=settings)
+
+
+def make_reusing() -> None:
+    """Save steps of which each but the first refers to packs of others; the format has that since 1.2."""
+    settings = holdfast.Settings(chunk_bytes=4096, unchanged_bytes_min=1)
+    with holdfast.CheckpointManager(FOLDER / "reusing", settings=settings) as manager:
+        for step in (2, 4):
+            manager.save(step, state.partly_frozen(step)).wait()
+    with holdfast.CheckpointManager(FOLDER / "reusing", settings=settings) as manager:
+        manager.load(state.partly_frozen(3))
+        manager.save(6, state.resumed(6)).wait()
+
+
+def describe() -> None:
+    """Write down what reading each of them tells."""
+    expected = {name: description(FOLDER / name) for name in CHECKPOINTS}
+    EXPECTED.write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
 
 
 def make_sharded() -> None:

@@ -144,3 +144,18 @@ def unhealthy(seed: int) -> State:
     weight = filled(torch.zeros(5, 2, dtype=torch.bfloat16), seed)
     weight[1, 1], weight[4, 0] = math.nan, math.inf
     return {"masked": masked, "weight": weight}
+
+
+def partly_frozen(seed: int) -> State:
+    """Return a backbone that is the same for every seed, and an adapter that is not."""
+    torch.manual_seed(0)
+    backbone, adapter = nn.Linear(24, 16), nn.Linear(16, 4, bias=False)
+    fill(backbone, 0)
+    fill(adapter, seed)
+    frozen = {"halves": filled(torch.zeros(40, dtype=torch.bfloat16), 1), "wide": filled(torch.zeros(9, 8), 2)}
+    return {"backbone": backbone, "adapter": adapter, "frozen": frozen, "seed": seed}
+
+
+def resumed(seed: int) -> State:
+    """Return the same, the adapter that of two before."""
+    return {**partly_frozen(seed), "adapter": partly_frozen(seed - 2)["adapter"]}

@@ -26,6 +26,9 @@ STATES: dict[str, tuple[Callable[[int], state.State], int]] = {
     "single": (state.single, 3),
     "split": (state.plain_sharded_state, 9),
     "unhealthy": (state.unhealthy, 4),
+    "reusing/step-000000000002": (state.partly_frozen, 2),
+    "reusing/step-000000000004": (state.partly_frozen, 4),
+    "reusing/step-000000000006": (state.resumed, 6),
 }
 
 
@@ -113,3 +116,9 @@ def test_what_was_found_of_health_is_told() -> None:
     assert holdfast.open_checkpoint(FOLDER / "single").manifest.health is None
     found = Health({"masked.mask": 3, "weight": 2}, {"weight": 0}, {})
     assert holdfast.open_checkpoint(FOLDER / "unhealthy").manifest.health == found
+
+
+def test_golden_steps_refer_to_the_packs_that_hold_the_bytes() -> None:
+    opened = {step: holdfast.open_checkpoint(FOLDER / f"reusing/step-{step:012d}") for step in (2, 4, 6)}
+    assert {step: list(each.packs_of_other_steps) for step, each in opened.items()} == {2: [], 4: [2], 6: [2, 4]}
+    assert not [pack for pack in opened[6].manifest.packs if not pack.name.startswith("step-")]

@@ -40,6 +40,8 @@ class Tensor:
     role: Role
     saved: Held
     loaded: Held
+    flips: tuple[int, ...] = ()
+    """Bytes of which a bit is another than the seed says, counted round and round."""
 
     @property
     def bytes(self) -> int:
@@ -48,9 +50,9 @@ class Tensor:
     def array(self) -> NDArray[np.generic]:
         """Every bit pattern the dtype has: NaNs with payloads, negative zeros, subnormals."""
         chance = np.random.default_rng(self.seed)
-        if self.dtype == "bool":
-            return chance.integers(0, 2, self.shape).astype(bool)
-        raw = chance.integers(0, 256, self.bytes, dtype=np.uint8)
+        raw = chance.integers(0, 2 if self.dtype == "bool" else 256, self.bytes, dtype=np.uint8)
+        for flip in self.flips if self.bytes else ():
+            raw[flip % self.bytes] ^= 1
         return np.frombuffer(raw.tobytes(), DTYPES[self.dtype].numpy).reshape(self.shape)
 
     def for_save(self) -> GlobalTensor:

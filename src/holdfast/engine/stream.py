@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -102,7 +102,7 @@ def stream(
             found += _together(tiny, windows, sources, nonfinite)
         else:
             source = None if sources is None else sources[item.shard_number]
-            found.append(_chunk_by_chunk(item, windows, chunk_bytes, source, nonfinite))
+            found.append(b"".join(chunk_digests(item, windows, chunk_bytes, source, nonfinite)))
         number += len(tiny) or 1
     return tuple(found)
 
@@ -149,21 +149,21 @@ def _together(
     return digests
 
 
-def _chunk_by_chunk(
+def chunk_digests(
     item: PackItem, windows: Windows, chunk_bytes: int, source: Source | None, nonfinite: NonFinite | None
-) -> bytes:
-    """Copy and hash a piece of any size; return its digests."""
-    digests: list[bytes] = []
+) -> Iterator[bytes]:
+    """Copy and hash a piece of any size; yield the digest of each chunk as soon as it is known."""
     for number in range(chunk_count(item.bytes, chunk_bytes)):
         start, stop = chunk_range(item.bytes, chunk_bytes, number)
         chunk = windows.room()[: stop - start]
         if len(chunk) == stop - start:
             if source is not None:
                 source.copy_into(item.region, start, stop, chunk).wait()
-            digests.append(digest_of(chunk))
+            digest = digest_of(chunk)
             if nonfinite is not None:
                 nonfinite.look(item, chunk)
             windows.advance(stop - start)
+            yield digest
             continue
         # Windows begin on whole pages, so that no element is cut in two.
         state = new_digest()
@@ -176,5 +176,20 @@ def _chunk_by_chunk(
                 nonfinite.look(item, part)
             windows.advance(len(part))
             start += len(part)
-        digests.append(state.digest())
-    return b"".join(digests)
+        yield state.digest()
+
+
+class Scratch:
+    """Windows that nobody keeps."""
+
+    def __init__(self, slab: memoryview) -> None:
+        """Begin at the front of a slab, which is filled again and again."""
+        self._slab, self._filled = slab, 0
+
+    def room(self) -> memoryview:
+        """Return the rest of the slab."""
+        return self._slab[self._filled :]
+
+    def advance(self, count: int) -> None:
+        """Count bytes that are done with; at its end the slab begins anew."""
+        self._filled = (self._filled + count) % len(self._slab)

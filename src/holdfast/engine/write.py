@@ -9,12 +9,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.slabs import Slabs
 from holdfast.engine.staging import Staging
-from holdfast.engine.stream import stream
+from holdfast.engine.stream import Scratch, stream
 from holdfast.ports.framework import Source
 from holdfast.ports.store import Store, Upload
 from holdfast.repository.pack import pack_digest
@@ -76,7 +77,11 @@ class PackWriter:
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of what its source holds now."""
         with self._slabs.lent() as slab:
-            return stream(pack.header, pack.plan, _Scratch(slab), self._settings.chunk_bytes, sources)
+            return stream(pack.header, pack.plan, Scratch(slab), self._settings.chunk_bytes, sources)
+
+    def lent(self) -> AbstractContextManager[memoryview]:
+        """Lend a window for the length of a block."""
+        return self._slabs.lent()
 
     def _write(
         self,
@@ -99,19 +104,6 @@ class PackWriter:
             raise
         record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
         return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts)
-
-
-class _Scratch:
-    """Windows that nobody keeps."""
-
-    def __init__(self, slab: memoryview) -> None:
-        self._slab, self._filled = slab, 0
-
-    def room(self) -> memoryview:
-        return self._slab[self._filled :]
-
-    def advance(self, count: int) -> None:
-        self._filled = (self._filled + count) % len(self._slab)
 
 
 class _Written:

@@ -14,15 +14,16 @@ from holdfast.manager.health import health_of_parent
 from holdfast.manager.merge import merged
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
-from holdfast.repository.catalog import exists
+from holdfast.repository.catalog import committed_steps, exists, read_manifest
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import encode_index
 from holdfast.repository.manifest import encode_manifest
-from holdfast.repository.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder
+from holdfast.repository.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
 from holdfast.repository.overview import Overview, encode_overview, split
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import quarantined_attempts
+from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import Settings
 from holdfast.spec.health import Health
 from holdfast.spec.manifest import FileRecord, Manifest, Parent
@@ -159,14 +160,18 @@ def _is_certainly_absent(place: Place) -> bool:
 def sweep(place: Place, attempt: str, name: str) -> None:
     """Remove what failed attempts left at a place: with a manifest there, none of them can publish any more.
 
+    An attempt may have been published before somebody removed its manifest, and other steps refer to its packs: such
+    packs stay, and everything does while a manifest cannot be read.
+
     Args:
         place: The checkpoint.
         attempt: The attempt that was published.
         name: What was done, for messages.
     """
     try:
-        others = [name for name in place.store.folders(place.folder) if is_attempt_folder(name) and name != attempt]
+        others = [each for each in place.store.folders(place.folder) if is_attempt_folder(each) and each != attempt]
         kept = quarantined_attempts(place.store, place.step) if others and place.step is not None else set()
+        named = _referred_to(place) if others else frozenset()
         for folder in others:
             if folder in kept:
                 continue
@@ -174,11 +179,18 @@ def sweep(place: Place, attempt: str, name: str) -> None:
             keys = [entry.key for entry in place.store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
                 # A key that is absent still has its folder looked at: one that died early left nothing else.
-                place.store.delete([*keys, f"{prefix}nothing"])
+                place.store.delete([*(key for key in keys if key not in named), f"{prefix}nothing"])
             else:
                 logger.warning("%s: %s holds more than an attempt and is left alone", name, prefix)
     except CheckpointError as error:
         logger.warning("%s: leftovers of failed attempts stay for now: %s", name, error)
+
+
+def _referred_to(place: Place) -> frozenset[str]:
+    """Return the packs of a place's run that committed steps name, by their path from its root."""
+    if place.step is None:
+        return frozenset()
+    return packs_named_by(read_manifest(place.store, step_folder(step)) for step in committed_steps(place.store))
 
 
 def _files_of(index: Index, chunks_max: int) -> tuple[list[Index], Overview | None]:

@@ -36,6 +36,9 @@ class SaveReport:
     bytes: int
     """Bytes of tensors this rank wrote."""
 
+    unchanged_bytes: int
+    """Bytes of tensors it did not write, for an earlier step of the run holds the same."""
+
     tensors: int
     """Tensors this rank wrote something of."""
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from holdfast.engine.replica import REPLICA_WINDOW_BYTES, content_digest
 from holdfast.engine.slabs import new_slab
-from holdfast.engine.write import WrittenPack
 from holdfast.errors import CheckpointError
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement
@@ -39,13 +38,17 @@ class Watch:
         self.replicas = _replicas(collected, agreement) if settings.compare_replicas else None
         """The copies this rank holds of what others hold too; None where they are not compared."""
 
-    def counted(self, written: Sequence[WrittenPack]) -> Counted | None:
-        """Return the non-finite elements of what was written; None where they are not counted."""
+    def counted(self, found: Iterable[Mapping[str, int]]) -> Counted | None:
+        """Return the non-finite elements of what was written or left; None where they are not counted.
+
+        Args:
+            found: Counts of parts of it, by FQN.
+        """
         if not self._settings.count_nonfinite:
             return None
         counts: dict[str, int] = {}
-        for pack in written:
-            for fqn, count in pack.nonfinite.items():
+        for part in found:
+            for fqn, count in part.items():
                 counts[fqn] = counts.get(fqn, 0) + count
         return {fqn: (count, _expectation(fqn, self._roles[fqn], self._settings)) for fqn, count in counts.items()}
 

@@ -113,7 +113,7 @@ def load(
     choice: Choice,
     request: LoadRequest,
     audience: Audience | None = None,
-) -> tuple[Place, LoadReport, Manifest] | None:
+) -> tuple[Place, LoadReport, Manifest, Index | SplitIndex] | None:
     """Fill a state from a checkpoint; a collective of every rank.
 
     Args:
@@ -126,7 +126,7 @@ def load(
         request: What and how.
         audience: Who hears of it.
     Returns:
-        Place, report and manifest, or None if there was nothing to load.
+        Place, report, manifest and index, or None if there was nothing to load.
     Raises:
         InvalidError: The state does not fit the checkpoint; nothing was changed on any rank.
         MissingError: There is no checkpoint.
@@ -169,7 +169,7 @@ def _load(
     pause: ExitStack,
     wrong: CheckpointError | None,
     account: Account,
-) -> tuple[Place, LoadReport, Manifest] | None:
+) -> tuple[Place, LoadReport, Manifest, Index | SplitIndex] | None:
     with account.phase("resolve"):
         resolved = resolve(comm, clock, home, choice, wrong)
     if resolved is None:
@@ -240,7 +240,7 @@ def _load(
     if comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
         logger.info(message, place.url, len(report.loaded), report.bytes, report.seconds)
-    return place, report, manifest
+    return place, report, manifest, stored
 
 
 def load_checkpoint(

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from holdfast.repository.pack import HeaderBody
-from holdfast.spec.plan import PackPlan
+from holdfast.plan.packing import without
+from holdfast.repository.pack import HeaderBody, header_body
+from holdfast.spec.plan import PackItem, PackPlan
 
 _KEPT = 4
 """Layouts that a training saves in turn: a whole state, a part of it, gradients too."""
 
 Holders = Mapping[str, tuple[int, ...]]
 """By FQN of each plain tensor, the ranks that hold it."""
+
+
+LeftOut = frozenset[tuple[str, str]]
+"""Pieces that are not written: name of the pack that they would lie in, and FQN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,41 @@ class SavePlan:
     tensors: int
     """Tensors of which something is written."""
 
+    large: tuple[tuple[str, PackItem], ...]
+    """Pieces worth comparing with what is stored, each with the name of its pack."""
 
-def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...]) -> SavePlan:
-    """Return a plan, with what there is to count of it."""
+    _without: dict[LeftOut, SavePlan] = field(default_factory=dict, compare=False)
+
+    def without(self, left_out: LeftOut) -> SavePlan:
+        """Return the plan for when some pieces need not be written; the last one asked for is kept."""
+        if not left_out:
+            return self
+        if left_out not in self._without:
+            packs = []
+            for pack, body in self.packs:
+                fqns = {fqn for name, fqn in left_out if name == pack.name}
+                rest = without(pack, fqns)
+                if rest.items:
+                    packs.append((rest, header_body(rest)) if fqns else (pack, body))
+            self._without.clear()
+            self._without[left_out] = save_plan(tuple(packs))
+        return self._without[left_out]
+
+
+def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...], large_bytes_min: int | None = None) -> SavePlan:
+    """Return a plan, with what there is to count of it.
+
+    Args:
+        packs: What is written.
+        large_bytes_min: The smallest piece worth comparing with what is stored; None: none is.
+    """
     items = [item for pack, _ in packs for item in pack.items]
-    return SavePlan(packs, sum(item.bytes for item in items), len({item.tensor.fqn for item in items}))
+    large = (
+        ()
+        if large_bytes_min is None
+        else tuple((pack.name, item) for pack, _ in packs for item in pack.items if item.bytes >= large_bytes_min)
+    )
+    return SavePlan(packs, sum(item.bytes for item in items), len({item.tensor.fqn for item in items}), large)
 
 
 class Plans:

@@ -15,6 +15,7 @@ from holdfast.manager.keeping import kept_steps
 from holdfast.manager.load import LoadReport, LoadRequest, load
 from holdfast.manager.metrics import WantedMetrics, told_metrics
 from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
+from holdfast.manager.previous import Previous, Unchanged, previous_of
 from holdfast.manager.resume import Choice, Newest, One
 from holdfast.manager.save import Save
 from holdfast.manager.schedule import Schedule
@@ -47,6 +48,7 @@ class Run:
         self._home = Place(store, "", None, references=references, root=store)
         self._writer = PackWriter(store, job.settings)
         self._latest = _Link(None, None)
+        self._previous: Previous | None = None
         self._pending: list[SaveHandle] = []
         self._closed = False
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
@@ -116,9 +118,11 @@ class Run:
 
         def settle(place: Place, run_id: str, digest: str) -> None:
             own.settle(place, run_id, digest)
+            self._previous = unchanged.committed()
             if self._job.comm.rank == 0:
                 tag_saved(self._store, self._job.clock, step, names)
 
+        unchanged = Unchanged(place, self._previous, self._writer, self._job.settings)
         save = Save(
             self._job,
             place,
@@ -128,6 +132,7 @@ class Run:
             settle,
             inherited=told,
             audience=self._audience,
+            unchanged=unchanged,
         )
         handle = save.begin(collect)
         self._latest = own
@@ -155,8 +160,9 @@ class Run:
         )
         if done is None:
             return None
-        place, self.load_report, manifest = done
+        place, self.load_report, manifest, stored = done
         if place.step is not None:
+            self._previous = previous_of(manifest, stored)
             self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
             if self._schedule is not None:
                 self._schedule.note_loaded(place.step)

@@ -21,6 +21,7 @@ from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
 from holdfast.manager.plans import SavePlan, save_plan
+from holdfast.manager.previous import Unchanged
 from holdfast.manager.provenance import layouts_of, told_time
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
@@ -58,9 +59,11 @@ class Save:
         awaited: bool = False,
         inherited: Mapping[str, object] | None = None,
         audience: Audience | None = None,
+        unchanged: Unchanged | None = None,
     ) -> None:
         self._job, self._place, self._writer = job, place, writer
         self._inherited = {} if inherited is None else inherited
+        self._unchanged = unchanged or Unchanged(place, None, writer, job.settings)
         self._identify, self._parent_of, self._on_commit = identify, parent_of, on_commit
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
@@ -124,9 +127,11 @@ class Save:
         try:
             with self._account.phase("plan"):
                 plan, is_new = self._plan(collected, digests, agreement)
-                packs = self._packs(plan, agreement)
             if plan.bytes > self._job.settings.window_bytes:
                 pause.close()
+            with self._account.phase("compare"):
+                plan = self._unchanged.left_of(plan, [each.source for each in collected.shards])
+                packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
             part_of = self._part_of(collected, digests, agreement, Watch(collected, agreement, self._job))
             transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged, self._account)
@@ -169,7 +174,7 @@ class Save:
         def plan() -> SavePlan:
             owned = owned_by(rank, shards, holders, settings.chunk_bytes)
             packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
-            return save_plan(tuple((pack, header_body(pack)) for pack in packs))
+            return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings.unchanged_bytes_min)
 
         return self._job.plans.of(digests.shards, holders, plan)
 
@@ -195,6 +200,7 @@ class Save:
                 url=self._place.url,
                 attempt=agreement.attempt,
                 bytes=plan.bytes,
+                unchanged_bytes=self._unchanged.bytes,
                 tensors=plan.tensors,
                 planned=is_new,
                 staging=transfer.staging,
@@ -213,7 +219,7 @@ class Save:
         self, collected: Collected, digests: Digests, agreement: Agreement, watch: Watch
     ) -> Callable[[Sequence[PlannedPack], Sequence[WrittenPack]], RankPart]:
         """Return what makes this rank's part, once its packs are written."""
-        job, speaks = self._job, agreement.speaks
+        job, unchanged, speaks = self._job, self._unchanged, agreement.speaks
         # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
         tensors = [each.shard.tensor for each in collected.shards] if speaks else []
         aliases, layouts = (dict(collected.aliases), layouts_of(collected)) if speaks else ({}, ())
@@ -225,17 +231,20 @@ class Save:
                 listing = Listing(job.settings.chunk_bytes, tensors)
                 for pack, each in zip(packs, written, strict=True):
                     listing.add_pack(pack.plan, len(pack.header), each.digests)
+                    unchanged.note(pack, each, agreement.attempt)
+                for piece in unchanged.pieces:
+                    listing.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests)
                 index = listing.index()
             return RankPart(
                 rank=job.comm.rank,
                 attempt=agreement.attempt,
                 index=index,
-                packs=tuple(each.record for each in written),
+                packs=(*(each.record for each in written), *unchanged.packs),
                 tree=tree,
                 aliases=aliases,
                 layouts=layouts,
                 per_rank=per_rank,
-                counted=watch.counted(written),
+                counted=watch.counted([*(each.nonfinite for each in written), unchanged.nonfinite]),
                 replicas=watch.replicas,
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from holdfast.plan.ownership import Owned
 from holdfast.settings import PAGE_BYTES
@@ -35,6 +35,16 @@ def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_
         *_packs(_Names(rank, ""), shards, raw, header_bytes_max),
         *_packs(_Names(rank, APART), shards, apart, header_bytes_max),
     ]
+
+
+def without(pack: PackPlan, fqns: Collection[str]) -> PackPlan:
+    """Return a pack without some of its pieces: the others in the same order, moved up so that no hole is left."""
+    kept, offset = [], 0
+    for item in pack.items:
+        if item.tensor.fqn not in fqns:
+            kept.append(PackItem(item.tensor, item.region, offset, item.shard_number))
+            offset += item.bytes
+    return PackPlan(pack.name, tuple(kept))
 
 
 def _is_raw(shard: Shard, owned: Owned) -> bool:

@@ -14,7 +14,7 @@ from holdfast.manager.run import Run
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from tests.unit.manager.ranks import ANYTHING, World, plain, saved
 
-REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())
+REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 0, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())
 
 
 def test_moments_come_one_after_the_other() -> None:

@@ -25,7 +25,7 @@ from holdfast.testing.framework import GlobalTensor
 from tests.unit.manager.ranks import ANYTHING, HASTY, PATIENT, World, plain, saved, sharded
 from tests.unit.manager.traced import require_sound
 
-SAVED = {"collect", "agree", "plan", "copy", "queue", "write", "part", "vote"}
+SAVED = {"collect", "agree", "plan", "compare", "copy", "queue", "write", "part", "vote"}
 COMMITTED = {"index", "publish", "sweep"}
 FULL = raise_error(lambda key: UnavailableError(f"{key}: full"))
 
