@@ -165,7 +165,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
 
 def nothing_left(proofs: Proofs, step: int) -> None:
     """Record whether the killed save's leftovers went when the resumed run committed."""
-    attempts = [path for path in (ROOT / f"step-{step:012d}").iterdir() if path.is_dir()]
+    attempts = [path for path in (ROOT / f"step-{step:012d}").iterdir() if path.is_dir() and path.name != "reports"]
     proofs.claim(
         f"step {step} committed anew, the dead save's files are gone",
         step in committed_steps(ROOT) and len(attempts) == 1,

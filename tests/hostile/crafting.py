@@ -139,7 +139,9 @@ class Crafted:
 
     @property
     def attempt(self) -> Path:
-        (found,) = (path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink())
+        (found,) = (
+            path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink() and path.name != "reports"
+        )
         return found
 
     def manifest(self) -> Document:
