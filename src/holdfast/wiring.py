@@ -327,3 +327,44 @@ def _to_torch(array: object, dtype: str) -> object:
     except ImportError as error:
         raise InvalidError("framework='torch' needs PyTorch: pip install 'holdfast[torch]'") from error
     return tensor_of(array, dtype)
+
+
+def json_lines(path: object) -> Observer:
+    """Return an observer that appends lines of JSON to a file."""
+    from holdfast.metrics.jsonl import JsonLines
+
+    return JsonLines(path)
+
+
+def prometheus_metrics(port: object, address: str, registry: object) -> Observer:
+    """Return an observer that keeps metrics in a registry of Prometheus, and serve them if there is a port.
+
+    Raises:
+        InvalidError: prometheus-client is not installed, or the port or registry is none.
+        UnavailableError: The port cannot be had.
+    """
+    try:
+        from holdfast.metrics.prometheus import observer_in, serve
+    except ImportError as error:
+        raise InvalidError(
+            "observers.prometheus needs prometheus-client, which is not installed: pip install 'holdfast[metrics]'"
+        ) from error
+    observer = observer_in(registry)
+    if port is not None:
+        serve(port, address, registry)
+    return observer
+
+
+def terminal_progress() -> Observer:
+    """Return an observer that draws bars on stderr.
+
+    Raises:
+        InvalidError: rich is not installed.
+    """
+    try:
+        from holdfast.metrics.progress import on_stderr
+    except ImportError as error:
+        raise InvalidError(
+            "observers.progress needs rich, which is not installed: pip install 'holdfast[cli]'"
+        ) from error
+    return on_stderr()

@@ -10,15 +10,17 @@ import torch
 import holdfast
 from holdfast.manager.handle import SaveReport
 from holdfast.manager.load import LoadReport
+from holdfast.observers import jsonl
 from tests.distributed.exchange_cases import ROUNDS_OF_32_KIB, laid_out, whole_state
 from tests.distributed.launch import World
 
 
-def save_and_load(world: World, path: str) -> dict[str, list[object]]:
+def save_and_load(world: World, path: str, log: str) -> dict[str, list[object]]:
     """Save two steps, the second while the first is under way, then load the newest as copies."""
     state = laid_out(whole_state(), "rows")
     found: list[object] = []
-    with holdfast.CheckpointManager(path, settings=ROUNDS_OF_32_KIB) as manager:
+    observers = [jsonl(log)]
+    with holdfast.CheckpointManager(path, settings=ROUNDS_OF_32_KIB, observers=observers) as manager:
         started = time.perf_counter()
         handles = [manager.save(step, state) for step in (1, 2)]
         for handle in handles:

@@ -24,15 +24,16 @@ RANKS = 2
 @dataclass(frozen=True)
 class Observed:
     root: Path
+    log: Path
     said: list[Any]
 
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     folder = tmp_path_factory.mktemp("observing")
-    root = folder / "run"
-    case = Case("tests.distributed.observing_cases:save_and_load", {"path": str(root)})
-    return Observed(root, run_world(RANKS, [case], folder / "world").values("save_and_load"))
+    root, log = folder / "run", folder / "events.jsonl"
+    case = Case("tests.distributed.observing_cases:save_and_load", {"path": str(root), "log": str(log)})
+    return Observed(root, log, run_world(RANKS, [case], folder / "world").values("save_and_load"))
 
 
 def reports_of(root: Path, step: int) -> dict[tuple[str, int], RankReport]:
@@ -84,3 +85,21 @@ def test_the_trace_says_what_the_reports_say(observed: Observed, tmp_path: Path)
         require_sound(document, reports)
         names = {each["args"]["name"] for each in document["traceEvents"] if each["name"] == "process_name"}
         assert names == {"rank 0", "rank 1"}
+
+
+def test_ranks_share_a_file_of_lines(observed: Observed) -> None:
+    lines = [json.loads(line) for line in observed.log.read_text().splitlines()]
+    for rank in range(RANKS):
+        own = [(each["verb"], each["event"], each["step"]) for each in lines if each["rank"] == rank]
+        assert sorted(own) == sorted(
+            (verb, event, step)
+            for verb, step in (("save", 1), ("save", 2), ("load", 2))
+            for event in ("began", "ended")
+        )
+        ended = [each for each in lines if each["rank"] == rank and each["event"] == "ended"]
+        for each in ended:
+            report = reports_of(observed.root, each["step"])[each["verb"], rank]
+            assert (each["id"], each["bytes"]) == (report.id, report.bytes)
+            for name, seconds in each["phases"].items():
+                told = sum(phase.seconds for phase in report.phases if phase.name == name)
+                assert abs(seconds - told) < 1e-5

@@ -19,7 +19,7 @@ STANDARD_LIBRARY_ONLY = ("errors", "settings", "spec", "ports", "manager")
 """Rooms that import nothing but Python and Holdfast itself."""
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-NEVER_AT_IMPORT = {"torch", "typer", "rich", "numpy", "safetensors", "xxhash", "msgspec"}
+NEVER_AT_IMPORT = {"torch", "typer", "rich", "numpy", "safetensors", "xxhash", "msgspec", "prometheus_client"}
 
 
 def room_of(path: Path) -> str:

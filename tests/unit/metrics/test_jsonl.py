@@ -1,0 +1,73 @@
+"""Lines of JSON: one for each beginning and each end, whole whatever else writes to the file."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import InvalidError, MissingError
+from holdfast.observers import Began, Operation, Progress, jsonl
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_in_lines(tmp_path: Path) -> None:
+    state = {"w": torch.ones(5000)}
+    with holdfast.CheckpointManager(
+        tmp_path / "run", process_group=False, observers=[jsonl(tmp_path / "rank-{rank}.jsonl")]
+    ) as manager:
+        report = manager.save(3, state).wait()
+        with pytest.raises(MissingError):
+            manager.load(state, 9)
+    assert report is not None
+    began, ended, failed = lines(tmp_path / "rank-0.jsonl")
+    assert (began["event"], began["verb"], began["step"], began["rank"]) == ("began", "save", 3, 0)
+    assert began["url"] == f"file://{tmp_path}/run/step-000000000003"
+    assert (ended["event"], ended["id"], ended["bytes"], ended["tensors"]) == ("ended", report.attempt, 20_000, 1)
+    assert ended["committed_seconds"] == report.committed_seconds <= ended["seconds"] + 1e-5
+    assert ended["phases"] == {each.name: each.seconds for each in report.phases}
+    assert ended["time"] >= began["time"]
+    assert (failed["event"], failed["verb"], failed["error"]) == ("failed", "load", "MissingError")
+    assert "no committed step 9" in failed["message"]
+
+
+def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+
+    def write(rank: int) -> None:
+        own = jsonl(path)
+        for step in range(200):
+            own.hear(Began(Operation("save", step, "x" * 500, rank, 8), 0.0))
+            own.hear(Progress(1, 2))
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    found = lines(path)
+    for rank in range(8):
+        assert [each["step"] for each in found if each["rank"] == rank] == list(range(200))
+
+
+def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
+    own = jsonl(tmp_path / "events.jsonl")
+    own.hear(Began(Operation("save", 1, "x", 0, 1), 0.0))
+    (tmp_path / "events.jsonl").rename(tmp_path / "old.jsonl")
+    own.hear(Began(Operation("save", 2, "x", 0, 1), 0.0))
+    assert [each["step"] for each in lines(tmp_path / "old.jsonl")] == [1]
+    assert [each["step"] for each in lines(tmp_path / "events.jsonl")] == [2]
+
+
+def test_a_path_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match="path is int"):
+        jsonl(3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError, match="there is no folder"):
+        jsonl(tmp_path / "absent" / "events.jsonl")
