@@ -101,7 +101,7 @@ class _Metrics:
 def _held_seconds(report: RankReport) -> float:
     """Return how long a save held training up; what is taken lazily does so at the fence only."""
     lazily = report.facts.get("staging") == "lazy"
-    called = sum(phase.seconds for phase in report.phases if phase.name in ("collect", "agree", "plan"))
+    called = sum(phase.seconds for phase in report.phases if phase.name in ("collect", "agree", "plan", "compare"))
     return called + float(report.facts["fence_seconds"]) if lazily else float(report.facts["staged_seconds"])
 
 
