@@ -12,6 +12,8 @@ MIB = 1 << 20
 PAGE_BYTES = 4096
 """Alignment of direct I/O: a multiple of every logical block size in use."""
 
+LEASE_SECONDS_MIN, LEASE_SECONDS_MAX = 0.1, 3600.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -76,6 +78,11 @@ class Settings:
     commit_timeout_seconds: float = 600.0
     """How long a rank waits for the others, at the opening and again after its own vote."""
 
+    lease_seconds: float = 10.0
+    """How long whoever may write to a root can give no sign of life before another job takes over; it gives one every
+    third of it. Counts where nobody can see whether its process still runs: on another machine. Long enough for a store
+    that stalls for seconds, short enough to wait for."""
+
     pack_header_bytes_max: int = 64 * MIB
     """Header of one pack; stock safetensors refuses more than 100 MB."""
 
@@ -130,6 +137,11 @@ class Settings:
         _require("index_chunks_max", self.index_chunks_max, 1, 1 << 30)
         _require("sample_blocks", self.sample_blocks, 1, 1 << 20)
         _require("sample_block_bytes", self.sample_block_bytes, 1, MIB)
+        if not LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX:
+            raise InvalidError(
+                f"settings: lease_seconds={self.lease_seconds}; expected seconds from {LEASE_SECONDS_MIN} to "
+                f"{LEASE_SECONDS_MAX}"
+            )
         for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
             if getattr(self, name) % PAGE_BYTES:
                 raise InvalidError(f"settings: {name}={getattr(self, name)}; expected a multiple of {PAGE_BYTES}")

@@ -52,6 +52,8 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
     for record in run.steps:
         if record.error:
             screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
+        elif record.fenced:
+            screen.line(f"step {record.step}: fenced, its writer had been replaced; no checkpoint", style="yellow")
         elif not record.committed:
             screen.line(f"step {record.step}: unfinished, no manifest (a save is under way, or died)", style="yellow")
         elif record.quarantined is not None:
@@ -133,17 +135,26 @@ def _document(run: api.RunRecord) -> dict[str, object]:
     }
 
 
+def _status(record: api.StepRecord) -> str:
+    if record.error:
+        return "damaged"
+    if record.fenced:
+        return "fenced"
+    return "committed" if record.committed else "unfinished"
+
+
 def _step_document(record: api.StepRecord) -> dict[str, object]:
     manifest = record.manifest
     return {
         "step": record.step,
-        "status": "damaged" if record.error else "unfinished" if manifest is None else "committed",
+        "status": _status(record),
         "error": None if record.error is None else str(record.error),
         "created": manifest and manifest.created,
         "tensors": manifest and manifest.tensors,
         "bytes": manifest and manifest.tensor_bytes,
         "ranks": manifest and manifest.world_size,
         "attempt": manifest and manifest.attempt,
+        "epoch": manifest and manifest.epoch,
         "digest": manifest and manifest.digest,
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
         "tags": list(record.tags),

@@ -127,6 +127,10 @@ class Ballot:
         """
         self._announce(f"{'failed' if certain else 'unknown'}:{error_text(error)}")
 
+    def announce_doubt(self, reason: str) -> None:
+        """Tell who waits to ask storage whether the manifest counts. Never raises."""
+        self._announce(f"doubt:{reason}")
+
     def _announce(self, result: str) -> None:
         try:
             self._job.board.set(self._key("result"), result.encode(), self._job.left(self._job.deadline()))
@@ -159,6 +163,8 @@ class Ballot:
             raise Aborted(_abort_error(result))
         if kind == "unknown":
             raise Undecided(str(error_from(text)), storage_knows=False)
+        if kind == "doubt":
+            raise Undecided(text)
         raise Undecided(
             f"the committing rank was publishing and fell silent for {job.settings.commit_timeout_seconds} s"
         )

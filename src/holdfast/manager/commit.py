@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from holdfast.engine.in_flight import each_in_flight
-from holdfast.errors import CheckpointError, ConflictError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.health import health_of_parent
@@ -16,9 +16,10 @@ from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
 from holdfast.repository.catalog import committed_steps, exists, read_manifest
 from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.epochs import counts, require_newest, standing_fence
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import encode_index
-from holdfast.repository.manifest import encode_manifest
+from holdfast.repository.manifest import encode_manifest, stated_digest
 from holdfast.repository.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
 from holdfast.repository.overview import Overview, encode_overview, split
 from holdfast.repository.publish import publish
@@ -86,11 +87,19 @@ def assembled(
             overview=overview,
             origin=None if origin is None else str(origin),
             masters=masters if isinstance(masters, dict) else {},
+            epoch=epoch_of(note),
             metrics=metrics if isinstance(metrics, dict) else {},
             health=health,
         )
     )
     return data, health
+
+
+def epoch_of(note: Mapping[str, object]) -> int:
+    """Return the epoch that the ranks were told at the opening; 0 if none."""
+    epoch = note.get("epoch", 0)
+    assert isinstance(epoch, int), "rank 0 told it"
+    return epoch
 
 
 def written_index(
@@ -129,16 +138,45 @@ class PublishFailed(UnavailableError):
     """The store failed in the very act of publishing: whether the manifest is visible is unknown."""
 
 
-def published(place: Place, data: bytes) -> str:
+class PublishedLate(Exception):
+    """The epoch was over when the manifest appeared; storage knows whether it counts."""
+
+
+def published(place: Place, data: bytes, epoch: int) -> str:
     """Publish a manifest; return its digest.
 
+    Args:
+        place: Where.
+        data: The manifest.
+        epoch: The epoch under which it is published; 0 if none.
     Raises:
-        ConflictError: Another attempt was published first.
+        ConflictError: Another attempt was published first, or another writer took over.
         PublishFailed: The outcome is unknown.
+        PublishedLate: Another writer took over meanwhile.
         CheckpointError: It is certain that nothing was published.
     """
+    if epoch:
+        require_newest(place.store, epoch)
+    _put(place, data, epoch)
+    digest = stated_digest(data)
+    assert digest is not None, "a manifest is sealed"
+    if epoch:
+        try:
+            # Whoever begins an epoch looks for steps after that: if there is none yet, it will find this one.
+            require_newest(place.store, epoch)
+        except CheckpointError as doubt:
+            raise PublishedLate(str(doubt)) from doubt
+    return digest
+
+
+def _put(place: Place, data: bytes, epoch: int) -> None:
     try:
-        publish(place.store, place.manifest_key, data)
+        try:
+            publish(place.store, place.manifest_key, data)
+        except ConflictError:
+            if not epoch or not vacated(place, epoch):
+                raise
+            publish(place.store, place.manifest_key, data)
     except ConflictError:
         raise
     except Exception as error:
@@ -146,7 +184,32 @@ def published(place: Place, data: bytes) -> str:
         if _is_certainly_absent(place):
             raise
         raise PublishFailed(str(error)) from error
-    return hex_digest_of(data)
+
+
+def vacated(place: Place, epoch: int) -> bool:
+    """Remove a manifest that can never count from a step that the holder of the newest epoch wants to save.
+
+    Args:
+        place: The step.
+        epoch: The epoch of who asks.
+    Returns:
+        Whether the step is free.
+    Raises:
+        ConflictError: Another writer took over.
+    """
+    assert place.step is not None, "only a run has epochs"
+    if not exists(place.store, place.manifest_key):
+        return True
+    fence = standing_fence(place.store)
+    try:
+        if fence.epoch != epoch or counts(place.store, fence, place.step):
+            return False
+    except MissingError:
+        return True
+    require_newest(place.store, epoch)
+    logger.warning("step %d: the manifest of a writer whose epoch is over does not count and is removed", place.step)
+    place.store.delete([place.manifest_key])
+    return True
 
 
 def _is_certainly_absent(place: Place) -> bool:
@@ -157,7 +220,7 @@ def _is_certainly_absent(place: Place) -> bool:
         return False
 
 
-def sweep(place: Place, attempt: str, name: str) -> None:
+def sweep(place: Place, attempt: str, name: str, epoch: int) -> None:
     """Remove what failed attempts left at a place: with a manifest there, none of them can publish any more.
 
     An attempt may have been published before somebody removed its manifest, and other steps refer to its packs: such
@@ -167,6 +230,7 @@ def sweep(place: Place, attempt: str, name: str) -> None:
         place: The checkpoint.
         attempt: The attempt that was published.
         name: What was done, for messages.
+        epoch: The epoch under which it was; 0 if none.
     """
     try:
         others = [each for each in place.store.folders(place.folder) if is_attempt_folder(each) and each != attempt]
@@ -178,6 +242,9 @@ def sweep(place: Place, attempt: str, name: str) -> None:
             prefix = f"{place.folder}{folder}/"
             keys = [entry.key for entry in place.store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
+                if epoch:
+                    # Asked after they were listed: what is in the list is not of a writer who took over.
+                    require_newest(place.store, epoch)
                 # A key that is absent still has its folder looked at: one that died early left nothing else.
                 place.store.delete([*(key for key in keys if key not in named), f"{prefix}nothing"])
             else:

@@ -12,6 +12,7 @@ from holdfast.manager.place import Place
 from holdfast.manager.reference import referenced
 from holdfast.manager.resave import saved_again
 from holdfast.manager.run import require_step
+from holdfast.manager.tenure import Tenure
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.names import step_folder
@@ -74,12 +75,16 @@ def import_step(
         raise InvalidError(f"{source.url}: tells no step; expected one. Say which it becomes: --step N, or step=N")
     require_step(step)
     place = Place(store, step_folder(step), step)
-    if copied:
-        attempt = saved_again(source, place, job, observer).attempt
-        roots: set[str] = set()
-    else:
-        attempt = referenced(source, place, job.clock, job.settings, observer)
-        roots = {source.packs(pack.name).files.url.removeprefix("file://") for pack in source.manifest.packs}
+    tenure = Tenure(store, job.clock, job.settings.lease_seconds)
+    try:
+        if copied:
+            attempt = saved_again(source, place, job, observer, tenure).attempt
+            roots: set[str] = set()
+        else:
+            attempt = referenced(source, place, tenure, job.clock, job.settings, observer)
+            roots = {source.packs(pack.name).files.url.removeprefix("file://") for pack in source.manifest.packs}
+    finally:
+        tenure.release()
     report = ImportReport(
         step=step,
         url=place.url,

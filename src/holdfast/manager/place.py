@@ -9,6 +9,7 @@ from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.ports.format import Foreign
 from holdfast.ports.store import Packs, Store, Stored, packs_under
 from holdfast.repository.catalog import exists, read_manifest_bytes, step_folders
+from holdfast.repository.epochs import counts, data_counts, fenced_error, standing_fence
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_folder, step_of_pack
 from holdfast.spec.manifest import Manifest
 
@@ -89,13 +90,18 @@ class Place:
             ConflictError: A checkpoint is there; nothing of it is touched.
             InvalidError: The path is the root of a run.
         """
-        if exists(self.store, self.manifest_key):
+        if self._holds_checkpoint():
             raise ConflictError(
                 f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
                 "Save elsewhere, or remove it first if it is not wanted"
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")
+
+    def _holds_checkpoint(self) -> bool:
+        if not exists(self.store, self.manifest_key):
+            return False
+        return self.step is None or counts(self.store, standing_fence(self.store), self.step)
 
 
 def is_step_folder(name: str) -> bool:
@@ -135,12 +141,15 @@ def manifest_bytes_at(place: Place) -> bytes:
     """Return the manifest at a place, as stored.
 
     Raises:
-        MissingError: There is no checkpoint.
+        MissingError: There is no checkpoint, or one that does not count.
         InvalidError: The path is the root of a run.
     """
     try:
-        return read_manifest_bytes(place.store, place.folder)
+        data = read_manifest_bytes(place.store, place.folder)
     except MissingError:
         if place.step is None:
             require_no_run(place.store, "read one checkpoint here")
         raise
+    if place.root is not None and not data_counts(data, standing_fence(place.root), place.url):
+        raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
+    return data

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from holdfast.engine.hashing import digested
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.commit import PublishFailed, published, sweep, written_index
+from holdfast.manager.commit import PublishedLate, PublishFailed, epoch_of, published, sweep, written_index
 from holdfast.manager.place import Place, require_no_checkpoint
 from holdfast.manager.provenance import software_at_hand, told_time
-from holdfast.manager.run import founded
+from holdfast.manager.run import claimed
+from holdfast.manager.tenure import Tenure
 from holdfast.ports.clock import Clock
 from holdfast.ports.observer import Observer
 from holdfast.repository import values
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def referenced(
-    source: Checkpoint, place: Place, clock: Clock, settings: Settings, observer: Observer | None = None
+    source: Checkpoint, place: Place, tenure: Tenure, clock: Clock, settings: Settings, observer: Observer | None = None
 ) -> str:
     """Publish a step whose tensors lie in another system's files; return the attempt's id.
 
@@ -35,12 +37,13 @@ def referenced(
     Args:
         source: Another system's checkpoint.
         place: The step.
+        tenure: The right to write to the run; used once everything is read.
         clock: For time and chance.
         settings: Bytes of a chunk, and reads in flight.
         observer: Told of progress.
     Raises:
-        ConflictError: The step exists; it was not touched. Or a file of the source was written again meanwhile; nothing
-            was published.
+        ConflictError: The step exists; it was not touched. Or another job writes to the run, or a file of the source
+            was written again meanwhile; nothing was published.
         InvalidError: The source is a checkpoint of Holdfast, or a file's name cannot be written down.
         CorruptError: A file of the source is damaged; nothing was published.
         UnavailableError: Storage failed, or the outcome is unknown.
@@ -63,10 +66,11 @@ def referenced(
     files = _records(source, index)
     attempt, written = clock.random_bytes(8).hex(), list[str]()
     try:
-        data = _manifest(source, place, clock, attempt, index, files, settings, written)
+        note = claimed(place, tenure, clock)
+        data = _manifest(source, place, clock, note, attempt, index, files, settings, written)
         source.require_unchanged()
-        published(place, data)
-    except PublishFailed as failure:
+        published(place, data, tenure.epoch)
+    except (PublishFailed, PublishedLate) as failure:
         raise UnavailableError(
             f"{name}: outcome unknown: {failure}. The step may or may not be at {place.url}; nothing was removed. Look "
             "there (holdfast ls) before importing again"
@@ -74,7 +78,7 @@ def referenced(
     except BaseException:
         _remove(place, written, name)
         raise
-    sweep(place, attempt, name)
+    sweep(place, attempt, name, tenure.epoch)
     return attempt
 
 
@@ -95,6 +99,7 @@ def _manifest(
     source: Checkpoint,
     place: Place,
     clock: Clock,
+    note: Mapping[str, object],
     attempt: str,
     index: Index,
     files: tuple[FileRecord, ...],
@@ -103,13 +108,12 @@ def _manifest(
 ) -> bytes:
     """Write the index and return the manifest; the key of every file is told before it is written."""
     listed = source.manifest
-    run_id = founded(place.store, clock)
     # With an overview, tensors may not have more bytes than the files; tied ones do.
     is_tied = listed.tensor_bytes > sum(file.bytes for file in files)
     indexes, overview = written_index(place, attempt, index, settings, written, whole=is_tied)
     return encode_manifest(
         Manifest(
-            run_id=run_id,
+            run_id=str(note["run_id"]),
             step=place.step,
             attempt=attempt,
             created=told_time(clock),
@@ -127,6 +131,7 @@ def _manifest(
             overview=overview,
             origin=listed.origin,
             masters=listed.masters,
+            epoch=epoch_of(note),
         )
     )
 

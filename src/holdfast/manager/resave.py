@@ -13,8 +13,9 @@ from holdfast.manager.export import ExportReport
 from holdfast.manager.handle import SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place, require_no_checkpoint
-from holdfast.manager.run import founded
+from holdfast.manager.run import claimed
 from holdfast.manager.save import Save
+from holdfast.manager.tenure import Tenure
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
@@ -27,7 +28,9 @@ from holdfast.spec.tensor import Role, Shard, TensorSpec
 from holdfast.spec.values import per_rank_paths
 
 
-def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer | None = None) -> SaveReport:
+def saved_again(
+    source: Checkpoint, place: Place, job: Job, observer: Observer | None = None, tenure: Tenure | None = None
+) -> SaveReport:
     """Save what a checkpoint holds once more, through the way every save goes; its bytes are read once and checked.
 
     Tensors whose pieces follow one another become one piece; others keep theirs.
@@ -37,19 +40,24 @@ def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer |
         place: Where it goes.
         job: This process alone.
         observer: Told of progress.
+        tenure: The right to write to the run, for a step of one.
     Raises:
-        ConflictError: A checkpoint is there; it was not touched. Or a file of the source was written again meanwhile;
-            nothing was committed.
+        ConflictError: A checkpoint is there; it was not touched. Or another job writes to the run, or a file of the
+            source was written again meanwhile; nothing was committed.
         InvalidError: Ranks that saved the source kept values of their own.
         CorruptError: The source is damaged; nothing was committed.
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     assert job.comm.world_size == 1, "one process copies"
+    assert (place.step is None) == (tenure is None), "steps are written under an epoch, and nothing else is"
     if place.step is not None:
         require_no_checkpoint(place.store)
 
-    def identify() -> str:
-        return job.clock.random_bytes(8).hex() if place.step is None else founded(place.store, job.clock)
+    def claim(place: Place) -> dict[str, object]:
+        if tenure is not None:
+            return claimed(place, tenure, job.clock)
+        place.require_empty()
+        return {"run_id": job.clock.random_bytes(8).hex()}
 
     def collect() -> Collected:
         return _collected(source, observer)
@@ -61,7 +69,7 @@ def saved_again(source: Checkpoint, place: Place, job: Job, observer: Observer |
     writer = PackWriter(place.store, job.settings)
     manifest = source.manifest
     inherited = {"origin": source.origin, "masters": manifest.masters, "metrics": manifest.metrics}
-    save = Save(job, place, writer, identify, continued, lambda *_: None, awaited=True, inherited=inherited)
+    save = Save(job, place, writer, claim, continued, lambda *_: None, awaited=True, inherited=inherited)
     report = save.begin(collect).wait()
     assert report is not None, "committed comes with a report"
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.manager.audience import Audience
+from holdfast.manager.commit import vacated
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.keeping import kept_steps
@@ -20,14 +22,19 @@ from holdfast.manager.resume import Choice, Newest, One
 from holdfast.manager.save import Save
 from holdfast.manager.schedule import Schedule
 from holdfast.manager.tagging import require_all_free, tag_saved, tag_step, untag, wanted_tags
+from holdfast.manager.tenure import Tenure
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import committed_steps, exists, found_run
+from holdfast.repository.catalog import committed_steps, found_run
+from holdfast.repository.epochs import counts, fenced_error, standing_fence
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
+from holdfast.repository.quarantine import set_aside
 from holdfast.spec.manifest import Parent
 from holdfast.spec.policy import Policies
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -47,6 +54,7 @@ class Run:
         self._store, self._job, self._framework = store, job, framework
         self._home = Place(store, "", None, references=references, root=store)
         self._writer = PackWriter(store, job.settings)
+        self._tenure = Tenure(store, job.clock, job.settings.lease_seconds)
         self._latest = _Link(None, None)
         self._previous: Previous | None = None
         self._pending: list[SaveHandle] = []
@@ -111,10 +119,10 @@ class Run:
             names.extend(wanted_tags(tags))
             return self._framework.collect(state, selection)
 
-        def identify() -> str:
+        def claim(place: Place) -> dict[str, object]:
             self._metrics.require_in(told)
             require_all_free(self._store, names)
-            return self._identify()
+            return claimed(place, self._tenure, self._job.clock)
 
         def settle(place: Place, run_id: str, digest: str) -> None:
             own.settle(place, run_id, digest)
@@ -127,7 +135,7 @@ class Run:
             self._job,
             place,
             self._writer,
-            identify,
+            claim,
             before.parent,
             settle,
             inherited=told,
@@ -218,11 +226,8 @@ class Run:
             self.wait()
         finally:
             self._job.close()
+            self._tenure.release()
             self._audience.close()
-
-    def _identify(self) -> str:
-        """Return the id of the run, founding it with the first save; on rank 0."""
-        return founded(self._store, self._job.clock)
 
     def _place_of(self, step: int) -> Place:
         return replace(self._home, folder=step_folder(step), step=step)
@@ -230,8 +235,14 @@ class Run:
     def _choose(self, step: int) -> Place:
         require_no_checkpoint(self._store)
         place = self._place_of(step)
-        if not exists(self._store, place.folder + MANIFEST_FILE):
-            raise MissingError(f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}")
+        try:
+            is_fenced = not counts(self._store, standing_fence(self._store), step)
+        except MissingError as missing:
+            raise MissingError(
+                f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}"
+            ) from missing
+        if is_fenced:
+            raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
         return place
 
     def _require_open(self) -> None:
@@ -242,6 +253,21 @@ class Run:
 def founded(store: Store, clock: Clock) -> str:
     """Return the id of the run that a root belongs to, after making it that of one if need be."""
     return found_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+
+
+def claimed(place: Place, tenure: Tenure, clock: Clock) -> dict[str, object]:
+    """Make a step one that may be written, and the root that of a run if need be; return what the ranks are told.
+
+    Raises:
+        ConflictError: A checkpoint is there, or another job writes to this root.
+    """
+    run_id = founded(place.store, clock)
+    epoch = tenure.hold(run_id)
+    if place.step is not None and set_aside(place.store, place.step):
+        logger.warning("step %d: a damaged checkpoint lay there; its manifest is kept under quarantine", place.step)
+    if not vacated(place, epoch):
+        place.require_empty()
+    return {"run_id": run_id, "epoch": epoch}
 
 
 class _Link:

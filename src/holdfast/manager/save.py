@@ -14,7 +14,7 @@ from holdfast.manager.account import Account
 from holdfast.manager.audience import Audience
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import collector_paused
-from holdfast.manager.commit import PublishFailed, assembled, published, sweep
+from holdfast.manager.commit import PublishedLate, PublishFailed, assembled, epoch_of, published, sweep
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.health import Watch
 from holdfast.manager.job import Job
@@ -32,13 +32,13 @@ from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.digest import hex_digest_of, short_digest_of
+from holdfast.repository.epochs import require_counted
 from holdfast.repository.listing import Listing
 from holdfast.repository.names import part_name
 from holdfast.repository.pack import header_body
 from holdfast.repository.part import RankPart, encode_part
-from holdfast.repository.quarantine import set_aside
 from holdfast.spec.health import Health
-from holdfast.spec.manifest import Parent
+from holdfast.spec.manifest import Manifest, Parent
 from holdfast.spec.plan import PlannedPack
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Save:
         job: Job,
         place: Place,
         writer: PackWriter,
-        identify: Callable[[], str],
+        claim: Callable[[Place], Mapping[str, object]],
         parent_of: Callable[[], Parent | None],
         on_commit: Callable[[Place, str, str], None],
         *,
@@ -64,7 +64,7 @@ class Save:
         self._job, self._place, self._writer = job, place, writer
         self._inherited = {} if inherited is None else inherited
         self._unchanged = unchanged or Unchanged(place, None, writer, job.settings)
-        self._identify, self._parent_of, self._on_commit = identify, parent_of, on_commit
+        self._claim, self._parent_of, self._on_commit = claim, parent_of, on_commit
         self._step = -1 if place.step is None else place.step
         self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
         self._account = Account("save", place.step, place.url, job.comm, job.clock, audience or Audience((), job.clock))
@@ -155,15 +155,7 @@ class Save:
 
     def _survey(self) -> Mapping[str, object]:
         """Look at the place before anybody writes, on rank 0."""
-        step = self._place.step
-        if step is not None and set_aside(self._place.store, step):
-            logger.warning("%s: a damaged checkpoint lay there; its manifest is kept under quarantine", self._name)
-        self._place.require_empty()
-        return {
-            "run_id": self._identify(),
-            "created": told_time(self._job.clock),
-            **self._inherited,
-        }
+        return {**self._claim(self._place), "created": told_time(self._job.clock), **self._inherited}
 
     def _plan(self, collected: Collected, digests: Digests, agreement: Agreement) -> tuple[SavePlan, bool]:
         """Decide what this rank writes, or find that it was decided before; return whether it was not."""
@@ -306,12 +298,15 @@ class Save:
         except PublishFailed as failure:
             ballot.announce_failure(failure, certain=False)
             raise Undecided(str(failure), storage_knows=False) from failure
+        except PublishedLate as late:
+            ballot.announce_doubt(str(late))
+            raise Undecided(str(late)) from late
         except Exception as error:
             ballot.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
         ballot.announce_committed(digest, told(health))
         with self._account.phase("sweep"):
-            sweep(self._place, agreement.attempt, self._name)
+            sweep(self._place, agreement.attempt, self._name, epoch_of(agreement.note))
         return digest
 
     def _publish(self, votes: list[Vote], agreement: Agreement) -> tuple[str, Health | None]:
@@ -321,7 +316,7 @@ class Save:
                 place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
             )
         with self._account.phase("publish"):
-            return published(place, data), health
+            return published(place, data, epoch_of(agreement.note)), health
 
     def _ask_storage(self, agreement: Agreement, report_of: Callable[[], SaveReport], undecided: Undecided) -> None:
         """The board cannot say what became of the attempt: the manifest can, if it is there."""
@@ -332,13 +327,24 @@ class Save:
             except CheckpointError:
                 manifest = None
         if manifest is not None and manifest.attempt == agreement.attempt:
-            self._succeed(agreement, report_of, manifest.digest, told(manifest.health))
+            try:
+                self._require_counted(manifest)
+            except ConflictError as fenced:
+                self.handle.fail(fenced)
+            except CheckpointError as failure:
+                self.handle.fail(_unknown(self._name, self._place, f"{undecided.reason}; {failure}"))
+            else:
+                self._succeed(agreement, report_of, manifest.digest, told(manifest.health))
         elif manifest is not None:
             self._remove_own()
             error = ConflictError(f"{self._name}: attempt {manifest.attempt} published first; {undecided.reason}")
             self.handle.fail(error)
         else:
             self.handle.fail(_unknown(self._name, self._place, undecided.reason))
+
+    def _require_counted(self, manifest: Manifest) -> None:
+        if manifest.epoch and manifest.step is not None:
+            require_counted(self._place.store, manifest.step, manifest.epoch, manifest.digest)
 
     def _succeed(
         self, agreement: Agreement, report_of: Callable[[], SaveReport], digest: str, unhealthy: Sequence[str]
@@ -397,12 +403,13 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Begin to save the one checkpoint that `store` is to hold. Errors as `Save.begin`."""
 
-    def identify() -> str:
-        return job.clock.random_bytes(8).hex()
+    def claim(place: Place) -> dict[str, object]:
+        place.require_empty()
+        return {"run_id": job.clock.random_bytes(8).hex()}
 
     place = Place(store, "", None)
     writer = PackWriter(store, job.settings)
-    save = Save(job, place, writer, identify, lambda: None, lambda *_: None, awaited=awaited)
+    save = Save(job, place, writer, claim, lambda: None, lambda *_: None, awaited=awaited)
     return save.begin(lambda: framework.collect(state, selection))
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
+from holdfast.repository.epochs import standing_fence
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
 from holdfast.repository.quarantine import Quarantined, identity_at, quarantined
 from holdfast.repository.tags import Tags, read_tags
+from holdfast.spec.epoch import Fence
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.retention import Tag
 
@@ -37,10 +39,13 @@ class StepRecord:
     quarantined: str | None = None
     """What was found damaged, if the step is under quarantine: no run resumes from it by itself."""
 
+    fenced: bool = False
+    """Whether the manifest was published by a writer that another one had replaced: no reader takes it."""
+
     @property
     def committed(self) -> bool:
-        """Whether there is a manifest, whole or not."""
-        return self.manifest is not None or self.error is not None
+        """Whether there is a manifest that counts, whole or not."""
+        return (self.manifest is not None or self.error is not None) and not self.fenced
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +90,17 @@ def run_record(store: Store) -> RunRecord:
             "Look for another path"
         )
     run_id, error = None, None
+    fence = standing_fence(store)
     try:
         run_id = read_run_id(store)
     except (CorruptError, InvalidError) as found:
         error = found
     tags, known = read_tags(store), quarantined(store)
-    records = [_step_record(store, step, tags, known.get(step, {})) for step in steps]
+    records = [_step_record(store, step, tags, known.get(step, {}), fence) for step in steps]
     return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged)
 
 
-def _step_record(store: Store, step: int, tags: Tags, known: Mapping[str, Quarantined]) -> StepRecord:
+def _step_record(store: Store, step: int, tags: Tags, known: Mapping[str, Quarantined], fence: Fence) -> StepRecord:
     folder = step_folder(step)
     manifest: Manifest | None = None
     error: CheckpointError | None = None
@@ -114,4 +120,5 @@ def _step_record(store: Store, step: int, tags: Tags, known: Mapping[str, Quaran
         tuple(name for name in attempts if name != own),
         () if manifest is None else tags.of(step, manifest.digest),
         None if record is None else record.why,
+        manifest is not None and not fence.admits(step, manifest.epoch, manifest.digest),
     )

@@ -10,6 +10,7 @@ import numpy as np
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.epochs import counts, standing_fence
 from holdfast.repository.index import Index, Merging
 from holdfast.repository.index_file import INDEX_BYTES_MAX, decode_index
 from holdfast.repository.manifest import MANIFEST_BYTES_MAX, check_format, decode_manifest, sealed, unsealed
@@ -19,7 +20,6 @@ from holdfast.repository.names import (
     RUN_FILE,
     is_file_url,
     is_pack_name,
-    step_folder,
     step_of_folder,
     step_of_pack,
 )
@@ -41,16 +41,19 @@ def step_folders(store: Store) -> list[int]:
 
 
 def committed_steps(store: Store) -> list[int]:
-    """Return the steps that have a manifest, ascending.
+    """Return the steps that have a manifest that counts, ascending.
 
     Where a link or a pipe stands in its place there is none that a save could have published: such a step is passed
     over with a warning, for it must not keep a run from the steps that are whole.
     """
     steps = []
-    for step in step_folders(store):
+    found, fence = step_folders(store), standing_fence(store)
+    for step in found:
         try:
-            if exists(store, step_folder(step) + MANIFEST_FILE):
+            if counts(store, fence, step):
                 steps.append(step)
+        except MissingError:
+            continue
         except InvalidError as error:
             logger.warning("step %d is passed over: %s", step, error)
     return steps

@@ -11,6 +11,7 @@ from holdfast.repository import values
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.health import decode_health, encode_health
 from holdfast.repository.names import (
+    EPOCH_MAX,
     OVERVIEW_FILE,
     STEP_MAX,
     WORLD_SIZE_MAX,
@@ -35,6 +36,7 @@ MANIFEST_BYTES_MAX = 1 << 28
 """A manifest larger than this is taken for damage, not read."""
 
 _CLOSING = re.compile(rb'(.*),\n "digest": "([0-9a-f]{32})"\n}\n', re.DOTALL)
+_ENDING = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
 _T = TypeVar("_T")
 
 
@@ -92,6 +94,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({} if manifest.overview is None else {"overview": _record(manifest.overview)}),
             **({} if manifest.origin is None else {"origin": manifest.origin}),
             **({"masters": manifest.masters} if manifest.masters else {}),
+            **({"epoch": manifest.epoch} if manifest.epoch else {}),
             **({"metrics": values.encode(manifest.metrics, "metrics")} if manifest.metrics else {}),
             **({} if manifest.health is None else {"health": encode_health(manifest.health)}),
             "state": values.encode(manifest.tree, ""),
@@ -113,7 +116,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """
     document, digest = unsealed(data, where)
     check_format(document, "checkpoint", where)
-    field = _Fields(document, where)
+    field = Fields(document, where)
     tree = values.decode(document.get("state"), "")
     if not isinstance(tree, Group) or tree.kind != "dict":
         raise CorruptError(f"{where}: state is {type(tree).__name__}; expected the root of a state")
@@ -145,6 +148,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         overview=_overview(document.get("overview"), where),
         origin=field.of("origin", str, values.plain) if document.get("origin") is not None else None,
         masters=field.texts("masters") if document.get("masters") is not None else {},
+        epoch=_epoch(document, where),
         metrics=_metrics(document.get("metrics"), where),
         health=decode_health(document.get("health"), where),
         digest=digest,
@@ -154,10 +158,28 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has everything a manifest says."""
     is_sharing = any(step_of_pack(pack.name) is not None for pack in manifest.packs)
-    if manifest.metrics or manifest.health is not None or is_sharing:
+    if manifest.epoch or manifest.metrics or manifest.health is not None or is_sharing:
         return FORMAT_MINOR_RUN
     is_referencing = any(is_file_url(pack.name) for pack in manifest.packs)
     return FORMAT_MINOR_IMPORTED if manifest.origin is not None or manifest.masters or is_referencing else 0
+
+
+def standing_of(data: bytes, where: str) -> tuple[int | None, int, str]:
+    """Return a manifest's step, the epoch under which it was published, and its digest; nothing else is judged.
+
+    Raises:
+        CorruptError: The text is damaged.
+        InvalidError: It is of another major version.
+    """
+    document, digest = unsealed(data, where)
+    check_format(document, "checkpoint", where)
+    return _step(document, where), _epoch(document, where), digest
+
+
+def stated_digest(data: bytes) -> str | None:
+    """Return the digest that a sealed text ends in, whether it is true or not; None if it ends in none."""
+    match = _ENDING.search(data)
+    return match[1].decode() if match else None
 
 
 def check_format(document: Mapping[str, object], kind: str, where: str) -> None:
@@ -180,25 +202,41 @@ def check_format(document: Mapping[str, object], kind: str, where: str) -> None:
         raise InvalidError(f"{where}: is a {str(header.get('kind'))[:80]!r}; expected a {kind!r}")
 
 
-class _Fields:
+def _step(document: Mapping[str, object], where: str) -> int | None:
+    if document.get("step") is None:
+        return None
+    return Fields(document, where).whole("step", STEP_MAX)
+
+
+def _epoch(document: Mapping[str, object], where: str) -> int:
+    if document.get("epoch") is None:
+        return 0
+    return Fields(document, where).whole("epoch", EPOCH_MAX)
+
+
+class Fields:
     """Fields of a document, each taken only if it is what it must be."""
 
     def __init__(self, document: Mapping[str, object], where: str) -> None:
         self._document, self._where = document, where
 
     def of(self, name: str, kind: type[_T], allowed: Callable[[_T], bool] = lambda _: True) -> _T:
+        """Return a field of one type."""
         value = self._document.get(name)
         if not isinstance(value, kind) or not allowed(value):
             raise CorruptError(f"{self._where}: {name} is {str(value)[:80]!r}; expected a valid {kind.__name__}")
         return value
 
     def texts(self, name: str) -> dict[str, str]:
+        """Return a field that maps texts to texts."""
+
         def plain_texts(found: dict[object, object]) -> bool:
             return all(isinstance(each, str) and values.plain(each) for pair in found.items() for each in pair)
 
         return self.of(name, dict, plain_texts)
 
     def whole(self, name: str, largest: int) -> int:
+        """Return a whole number from 0 on."""
         return self.of(name, int, lambda number: not isinstance(number, bool) and 0 <= number <= largest)
 
 

@@ -7,16 +7,21 @@ import re
 RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
 OVERVIEW_FILE = "overview.msgpack"
+EPOCHS_FOLDER = "epochs/"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
 _PACK = re.compile(r"(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
 _STEP_PACK = re.compile(r"step-(\d{12})/[0-9a-f]{16}/(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
 _PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
+_EPOCH = re.compile(r"(\d{12})(\.json|\.accepted\.json|\.beat)", re.ASCII)
 _INDEX = re.compile(r"index-\d{5}\.msgpack", re.ASCII)
 
 STEP_MAX = 10**12 - 1
 """The largest step its folder can name."""
+
+EPOCH_MAX = 10**12 - 1
+"""The largest epoch its record can be named after."""
 
 WORLD_SIZE_MAX = 100_000
 """The largest rank a file can name, plus one."""
@@ -30,6 +35,27 @@ def step_folder(step: int) -> str:
 def step_of_folder(name: str) -> int | None:
     """Return the step a folder name stands for, or None if it is no step folder."""
     match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def epoch_key(number: int) -> str:
+    """Return the key of the record of an epoch."""
+    return f"{EPOCHS_FOLDER}{number:012d}.json"
+
+
+def accepted_key(number: int) -> str:
+    """Return the key of what an epoch accepted when it began."""
+    return f"{EPOCHS_FOLDER}{number:012d}.accepted.json"
+
+
+def beat_key(number: int) -> str:
+    """Return the key of an epoch's sign of life."""
+    return f"{EPOCHS_FOLDER}{number:012d}.beat"
+
+
+def epoch_of_key(key: str) -> int | None:
+    """Return the epoch that a key under `epochs/` is about, or None if it is none of these."""
+    match = _EPOCH.fullmatch(key.removeprefix(EPOCHS_FOLDER))
     return int(match[1]) if match else None
 
 

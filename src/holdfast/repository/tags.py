@@ -10,6 +10,7 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.ports.store import Store
 from holdfast.repository import values
 from holdfast.repository.catalog import exists, read_manifest
+from holdfast.repository.epochs import fenced_error, standing_fence
 from holdfast.repository.manifest import check_format, sealed, unsealed
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
@@ -118,11 +119,14 @@ def remove_tag(store: Store, name: str) -> None:
 
 def _digest_of(store: Store, step: int) -> str:
     try:
-        return read_manifest(store, step_folder(step)).digest
+        manifest = read_manifest(store, step_folder(step))
+        if not standing_fence(store).admits(step, manifest.epoch, manifest.digest):
+            raise fenced_error(f"{store.url}/{step_folder(step)}{MANIFEST_FILE}")
     except MissingError as missing:
         raise MissingError(
             f"{store.url}: no committed step {step} to tag; choose one that is (holdfast ls {store.url})"
         ) from missing
+    return manifest.digest
 
 
 def _conflict(store: Store, name: str) -> ConflictError:

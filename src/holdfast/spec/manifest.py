@@ -14,8 +14,8 @@ FORMAT_MINOR_IMPORTED = 1
 """Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
 
 FORMAT_MINOR_RUN = 2
-"""Minor version that brought what only a step of a run has: packs that lie in other steps, `metrics`, `health`; and the
-records of a quarantine."""
+"""Minor version that brought what only a step of a run has: packs that lie in other steps, `epoch`, `metrics`,
+`health`; and the records of a quarantine and of epochs."""
 
 METRIC_CHARACTERS_MAX = 200
 """Longest name of a metric."""
@@ -111,6 +111,9 @@ class Manifest:
 
     masters: dict[str, str] = field(default_factory=dict)
     """FQN to that of its master copy, of higher precision, where what wrote it kept both."""
+
+    epoch: int = 0
+    """Epoch under which it was published; 0 if under none."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """What the training loop said of the step, number by name."""

@@ -1,0 +1,296 @@
+"""Records of epochs under the root of a run: who may write, and which checkpoints of former writers count.
+
+Three small objects per epoch. The record, put if absent, is the instant at which an epoch begins and every older one
+ends. What it accepts is said after that, so that whoever saw no newer record once its manifest was there knows that
+the manifest will be found. The beat is its holder's sign of life.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.ports.store import Store
+from holdfast.repository.manifest import (
+    MANIFEST_BYTES_MAX,
+    Fields,
+    check_format,
+    sealed,
+    standing_of,
+    stated_digest,
+    unsealed,
+)
+from holdfast.repository.names import (
+    EPOCH_MAX,
+    EPOCHS_FOLDER,
+    MANIFEST_FILE,
+    STEP_MAX,
+    accepted_key,
+    beat_key,
+    epoch_key,
+    epoch_of_key,
+    step_folder,
+)
+from holdfast.repository.publish import publish
+from holdfast.repository.values import plain
+from holdfast.settings import LEASE_SECONDS_MAX, MIB
+from holdfast.spec.epoch import Epoch, Fence, Holder
+from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+
+logger = logging.getLogger(__name__)
+
+RELEASED = b"released\n"
+"""The beat of an epoch whose holder is done."""
+
+_RECORD_BYTES_MAX = 1 << 16
+_ACCEPTED_BYTES_MAX = 256 * MIB
+_BEAT_BYTES_MAX = 64
+_TRIES = 10
+
+
+def newest_epoch(store: Store) -> int:
+    """Return the number of the newest epoch; 0 if there is none."""
+    return max(_numbers(store, epoch_key), default=0)
+
+
+def read_epoch(store: Store, number: int) -> Epoch | None:
+    """Return the record of an epoch, or None if there is none.
+
+    Raises:
+        CorruptError: It is damaged.
+        InvalidError: It is of another major version.
+    """
+    key = epoch_key(number)
+    where = f"{store.url}/{key}"
+    try:
+        data = store.get(key, _RECORD_BYTES_MAX)
+    except MissingError:
+        return None
+    document, _ = unsealed(data, where)
+    check_format(document, "epoch", where)
+    field = Fields(document, where)
+    if field.whole("epoch", EPOCH_MAX) != number:
+        raise CorruptError(f"{where}: is of epoch {document['epoch']}; expected {number}, as its name says")
+    return Epoch(number, field.of("run_id", str, plain), _holder(field.of("holder", dict), where))
+
+
+def put_epoch(store: Store, epoch: Epoch) -> None:
+    """Begin an epoch.
+
+    Raises:
+        ConflictError: Somebody else did.
+        UnavailableError: The store failed; it may have begun.
+    """
+    holder = epoch.holder
+    said = {
+        "host": holder.host,
+        "boot": holder.boot,
+        "namespaces": holder.namespaces,
+        "pid": holder.pid,
+        "started": holder.started,
+        "since": holder.since,
+        "nonce": holder.nonce,
+        "lease_seconds": float(holder.lease_seconds),
+    }
+    document = {**_header("epoch"), "epoch": epoch.number, "run_id": epoch.run_id, "holder": said}
+    publish(store, epoch_key(epoch.number), sealed(document))
+
+
+def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, str]) -> None:
+    """Say which steps of former epochs count from now on; for the holder of the epoch, once."""
+    steps = [[step, digest] for step, digest in sorted(accepted.items())]
+    publish(
+        store, accepted_key(number), sealed({**_header("accepted"), "epoch": number, "run_id": run_id, "steps": steps})
+    )
+
+
+def read_beat(store: Store, number: int) -> bytes | None:
+    """Return an epoch's last sign of life, or None if there was none yet."""
+    try:
+        return store.get(beat_key(number), _BEAT_BYTES_MAX)
+    except MissingError:
+        return None
+
+
+def put_beat(store: Store, number: int, beat: bytes) -> None:
+    """Give a sign of life of an epoch, or `RELEASED`."""
+    store.put(beat_key(number), beat)
+
+
+def standing_fence(store: Store) -> Fence:
+    """Return which manifests of a run count now.
+
+    Where what the newest epoch accepted cannot be read, what the one before it accepted counts, with a warning: a small
+    file must not take all steps of a run with it.
+
+    Raises:
+        UnavailableError: Storage failed.
+    """
+    for _ in range(_TRIES):
+        try:
+            return _standing_fence(store)
+        except MissingError:
+            continue  # Removed after we listed it, for two newer ones are there.
+    raise UnavailableError(f"{store.url}/{EPOCHS_FOLDER}: what is listed is not there, {_TRIES} times. Try again")
+
+
+def _standing_fence(store: Store) -> Fence:
+    for number in sorted(_numbers(store, accepted_key), reverse=True):
+        key = accepted_key(number)
+        where = f"{store.url}/{key}"
+        try:
+            document, _ = unsealed(store.get(key, _ACCEPTED_BYTES_MAX), where)
+            check_format(document, "accepted", where)
+            field = Fields(document, where)
+            if field.whole("epoch", EPOCH_MAX) != number:
+                raise CorruptError(f"{where}: is of epoch {document['epoch']}; expected {number}, as its name says")
+            return Fence(number, dict(_accepted(each, where) for each in field.of("steps", list)))
+        except CorruptError as error:
+            logger.warning(
+                "what epoch %d accepted cannot be read, what the one before it did counts: %s", number, error
+            )
+    return Fence()
+
+
+def counts(store: Store, fence: Fence, step: int) -> bool:
+    """Return whether the manifest at a step counts; one that is damaged or of a newer format does, to be met as such.
+
+    Raises:
+        MissingError: There is none.
+    """
+    folder = step_folder(step)
+    if not fence.epoch:
+        store.size(folder + MANIFEST_FILE)
+        return True
+    data = store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
+    return data_counts(data, fence, f"{store.url}/{folder}{MANIFEST_FILE}")
+
+
+def data_counts(data: bytes, fence: Fence, where: str) -> bool:
+    """Return whether a manifest that was read counts; as `counts`."""
+    try:
+        step, epoch, digest = standing_of(data, where)
+    except (CorruptError, InvalidError):
+        return True
+    return step is None or fence.admits(step, epoch, digest)
+
+
+def admitted(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int, str]:
+    """Return the digest of the manifest of every step that counts.
+
+    Of a damaged one it is the digest that it states: what is put in its place from a copy counts again.
+
+    Raises:
+        UnavailableError: Storage failed.
+    """
+    found = {}
+    for step in steps:
+        folder = step_folder(step)
+        try:
+            data = store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
+        except MissingError:
+            continue
+        except (CorruptError, InvalidError):
+            continue  # Too large for one, or a link or a pipe in its place.
+        digest = stated_digest(data) or fence.accepted.get(step)
+        if digest is not None and data_counts(data, fence, f"{store.url}/{folder}{MANIFEST_FILE}"):
+            found[step] = digest
+    return found
+
+
+def fenced_error(where: str) -> MissingError:
+    """Return the error for a manifest that does not count."""
+    return MissingError(
+        f"{where}: was published by a writer that another one had replaced "
+        "(its epoch is over, and the newer one did not accept it), so it is no checkpoint; choose another step"
+    )
+
+
+def require_newest(store: Store, number: int) -> None:
+    """Refuse to go on under an epoch that is over.
+
+    Raises:
+        ConflictError: There is a newer one; the message names its holder.
+    """
+    # Epochs have no gaps, and a record never goes.
+    try:
+        store.size(epoch_key(number + 1))
+    except MissingError:
+        return
+    raise ConflictError(
+        f"{store.url}: epoch {number} is over: {told_holder(store, newest_epoch(store))} took over. Expected to be the "
+        "only writer of this run. Stop this job, or save elsewhere"
+    )
+
+
+def require_counted(store: Store, step: int, number: int, digest: str) -> None:
+    """Refuse a manifest that was published when its epoch was over, unless it was accepted all the same.
+
+    Args:
+        store: The root of the run.
+        step: Where the manifest lies.
+        number: Its epoch.
+        digest: Its digest.
+    Raises:
+        ConflictError: It does not count and never will; the message names who took over.
+        UnavailableError: The newer epoch has not said yet what it accepts.
+    """
+    try:
+        require_newest(store, number)
+    except ConflictError as over:
+        fence = standing_fence(store)
+        if fence.epoch <= number:
+            raise UnavailableError(f"{over}. It has not said yet which steps it accepts") from over
+        if not fence.admits(step, number, digest):
+            raise ConflictError(f"{over}. Step {step} was published too late and does not count") from over
+
+
+def told_holder(store: Store, number: int) -> str:
+    """Return who holds an epoch, for messages."""
+    try:
+        epoch = read_epoch(store, number)
+    except CheckpointError:
+        epoch = None
+    return f"epoch {number} ({'its record cannot be read' if epoch is None else epoch.holder})"
+
+
+def forget_before(store: Store, number: int) -> None:
+    """Remove what epochs before one accepted, and their beats; the records stay, for they say that an epoch is over."""
+    keys = (entry.key for entry in store.list(EPOCHS_FOLDER))
+    old = [key for key in keys if (epoch_of_key(key) or number) < number and key != epoch_key(epoch_of_key(key) or 0)]
+    if old:
+        store.delete(old)
+
+
+def _numbers(store: Store, key_of: Callable[[int], str]) -> list[int]:
+    """Return the epochs that have a record, or have said what they accept."""
+    keys = [entry.key for entry in store.list(EPOCHS_FOLDER)]
+    numbers = ((epoch_of_key(key), key) for key in keys)
+    return [number for number, key in numbers if number is not None and key == key_of(number)]
+
+
+def _header(kind: str) -> dict[str, object]:
+    return {"holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": kind}}
+
+
+def _holder(said: dict[str, object], where: str) -> Holder:
+    field = Fields(said, f"{where}: holder")
+
+    def is_lease(seconds: float) -> bool:
+        return 0 < seconds <= LEASE_SECONDS_MAX
+
+    return Holder(
+        **{name: field.of(name, str, plain) for name in ("host", "boot", "namespaces", "since", "nonce")},
+        pid=field.whole("pid", (1 << 31) - 1),
+        started=field.whole("started", 1 << 62),
+        lease_seconds=field.of("lease_seconds", float, is_lease),
+    )
+
+
+def _accepted(entry: object, where: str) -> tuple[int, str]:
+    if isinstance(entry, list) and len(entry) == 2:
+        step, digest = entry
+        if type(step) is int and 0 <= step <= STEP_MAX and isinstance(digest, str):
+            return step, digest
+    raise CorruptError(f"{where}: {str(entry)[:80]!r}; expected [step, digest]")
