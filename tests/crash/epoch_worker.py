@@ -1,0 +1,83 @@
+"""A process that writes to roots as it is told on its standard input, one order a line, and answers each in one line.
+
+`race ROOT STEP AT`: save the step, beginning at a moment of the monotonic clock that all processes of a machine share.
+`stop ROOT STEP`: the same at once; the process stops itself (SIGSTOP) in the act of publishing.
+`close`: close the manager of the last order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from holdfast.errors import CheckpointError
+from holdfast.frameworks.alone import AloneComm
+from holdfast.manager.job import Job
+from holdfast.manager.run import Run
+from holdfast.ports.clock import SystemClock
+from holdfast.ports.framework import Selection
+from holdfast.ports.store import Store
+from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.stores.local import LocalStore
+from holdfast.testing.faults import Faults, FaultyStore, Operation
+from holdfast.testing.framework import GlobalTensor, NumpyFramework
+
+SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, commit_timeout_seconds=60.0)
+
+
+def stop_at_the_manifest(operation: Operation) -> None:
+    if operation.subject.endswith("/manifest.json"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def run_over(root: str, lease_seconds: float, *, is_stopped: bool = False) -> Run:
+    settings = replace(SETTINGS, lease_seconds=lease_seconds)
+    store: Store = LocalStore(root, settings=settings)
+    if is_stopped:
+        store = FaultyStore(store, Faults(stop_at_the_manifest, names={"put_if_absent"}, lasting=True))
+    return Run(store, Job(AloneComm(), SystemClock(), settings), NumpyFramework(0))
+
+
+def state_of(number: int) -> dict[str, object]:
+    """Return a state that tells whose it is."""
+    return {"weights": GlobalTensor("float32", np.full(5000, number, dtype=np.float32)), "by": number}
+
+
+def saved(run: Run, step: int) -> dict[str, object]:
+    """Save a step; return what came of it."""
+    start = time.monotonic()
+    try:
+        run.save(step, state_of(os.getpid()), Selection()).wait()
+    except CheckpointError as error:
+        return {"said": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
+    return {"said": "committed", "seconds": time.monotonic() - start}
+
+
+def main(lease_seconds: float) -> None:
+    print("ready", flush=True)
+    run = None
+    for line in sys.stdin:
+        order, *rest = line.split()
+        answer: dict[str, object] = {}
+        if order == "close":
+            assert run is not None
+            run.wait()
+            run.close()
+        else:
+            run = run_over(rest[0], lease_seconds, is_stopped=order == "stop")
+            if order == "race":
+                time.sleep(max(float(rest[2]) - time.monotonic() - 0.002, 0))
+                while time.monotonic() < float(rest[2]):
+                    pass
+            answer = saved(run, int(rest[1]))
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

@@ -1,0 +1,345 @@
+"""Who may write: taken once, kept by signs of life, lost to whoever sees none, given back at the end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConflictError, InvalidError, UnavailableError
+from holdfast.manager import holder as holders
+from holdfast.manager.holder import is_gone, is_this_process, this_process
+from holdfast.manager.tenure import Tenure, held
+from holdfast.ports.clock import SystemClock
+from holdfast.repository.epochs import (
+    RELEASED,
+    newest_epoch,
+    put_accepted,
+    put_beat,
+    put_epoch,
+    read_beat,
+    read_epoch,
+    standing_fence,
+)
+from holdfast.repository.names import beat_key, epoch_key
+from holdfast.spec.epoch import Epoch, Holder
+from holdfast.stores.memory import MemoryStore
+from holdfast.testing.faults import Faults, FaultyStore, raise_error
+
+LEASE = 0.3
+LONG = 60.0
+CLOCK = SystemClock()
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def tenure_of(store: MemoryStore) -> Iterator[Callable[..., Tenure]]:
+    """Makes tenures that are released after the test."""
+    made: list[Tenure] = []
+
+    def tenure(lease_seconds: float = LONG) -> Tenure:
+        made.append(Tenure(store, CLOCK, lease_seconds))
+        return made[-1]
+
+    yield tenure
+    for each in made:
+        each.release()
+
+
+def elsewhere(**change: object) -> Holder:
+    """A holder on another machine."""
+    return replace(this_process(CLOCK, LEASE), **{"host": "node-9", "boot": "another", "nonce": "9" * 32, **change})
+
+
+def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+def test_taken_at_the_first_need_and_held(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    tenure = tenure_of()
+    assert (tenure.epoch, newest_epoch(store)) == (0, 0), "making one takes nothing"
+    assert tenure.hold("run") == tenure.hold("run") == 1
+    record = read_epoch(store, 1)
+    assert record is not None and record.run_id == "run"
+    assert (record.holder.pid, record.holder.lease_seconds) == (os.getpid(), LONG)
+    assert is_this_process(record.holder)
+    assert standing_fence(store).epoch == 1
+
+
+def test_released_it_is_taken_at_once(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    first = tenure_of()
+    first.hold("run")
+    first.release()
+    assert read_beat(store, 1) == RELEASED
+    start = time.monotonic()
+    assert tenure_of().hold("run") == 2
+    assert time.monotonic() - start < 5
+
+
+def test_signs_of_life_are_given_until_the_end(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    tenure = tenure_of(LEASE)
+    tenure.hold("run")
+    seen = set[bytes | None]()
+    until(lambda: seen.add(read_beat(store, 1)) or len(seen) > 3)  # type: ignore[func-returns-value]
+    tenure.release()
+    time.sleep(2 * LEASE)
+    assert read_beat(store, 1) == RELEASED
+
+
+def test_two_managers_of_one_process_conflict_at_once(tenure_of: Callable[..., Tenure]) -> None:
+    tenure_of().hold("run")
+    start = time.monotonic()
+    with pytest.raises(ConflictError, match=rf"process {os.getpid()}, since .*another CheckpointManager of this very"):
+        tenure_of().hold("run")
+    assert time.monotonic() - start < 5
+
+
+def test_a_manager_that_was_dropped_holds_nothing(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    dropped = Tenure(store, CLOCK, LEASE)
+    dropped.hold("run")
+    del dropped
+    gc.collect()
+    assert tenure_of().hold("run") == 2
+    # And of itself it tells other processes.
+    until(lambda: read_beat(store, 1) == RELEASED)
+
+
+def corpse() -> tuple[int, int]:
+    """Return id and start of a process that ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        stat = holders._stat_of(child.pid)
+        assert stat is not None
+        child.kill()
+        child.wait()
+        return child.pid, stat.started
+
+
+def test_a_holder_whose_process_is_gone_is_not_waited_for(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    pid, started = corpse()
+    put_epoch(store, Epoch(1, "run", replace(this_process(CLOCK, LONG), pid=pid, started=started)))
+    start = time.monotonic()
+    assert tenure_of().hold("run") == 2
+    assert time.monotonic() - start < 5
+
+
+def test_a_process_id_that_another_process_has_now_is_gone() -> None:
+    own = this_process(CLOCK, LONG)
+    assert not is_gone(own)
+    assert is_gone(replace(own, started=own.started + 1))
+    assert not is_this_process(replace(own, started=own.started + 1))
+
+
+def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stat = holders._stat_of(child.pid)
+    assert stat is not None
+    mortal = replace(this_process(CLOCK, LONG), pid=child.pid, started=stat.started)
+    assert not is_gone(mortal)
+    child.send_signal(signal.SIGSTOP)
+    assert not is_gone(mortal), "one that is held may go on"
+    child.kill()
+    until(lambda: is_gone(mortal))
+    assert os.path.exists(f"/proc/{child.pid}"), "it lies there still"
+    child.communicate()
+
+
+@pytest.mark.parametrize("change", [{"boot": "another"}, {"namespaces": "another"}, {"boot": ""}, {"pid": 0}])
+def test_a_process_that_cannot_be_seen_from_here_is_never_gone(change: dict[str, object]) -> None:
+    pid, started = corpse()
+    assert not is_gone(replace(this_process(CLOCK, LONG), **{"pid": pid, "started": started, **change}))  # type: ignore[arg-type]
+
+
+def test_another_host_is_waited_for_and_the_wait_is_told(
+    store: MemoryStore, tenure_of: Callable[..., Tenure], caplog: pytest.LogCaptureFixture
+) -> None:
+    put_epoch(store, Epoch(1, "run", elsewhere()))
+    put_beat(store, 1, b"17\n")
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert tenure_of().hold("run") == 2
+    assert time.monotonic() - start >= LEASE, "the lease of whoever holds it counts"
+    assert f"waiting up to {LEASE} s" in caplog.text
+    assert "host node-9" in caplog.text
+    assert "epoch 1 is taken over after" in caplog.text
+
+
+@pytest.mark.parametrize("before", [None, b"1\n"])
+def test_a_sign_of_life_is_a_conflict_that_names_who(
+    store: MemoryStore, tenure_of: Callable[..., Tenure], before: bytes | None
+) -> None:
+    holder = elsewhere(lease_seconds=LONG, since="2026-05-04T03:02:01+00:00")
+    put_epoch(store, Epoch(1, "run", holder))
+    if before is not None:
+        put_beat(store, 1, before)
+    calls = count()
+
+    class Beating:
+        """The store as it looks while its holder lives."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def get(self, key: str, bytes_max: int) -> bytes:
+            if key == beat_key(1) and next(calls) == 2:
+                put_beat(store, 1, b"2\n")
+            return store.get(key, bytes_max)
+
+    contender = Tenure(Beating(), CLOCK, LEASE)  # type: ignore[arg-type]
+    expected = rf"epoch 1 \(host node-9, process {os.getpid()}, since 2026-05-04T03:02:01\+00:00\); it gives signs of"
+    with pytest.raises(ConflictError, match=expected):
+        contender.hold("run")
+    assert newest_epoch(store) == 1
+    assert read_beat(store, 1) == b"2\n", "a loser leaves no trace"
+
+
+def test_a_lost_race_is_a_conflict_and_leaves_the_winner_alone(store: MemoryStore) -> None:
+    winner = elsewhere()
+
+    def win(operation: object) -> None:
+        put_epoch(store, Epoch(1, "run", winner))
+        put_beat(store, 1, b"5\n")
+
+    contender = Tenure(FaultyStore(store, Faults(win, names={"put_if_absent"})), CLOCK, LEASE)
+    with pytest.raises(ConflictError, match=r"host node-9.*it came first"):
+        contender.hold("run")
+    assert read_beat(store, 1) == b"5\n"
+    assert contender.epoch == 0
+
+
+def test_lost_it_stays_lost(
+    store: MemoryStore, tenure_of: Callable[..., Tenure], caplog: pytest.LogCaptureFixture
+) -> None:
+    tenure = tenure_of(LEASE)
+    tenure.hold("run")
+    put_epoch(store, Epoch(2, "run", elsewhere()))
+    put_accepted(store, 2, "run", {})
+    with pytest.raises(ConflictError, match=r"epoch 1 is over: epoch 2 .*node-9"):
+        tenure.hold("run")
+    put_beat(store, 2, RELEASED)
+    with pytest.raises(ConflictError, match="epoch 1 is over"):
+        tenure.require()
+    until(lambda: "epoch 1 is over" in caplog.text)
+
+
+def test_a_damaged_record_is_watched_like_another_hosts(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    store.put(epoch_key(1), b"garbage")
+    start = time.monotonic()
+    assert tenure_of(LEASE).hold("run") == 2
+    assert time.monotonic() - start >= LEASE
+
+
+def test_an_epoch_that_failed_halfway_is_released(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    faults = Faults(raise_error(UnavailableError), at=2, names={"put_if_absent"})
+    broken = Tenure(FaultyStore(store, faults), CLOCK, LONG)
+    with pytest.raises(UnavailableError):
+        broken.hold("run")
+    assert (newest_epoch(store), read_beat(store, 1), broken.epoch) == (1, RELEASED, 0)
+    assert standing_fence(store).epoch == 0
+    assert broken.hold("run") == 2
+    broken.release()
+
+
+def test_a_record_whose_reply_was_lost_with_the_error_is_not_in_the_way(
+    store: MemoryStore, tenure_of: Callable[..., Tenure]
+) -> None:
+    lost = Faults(raise_error(UnavailableError), names={"put_if_absent"}, after=True)
+    with pytest.raises(UnavailableError):
+        Tenure(FaultyStore(store, lost), CLOCK, LONG).hold("run")
+    assert newest_epoch(store) == 1
+    assert tenure_of().hold("run") == 2
+
+
+def test_signs_of_life_go_on_after_a_store_that_failed(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    faults = Faults(raise_error(UnavailableError), names={"put"}, lasting=True)
+    tenure = Tenure(FaultyStore(store, faults), CLOCK, LEASE)
+    tenure.hold("run")
+    until(lambda: faults.met >= 2)
+    faults.heal()
+    until(lambda: read_beat(store, 1) is not None)
+    assert caplog.text.count("no sign of life could be given") == 1
+    tenure.release()
+
+
+def test_the_last_epoch_there_can_be_is_refused(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+    store.put(epoch_key(10**12 - 1), b"")
+    store.put(beat_key(10**12 - 1), RELEASED)
+    with pytest.raises(InvalidError, match="nobody wrote so many"):
+        tenure_of().hold("run")
+
+
+def test_held_for_a_block(store: MemoryStore) -> None:
+    with held(store, CLOCK, LONG, "run") as tenure:
+        assert tenure.epoch == 1
+        tenure.require()
+        with pytest.raises(ConflictError), held(store, CLOCK, LONG, "run"):
+            raise AssertionError("held twice")
+    assert read_beat(store, 1) == RELEASED
+
+
+def test_a_forked_process_neither_holds_nor_releases(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from holdfast.manager.tenure import Tenure\n"
+        "from holdfast.ports.clock import SystemClock\n"
+        "from holdfast.settings import Settings\n"
+        "from holdfast.stores.local import LocalStore\n"
+        f"store = LocalStore({str(tmp_path)!r}, settings=Settings())\n"
+        "tenure = Tenure(store, SystemClock(), 60.0)\n"
+        "tenure.hold('run')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    tenure.release()\n"
+        "    sys.exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "print(os.path.exists(store.url.removeprefix('file://') + '/epochs/000000000001.beat'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n", "the child released what its parent holds"
+    # The parent never closed it: that it ended is enough.
+    assert (tmp_path / "epochs" / "000000000001.beat").read_bytes() == RELEASED
+
+
+class JumpingClock(SystemClock):
+    """A wall clock that is set a day forward and back at every look."""
+
+    def __init__(self) -> None:
+        self._looks = count()
+
+    def unix_seconds(self) -> float:
+        return super().unix_seconds() + (86_400 if next(self._looks) % 2 else -86_400)
+
+
+def test_the_wall_clock_decides_nothing(store: MemoryStore) -> None:
+    clock = JumpingClock()
+    first = Tenure(store, clock, LONG)
+    assert first.hold("run") == 1
+    with pytest.raises(ConflictError):
+        Tenure(store, clock, LONG).hold("run")
+    first.release()
+    put_epoch(store, Epoch(2, "run", elsewhere(since="1970-01-01T00:00:00+00:00")))
+    start = time.monotonic()
+    second = Tenure(store, clock, LONG)
+    assert second.hold("run") == 3
+    assert LEASE <= time.monotonic() - start < LEASE + 5
+    with suppress(ConflictError):
+        first.hold("run")
+    second.release()
