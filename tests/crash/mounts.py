@@ -5,14 +5,18 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+
+from holdfast.testing.faults import Faults, Operation
 
 _SHUTDOWN = 0x8004587D
 """FS_IOC_SHUTDOWN of ext4 and XFS."""
@@ -38,15 +42,15 @@ def workplace() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def new_image(path: Path, mebibytes: int) -> None:
-    """Make an ext4 image; skip the test where that is not possible."""
+def new_image(path: Path, mebibytes: int, kind: str = "ext4") -> None:
+    """Make an image of a file system; skip the test where that is not possible."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a file system image")
-    if shutil.which("mkfs.ext4") is None:
-        pytest.skip("needs mkfs.ext4")
+    if shutil.which(f"mkfs.{kind}") is None:
+        pytest.skip(f"needs mkfs.{kind}")
     with path.open("wb") as image:
         image.truncate(mebibytes << 20)
-    command("mkfs.ext4", "-q", "-F", "-m", "0", path)
+    command(f"mkfs.{kind}", "-q", *(("-F", "-m", "0") if kind == "ext4" else ("-f",)), path)
 
 
 @contextmanager
@@ -74,3 +78,31 @@ def cut_power(mount: Path) -> None:
         pytest.skip(f"this file system cannot be shut down: {refusal}")
     finally:
         os.close(fd)
+
+
+def acted_until_power_cut(mount: Path, at: int, act: Callable[[Faults], None]) -> bool:
+    """Act in another process up to its n-th operation, then cut the power; return whether it said that it was done."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            act(Faults(_stop_here, at=at))
+            os.write(writing, b"!")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    try:
+        cut_power(mount)
+    finally:
+        if os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        return pipe.read() == b"!"
+
+
+def _stop_here(operation: Operation) -> None:
+    """Hold the whole process: everything it did so far is done, nothing more comes."""
+    os.kill(os.getpid(), signal.SIGSTOP)

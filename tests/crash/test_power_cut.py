@@ -5,18 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import pytest
-import torch
 
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
-from holdfast.testing.faults import Faults, FaultySyscalls, Operation
-from tests.crash.mounts import cut_power, mounted, new_image, workplace
+from holdfast.testing.faults import Faults, FaultySyscalls
+from tests.crash.mounts import acted_until_power_cut, cut_power, mounted, new_image, workplace
 from tests.crash.rig import (
     EVERYTHING,
     NEW,
@@ -39,11 +38,6 @@ pytestmark = [
 
 POINTS = 50
 IMAGE_MIB = 16
-
-
-def stop_here(operation: Operation) -> None:
-    """Hold the whole process: everything it did so far is done, nothing more comes."""
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.fixture
@@ -82,29 +76,6 @@ def save(root: Path, syscalls: Syscalls, faults: Faults) -> None:
     run_at(store).save(NEW, training_state(NEW), EVERYTHING).wait()
 
 
-def save_until_the_power_goes(mount: Path, syscalls: Syscalls, at: int) -> bool:
-    """Save in another process up to its n-th operation, then cut the power; return whether it was acknowledged."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            save(mount / "root", syscalls, Faults(stop_here, at=at))
-            os.write(writing, b"!")
-        finally:
-            os._exit(0)
-    os.close(writing)
-    _, status = os.waitpid(child, os.WUNTRACED)
-    try:
-        cut_power(mount)
-    finally:
-        if os.WIFSTOPPED(status):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    with os.fdopen(reading, "rb") as pipe:
-        return pipe.read() == b"!"
-
-
 @pytest.mark.parametrize("syscalls", [Syscalls(), Buffered()], ids=["direct", "buffered"])
 def test_returned_save_survives_power_cut(place: Path, template: Path, syscalls: Syscalls) -> None:
     total = operations_of_a_save(place, syscalls)
@@ -116,7 +87,7 @@ def test_returned_save_survives_power_cut(place: Path, template: Path, syscalls:
         image = place / "image"
         shutil.copyfile(template, image)
         with mounted(image, place / "m", options="loop") as mount:
-            returned = save_until_the_power_goes(mount, syscalls, at)
+            returned = acted_until_power_cut(mount, at, partial(save, mount / "root", syscalls))
         with mounted(image, place / "m", options="loop") as mount:
             root = mount / "root"
             try:

@@ -1,0 +1,134 @@
+"""SIGKILL at every operation of taking an epoch, and the power cut at many: readable, nothing lost, taken at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast.manager.tenure import Tenure
+from holdfast.ports.clock import SystemClock
+from holdfast.repository.epochs import newest_epoch, standing_fence
+from holdfast.testing.faults import Faults, kill_process
+from tests.crash.mounts import acted_until_power_cut, mounted, new_image
+from tests.crash.rig import (
+    EVERYTHING,
+    NEW,
+    NEXT,
+    OLD,
+    committed_at,
+    in_child,
+    local_store,
+    paths_under,
+    require_whole,
+    run_at,
+    training_state,
+)
+
+pytestmark = [
+    # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+LEASE_SECONDS = 60.0
+"""Nobody waits that long here."""
+
+IMAGE_MIB = 16
+CUTS = 25
+
+
+def hold(root: Path, faults: Faults) -> None:
+    """Take the epoch of a root; every call to the operating system counts."""
+    Tenure(local_store(root, faults), SystemClock(), LEASE_SECONDS).hold("run")
+
+
+def nobody(root: Path) -> set[int]:
+    return set()
+
+
+def released(root: Path) -> set[int]:
+    committed_at(root, OLD)
+    return {OLD}
+
+
+def killed(root: Path) -> set[int]:
+    """The holder died after its save, without a word."""
+    committed_at(root, OLD)
+
+    def save_and_die() -> None:
+        run_at(local_store(root)).save(NEW, training_state(NEW), EVERYTHING).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(save_and_die).killed
+    return {OLD, NEW}
+
+
+def require_taken_over(root: Path, steps: set[int], at_least: int) -> None:
+    """Require that nothing is lost, and that the next writer waits for nobody."""
+    assert set(run_at(local_store(root)).steps()) == steps
+    assert newest_epoch(local_store(root)) >= at_least, "an epoch that was taken was lost"
+    start = time.monotonic()
+    committed_at(root, NEXT)
+    assert time.monotonic() - start < LEASE_SECONDS / 3, "it waited for a corpse"
+    assert set(run_at(local_store(root)).steps()) == {*steps, NEXT}
+    assert standing_fence(local_store(root)).accepted.keys() == steps
+
+
+@pytest.mark.parametrize("before", [nobody, released, killed])
+def test_killed_anywhere_while_taking_an_epoch(in_memory: Path, before: Callable[[Path], set[int]]) -> None:
+    template, root = in_memory / "template", in_memory / "root"
+    steps = before(template)
+    begun = newest_epoch(local_store(template))
+    for at in range(1, 1000):
+        if template.exists():
+            shutil.copytree(template, root)
+        ending = in_child(partial(hold, root, Faults(kill_process(), at=at)))
+        try:
+            require_taken_over(root, steps, begun + ending.acknowledged)
+        except BaseException as error:
+            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
+            raise
+        if ending.acknowledged:
+            break
+        shutil.rmtree(root)
+    require_whole(root, {*steps, NEXT})
+    print(f"{before.__name__}: {at} points, 0 unreadable, 0 steps lost, 0 waits")
+    assert ending.acknowledged
+    assert at > 40, "it takes many operations to take an epoch"
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("before", [released, killed])
+def test_power_cut_while_taking_an_epoch(in_memory: Path, before: Callable[[Path], set[int]], kind: str) -> None:
+    template, image, mount = in_memory / "template", in_memory / "image", in_memory / "m"
+    new_image(template, IMAGE_MIB if kind == "ext4" else 300, kind)
+    with mounted(template, mount, options="loop", kind=kind):
+        steps = before(mount / "root")
+        begun = newest_epoch(local_store(mount / "root"))
+    shutil.copyfile(template, image)
+    with mounted(image, mount, options="loop", kind=kind):
+        counted = Faults()
+        hold(mount / "root", counted)
+        total = counted.counted
+    acknowledged = 0
+    # The last one lies behind it: it was taken, and at once the power went.
+    for at in sorted({1 + round(number * (total + 1) / (CUTS - 1)) for number in range(CUTS)}):
+        shutil.copyfile(template, image)
+        with mounted(image, mount, options="loop", kind=kind):
+            returned = acted_until_power_cut(mount, at, partial(hold, mount / "root"))
+        with mounted(image, mount, options="loop", kind=kind):
+            try:
+                require_taken_over(mount / "root", steps, begun + returned)
+            except BaseException as error:
+                error.add_note(f"power cut at operation {at} of {total}; found {sorted(paths_under(mount))}")
+                raise
+        acknowledged += returned
+    print(f"{kind}, {before.__name__}: {CUTS} power cuts, {acknowledged} after it was taken, 0 lost")
+    assert acknowledged >= 1
