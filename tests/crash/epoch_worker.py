@@ -31,16 +31,23 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, commit_timeout_seconds=60.0)
 
 
-def stop_at_the_manifest(operation: Operation) -> None:
-    if operation.subject.endswith("/manifest.json"):
-        os.kill(os.getpid(), signal.SIGSTOP)
+class StopAtTheManifest:
+    """Stops this process the first time that a manifest is to be put."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def __call__(self, operation: Operation) -> None:
+        if operation.subject.endswith("/manifest.json") and not self._is_over:
+            self._is_over = True
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def run_over(root: str, lease_seconds: float, *, is_stopped: bool = False) -> Run:
     settings = replace(SETTINGS, lease_seconds=lease_seconds)
     store: Store = LocalStore(root, settings=settings)
     if is_stopped:
-        store = FaultyStore(store, Faults(stop_at_the_manifest, names={"put_if_absent"}, lasting=True))
+        store = FaultyStore(store, Faults(StopAtTheManifest(), names={"put_if_absent"}, lasting=True))
     return Run(store, Job(AloneComm(), SystemClock(), settings), NumpyFramework(0))
 
 
