@@ -7,13 +7,14 @@
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
+#   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set, holders killed, power cut (minutes)
 #   make clean   remove the environment, caches and runs
 #
 # PYTHON=/path/to/python3 chooses another interpreter for the environment.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-interop bench-scale fuzz clean
+.PHONY: help demo test check bench bench-interop bench-scale fuzz campaign clean
 
 TORCH := torch==2.13.0
 VENV := .venv
@@ -21,6 +22,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?=
+ROUNDS ?= 100
 QUICK ?=
 ONLY ?=
 
@@ -76,6 +78,12 @@ bench-scale: $(READY)
 fuzz: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,fuzz]'
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m fuzz $(FUZZ_TARGETS)
+
+# libfaketime is built where it is installed, so it is installed for this target alone.
+campaign: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign]'
+	@EPOCH_RACE_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py tests/crash/test_epoch_clock.py \
+	    tests/crash/test_epoch_kill.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs

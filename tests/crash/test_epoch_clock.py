@@ -1,0 +1,78 @@
+"""The wall clock is set a day forward and back while jobs write: nothing changes but what people read."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast import api
+from tests.crash.epoch_processes import writers
+
+LEASE_SECONDS = 3.0
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def libfaketime() -> Path | None:
+    """Return the library that changes what time a process is told, as Debian or PyPI installs it."""
+    package = find_spec("libfaketime")
+    beside = Path(package.origin).parent if package is not None and package.origin is not None else None
+    found = [] if beside is None else list(beside.rglob("libfaketime.so.1"))
+    return next(iter([*found, *Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]), None)
+
+
+def told_by(library: Path, file: Path) -> Mapping[str, str]:
+    """Return the environment of a process whose wall clock is what a file says, at every look."""
+    return {
+        "LD_PRELOAD": str(library),
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "DONT_FAKE_MONOTONIC": "1",
+    }
+
+
+def test_a_clock_that_is_set_changes_nothing(in_memory: Path) -> None:
+    library = libfaketime()
+    if library is None:
+        pytest.skip("needs libfaketime: pip install libfaketime, or apt install faketime")
+    root, now = in_memory / "root", in_memory / "now"
+    now.write_text("+1d")
+    with writers(3, LEASE_SECONDS, told_by(library, now)) as (first, second, third):
+        first.tell("race", root, 1, 0)
+        assert first.answer()["said"] == "committed"
+        require_created(root, 1, timedelta(days=1))
+        for jump in ("-1d", "+1d"):
+            now.write_text(jump)
+            second.tell("race", root, 2, 0)
+            answer = second.answer()
+            assert answer["said"] == "ConflictError", answer
+            assert "signs of life" in str(answer["message"])
+            assert float(str(answer["seconds"])) < LEASE_SECONDS
+        first.end()
+        now.write_text("-1d")
+        second.tell("race", root, 2, 0)
+        answer = second.answer()
+        assert answer["said"] == "committed", answer
+        assert float(str(answer["seconds"])) < LEASE_SECONDS, "it waited for a corpse"
+        require_created(root, 2, timedelta(days=-1))
+        second.send(signal.SIGSTOP)
+        second.wait_until_stopped()
+        third.tell("race", root, 3, 0)
+        now.write_text("+1d")
+        answer = third.answer()
+        assert answer["said"] == "committed", answer
+        assert LEASE_SECONDS <= float(str(answer["seconds"])) < LEASE_SECONDS + 20
+        assert [record.step for record in api.list_steps(root).steps if record.committed] == [1, 2, 3]
+
+
+def require_created(root: Path, step: int, offset: timedelta) -> None:
+    """Require that the writer really saw another time."""
+    created = datetime.fromisoformat(holdfast.open_checkpoint(root / f"step-{step:012d}").manifest.created)
+    assert abs(created - datetime.now(UTC) - offset) < timedelta(hours=1)
