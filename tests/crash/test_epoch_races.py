@@ -53,7 +53,7 @@ def require_won(root: Path, step: int, winner: Writer) -> None:
     assert checkpoint.manifest.epoch == max(int(path.stem) for path in records)
     holder = json.loads(max(records).read_text())["holder"]
     assert holder["pid"] == winner.pid
-    folders = [path for path in (root / f"step-{step:012d}").iterdir() if path.is_dir()]
+    folders = [path for path in (root / f"step-{step:012d}").iterdir() if path.is_dir() and path.name != "reports"]
     assert [path.name for path in folders] == [checkpoint.manifest.attempt], "a loser wrote"
 
 

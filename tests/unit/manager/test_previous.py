@@ -178,15 +178,18 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
     with manager_at(tmp_path, settings) as manager:
         saved(manager, 1, weights(1))
         assert saved(manager, 2, weights(1)).unchanged_bytes == 0
-    assert json.loads((step_path(tmp_path, 2) / "manifest.json").read_bytes())["holdfast"]["format"] == [1, 0]
+    packs = json.loads((step_path(tmp_path, 2) / "manifest.json").read_bytes())["packs"]
+    assert not [name for name, *_ in packs if name.startswith("step-")]
 
 
 def test_a_manifest_states_the_lowest_version_that_has_what_it_says(tmp_path: Path) -> None:
     with manager_at(tmp_path) as manager:
         for step in (1, 2):
             saved(manager, step, weights(1))
-    said = [json.loads((step_path(tmp_path, step) / "manifest.json").read_bytes())["holdfast"] for step in (1, 2)]
-    assert [each["format"] for each in said] == [[1, 0], [1, 2]]
+    holdfast.save(tmp_path / "alone", {"weights": torch.ones(3)}, process_group=False)
+    folders = [tmp_path / "alone", *(step_path(tmp_path, step) for step in (1, 2))]
+    said = [json.loads((folder / "manifest.json").read_bytes())["holdfast"] for folder in folders]
+    assert [each["format"] for each in said] == [[1, 0], [1, 2], [1, 2]], "a step of a run says its epoch"
 
 
 def test_a_manager_that_loaded_nothing_refers_to_nothing(tmp_path: Path) -> None:
