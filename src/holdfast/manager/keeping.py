@@ -33,5 +33,6 @@ def kept_steps(store: Store, policy: KeepPolicy | None) -> Reasons:
         except CheckpointError as error:
             logger.warning("step %d counts for nothing among those to keep: %s", step, error)
             continue
-        facts.append(KeptFacts(step, manifest.created, manifest.metrics, tags.of(step, manifest.digest)))
+        named = tags.of(step, manifest.digest)
+        facts.append(KeptFacts(step, manifest.created, manifest.metrics, named, manifest.healthy))
     return kept(policy, facts)

@@ -23,6 +23,9 @@ from holdfast.spec.retention import KeptFacts
 NEWEST = "newest"
 """Why the newest step is kept, whatever the policy says."""
 
+LAST_HEALTHY = "last healthy"
+"""Why the newest step without a mark is kept, once the health of some step is known."""
+
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:", re.ASCII)
 _PERIOD_CHARACTERS = {"day": len("2026-01-31"), "hour": len("2026-01-31T23")}
 
@@ -31,7 +34,8 @@ Reasons = dict[int, tuple[str, ...]]
 
 
 def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
-    """Return the steps that are kept, ascending, each with the reasons; the newest is always among them.
+    """Return the steps that are kept, ascending, each with the reasons; the newest is always among them,
+    and so is the last healthy one where some step carries a mark or the lack of one.
 
     What was decided stands: once the other steps are gone, the same are kept.
 
@@ -48,7 +52,17 @@ def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
     found: Reasons = {each.step: ("no policy",) for each in steps} if policy is None else _kept_by(policy, steps)
     newest = max(each.step for each in steps)
     found[newest] = (*found.get(newest, ()), NEWEST)
+    healthy = _last_healthy(steps)
+    if healthy is not None:
+        found[healthy] = (*found.get(healthy, ()), LAST_HEALTHY)
     return {step: tuple(dict.fromkeys(found[step])) for step in sorted(found)}
+
+
+def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
+    """Return the newest step known to be healthy; where none is, that of which nothing is known beside marked ones."""
+    known = [each for each in steps if each.healthy is not None]
+    unmarked = [each.step for each in known if each.healthy] or [each.step for each in steps if each.healthy is None]
+    return max(unmarked) if known and unmarked else None
 
 
 def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts]) -> Reasons:

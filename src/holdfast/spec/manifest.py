@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.spec.health import Health
+from holdfast.spec.health import Health, is_healthy
 from holdfast.spec.values import Group
 
 FORMAT_MAJOR = 1
@@ -123,3 +123,8 @@ class Manifest:
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
+
+    @property
+    def healthy(self) -> bool | None:
+        """Whether nothing was found against it while it was saved; None where nothing was looked at."""
+        return is_healthy(self.health)

@@ -38,3 +38,6 @@ class KeptFacts:
 
     tags: tuple[str, ...] = ()
     """Its tags."""
+
+    healthy: bool | None = None
+    """Whether nothing was found against it while it was saved; None where nothing was looked at."""

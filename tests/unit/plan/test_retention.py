@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidError
-from holdfast.plan.retention import NEWEST, kept
+from holdfast.plan.retention import LAST_HEALTHY, NEWEST, kept
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, Tagged
 from holdfast.spec.retention import KeptFacts
 
@@ -28,12 +28,14 @@ times = st.one_of(
 def runs(draw: st.DrawFn) -> list[KeptFacts]:
     """Steps of a run, of which every one has a loss."""
     steps = draw(st.lists(st.integers(0, 400), min_size=1, max_size=25, unique=True))
+    looked_at = draw(st.booleans())
     return [
         KeptFacts(
             step,
             draw(times),
             {"loss": draw(metrics), **({"accuracy": draw(metrics)} if draw(st.booleans()) else {})},
             tuple(draw(st.lists(st.sampled_from(["release", "paper", "x"]), unique=True, max_size=2))),
+            draw(st.sampled_from([None, True, False])) if looked_at else None,
         )
         for step in steps
     ]
@@ -82,10 +84,10 @@ def test_once_the_others_are_gone_the_same_steps_are_kept(policy: KeepPolicy, ru
 def test_any_of_keeps_what_either_keeps_and_all_of_what_both_do(
     one: KeepPolicy, other: KeepPolicy, run: list[KeptFacts]
 ) -> None:
-    newest = {max(each.step for each in run)}
+    newest = {max(each.step for each in run)} | {step for step, why in kept(one, run).items() if LAST_HEALTHY in why}
     first, second = kept(one, run).keys(), kept(other, run).keys()
     assert kept(AnyOf(one, other), run).keys() == first | second
-    # The newest is kept whatever both say.
+    # The newest and the last healthy one are kept whatever both say.
     assert kept(AllOf(one, other), run).keys() - newest == (first & second) - newest
 
 
@@ -109,7 +111,8 @@ def test_a_clock_that_is_set_changes_only_what_is_grouped_by_time(
     if "NewestPer" not in str(policy):
         assert kept(policy, later).keys() == kept(policy, run).keys()
     # All at one time: of the hour, the newest by step.
-    assert list(kept(NewestPer("hour"), later)) == [max(each.step for each in run)]
+    of_unknown_health = [replace(each, healthy=None) for each in later]
+    assert list(kept(NewestPer("hour"), of_unknown_health)) == [max(each.step for each in run)]
 
 
 def test_the_newest_of_each_period_is_that_of_the_highest_step_not_the_latest_time() -> None:
@@ -143,3 +146,22 @@ def test_a_metric_that_no_step_has_decides_nothing() -> None:
     assert list(kept(BestN(1, "loss"), run)) == [1, 2]
     with pytest.raises(InvalidError, match=r"no step has the metric 'los'; they have \['loss'\]"):
         kept(AnyOf(LatestN(1), BestN(1, "los")), run)
+
+
+@given(policy=st.one_of(st.none(), policies), run=runs())
+def test_whatever_the_policy_the_last_healthy_step_is_kept(policy: KeepPolicy | None, run: list[KeptFacts]) -> None:
+    healthy = [step for step, why in kept(policy, run).items() if LAST_HEALTHY in why]
+    known = {each.healthy for each in run} - {None}
+    wanted = True if True in known else None
+    candidates = [each.step for each in run if each.healthy is wanted]
+    assert healthy == ([max(candidates)] if known and candidates else [])
+
+
+def test_the_last_healthy_step_outlives_marked_ones() -> None:
+    run = [KeptFacts(1, healthy=True), *(KeptFacts(step, healthy=False) for step in range(2, 9))]
+    assert kept(LatestN(2), run) == {1: (LAST_HEALTHY,), 7: ("latest 2",), 8: ("latest 2", NEWEST)}
+    # Counting was turned on late: what came before is the best there is.
+    unknown = [KeptFacts(1), KeptFacts(2), *run[2:]]
+    assert list(kept(LatestN(2), unknown)) == [2, 7, 8]
+    # Nothing is known, and nothing is said.
+    assert kept(LatestN(1), [KeptFacts(1), KeptFacts(2)]) == {2: ("latest 1", NEWEST)}
