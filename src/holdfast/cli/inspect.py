@@ -11,7 +11,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import ended_well
-from holdfast.cli.ls import json_number, shown_metrics, shown_time
+from holdfast.cli.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.opening import opened
 from holdfast.cli.plan import plan_document, show_plan
 from holdfast.cli.screen import Column, Screen, printable, shown_bytes, shown_ranks, stdout
@@ -97,6 +97,10 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     if manifest.attempt:
         screen.field("run", printable(manifest.run_id))
         screen.field("created", shown_time(manifest.created))
+    for said in () if manifest.health is None else manifest.health.told():
+        screen.field("unhealthy", printable(said))
+    if manifest.health is not None and manifest.healthy:
+        screen.field("health", "healthy")
     if manifest.metrics:
         screen.field("metrics", shown_metrics(manifest.metrics))
     parent = manifest.parent
@@ -196,6 +200,7 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
         "run_id": manifest.run_id,
         "attempt": manifest.attempt,
         "created": manifest.created,
+        **health_document(manifest.health),
         "metrics": {name: json_number(value) for name, value in manifest.metrics.items()},
         "digest": manifest.digest,
         "parent": None if parent is None else {"run_id": parent.run_id, "step": parent.step, "digest": parent.digest},

@@ -12,6 +12,7 @@ import typer
 from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.screen import Column, Screen, printable, shown_bytes, stdout
+from holdfast.spec.health import Health, is_healthy
 
 _COLUMNS = (
     Column("STEP", "right"),
@@ -62,6 +63,14 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
             count = len(record.leftovers)
             text = f"step {record.step}: holds {count} unfinished attempt{'s' * (count > 1)} beside the committed one"
             screen.line(text, style="yellow")
+        _show_health(screen, record)
+
+
+def _show_health(screen: Screen, record: api.StepRecord) -> None:
+    said = () if record.manifest is None or record.manifest.health is None else record.manifest.health.told()
+    if said:
+        more = f" (and {len(said) - 1} more, see: holdfast inspect)" if len(said) > 1 else ""
+        screen.line(f"step {record.step}: unhealthy: {printable(said[0])}{more}", style="yellow")
 
 
 def _row(record: api.StepRecord, now: datetime) -> list[str]:
@@ -79,6 +88,11 @@ def _row(record: api.StepRecord, now: datetime) -> list[str]:
     ]
 
 
+def _health(record: api.StepRecord) -> str:
+    healthy = None if record.manifest is None else record.manifest.healthy
+    return "" if healthy is None else "healthy" if healthy else "unhealthy"
+
+
 def _metrics(record: api.StepRecord) -> str:
     return "" if record.manifest is None else shown_metrics(record.manifest.metrics)
 
@@ -88,6 +102,7 @@ def _tags(record: api.StepRecord) -> str:
 
 
 _EXTRA: tuple[tuple[Column, Callable[[api.StepRecord], str]], ...] = (
+    (Column("HEALTH"), _health),
     (Column("METRICS"), _metrics),
     (Column("TAGS"), _tags),
 )
@@ -117,6 +132,15 @@ def shown_age(created: str, now: datetime) -> str:
 def shown_time(created: str) -> str:
     """Return the time of a manifest for people."""
     return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
+
+
+def health_document(health: Health | None) -> dict[str, object]:
+    """Return what was found of a checkpoint's health, as JSON."""
+    return {
+        "healthy": is_healthy(health),
+        "nonfinite": None if health is None or health.nonfinite is None else dict(health.nonfinite),
+        "unhealthy": [] if health is None else list(health.told()),
+    }
 
 
 def json_number(value: float) -> float | str:
@@ -156,6 +180,7 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "attempt": manifest and manifest.attempt,
         "epoch": manifest and manifest.epoch,
         "digest": manifest and manifest.digest,
+        **health_document(None if manifest is None else manifest.health),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
         "tags": list(record.tags),
         "leftovers": list(record.leftovers),

@@ -14,9 +14,11 @@ from holdfast.manager.health import health_of_parent
 from holdfast.manager.merge import merged
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
+from holdfast.plan.health import Findings
 from holdfast.repository.catalog import committed_steps, exists, read_manifest
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.epochs import counts, require_newest, standing_fence
+from holdfast.repository.health import decode_health
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import encode_index
 from holdfast.repository.manifest import encode_manifest, stated_digest
@@ -65,8 +67,7 @@ def assembled(
     origin, masters, metrics = note.get("origin"), note.get("masters"), note.get("metrics")
     # Known only now: the save before was perhaps still being written when this one began.
     parent = parent_of()
-    before = health_of_parent(place, parent) if whole.findings.has_counts else None
-    health = whole.findings.health(before)
+    health = _health(place, note, parent, whole.findings)
     data = encode_manifest(
         Manifest(
             run_id=str(note["run_id"]),
@@ -100,6 +101,13 @@ def epoch_of(note: Mapping[str, object]) -> int:
     epoch = note.get("epoch", 0)
     assert isinstance(epoch, int), "rank 0 told it"
     return epoch
+
+
+def _health(place: Place, note: Mapping[str, object], parent: Parent | None, findings: Findings) -> Health | None:
+    """Return what was found of a checkpoint's health: of a copy, what was when it was first saved."""
+    if "health" in note:
+        return decode_health(note["health"], place.url)
+    return findings.health(health_of_parent(place, parent) if findings.has_counts else None)
 
 
 def written_index(

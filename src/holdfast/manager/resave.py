@@ -20,6 +20,7 @@ from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import check_pack, read_manifest
+from holdfast.repository.health import encode_health
 from holdfast.repository.names import MANIFEST_FILE
 from holdfast.spec.box import Box
 from holdfast.spec.plan import Piece
@@ -68,7 +69,10 @@ def saved_again(
 
     writer = PackWriter(place.store, job.settings)
     manifest = source.manifest
-    inherited = {"origin": source.origin, "masters": manifest.masters, "metrics": manifest.metrics}
+    inherited: dict[str, object] = {"origin": source.origin, "masters": manifest.masters, "metrics": manifest.metrics}
+    if manifest.health is not None:
+        # What was found when it was saved: a copy knows no roles, and no checkpoint before it.
+        inherited["health"] = encode_health(manifest.health)
     save = Save(job, place, writer, claim, continued, lambda *_: None, awaited=True, inherited=inherited)
     report = save.begin(collect).wait()
     assert report is not None, "committed comes with a report"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -25,7 +25,6 @@ from holdfast.manager.previous import Unchanged
 from holdfast.manager.provenance import layouts_of, told_time
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
-from holdfast.plan.health import told
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Framework, Selection
@@ -133,7 +132,9 @@ class Save:
                 plan = self._unchanged.left_of(plan, [each.source for each in collected.shards])
                 packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
-            part_of = self._part_of(collected, digests, agreement, Watch(collected, agreement, self._job))
+            with self._account.phase("replicas") if self._job.settings.compare_replicas else nullcontext():
+                watch = Watch(collected, agreement, self._job)
+            part_of = self._part_of(collected, digests, agreement, watch)
             transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged, self._account)
             self.handle.settle = transfer.settle
             transfer.begin(collected, awaited=self._awaited)
@@ -304,7 +305,7 @@ class Save:
         except Exception as error:
             ballot.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
-        ballot.announce_committed(digest, told(health))
+        ballot.announce_committed(digest, () if health is None else health.told())
         with self._account.phase("sweep"):
             sweep(self._place, agreement.attempt, self._name, epoch_of(agreement.note))
         return digest
@@ -334,7 +335,8 @@ class Save:
             except CheckpointError as failure:
                 self.handle.fail(_unknown(self._name, self._place, f"{undecided.reason}; {failure}"))
             else:
-                self._succeed(agreement, report_of, manifest.digest, told(manifest.health))
+                found = () if manifest.health is None else manifest.health.told()
+                self._succeed(agreement, report_of, manifest.digest, found)
         elif manifest is not None:
             self._remove_own()
             error = ConflictError(f"{self._name}: attempt {manifest.attempt} published first; {undecided.reason}")

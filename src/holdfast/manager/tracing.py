@@ -18,7 +18,7 @@ from holdfast.spec.events import Phase, RankReport
 
 Fields = dict[str, object]
 
-_SAVING = ("collect", "agree", "plan", "compare", "copy", "fence", "write", "queue", "part", "vote", "wait")
+_SAVING = ("collect", "agree", "plan", "compare", "replicas", "copy", "fence", "write", "queue", "part", "vote", "wait")
 _COMMITTING = ("index", "publish", "sweep")
 _TRACKS = {
     "save": (*_SAVING, *_COMMITTING),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 
 from holdfast.errors import CorruptError
@@ -10,8 +10,6 @@ from holdfast.spec.health import NAMED_RANKS_MAX, Counted, Expectation, Health, 
 
 _Copies = dict[bytes, list[int]]
 """Ranks by what they hold."""
-
-_TOLD_MAX = 20
 
 
 class Findings:
@@ -119,25 +117,3 @@ class Findings:
                     own = found.setdefault(self._names[speaker][position], {})
                     own.setdefault(digests[8 * number : 8 * number + 8], []).extend(ranks)
         return found
-
-
-def told(health: Health | None) -> tuple[str, ...]:
-    """Return what speaks against a checkpoint, in words, a tensor each; the first of many."""
-    if health is None:
-        return ()
-    counts = health.nonfinite or {}
-    said = [f"{fqn}: {counts[fqn]} non-finite elements, {had} before" for fqn, had in health.new.items()]
-    for fqn, ranks in (health.divergent or {}).items():
-        where = _listed([f"{rank} ({health.hosts[rank]})" if rank in health.hosts else str(rank) for rank in ranks])
-        if fqn in health.undecided:
-            said.append(
-                f"{fqn}: the copies of ranks {where} differ, and none has a majority: nobody can tell which is right"
-            )
-        else:
-            said.append(f"{fqn}: the copy of rank {where} differs from that of most others")
-    more = len(said) - _TOLD_MAX
-    return tuple([*said[:_TOLD_MAX], f"and {more} more tensors"] if more > 0 else said)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,9 @@ Counted = Mapping[str, tuple[int, Expectation]]
 
 NAMED_RANKS_MAX = 64
 """Ranks that are named of one tensor at most."""
+
+_TOLD_MAX = 20
+"""Tensors that are told of in words at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,27 @@ class Health:
 
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Where the ranks named run, for people."""
+
+    def told(self) -> tuple[str, ...]:
+        """Return what speaks against the checkpoint, in words, a tensor each; the first of many."""
+        counts = self.nonfinite or {}
+        said = [f"{fqn}: {counts[fqn]} non-finite elements, {had} before" for fqn, had in self.new.items()]
+        for fqn, ranks in (self.divergent or {}).items():
+            where = _listed([f"{rank} ({self.hosts[rank]})" if rank in self.hosts else str(rank) for rank in ranks])
+            if fqn in self.undecided:
+                said.append(
+                    f"{fqn}: the copies of ranks {where} differ, and none has a majority: which is right is unknown"
+                )
+            elif len(ranks) == 1:
+                said.append(f"{fqn}: the copy of rank {where} differs from most others")
+            else:
+                said.append(f"{fqn}: the copies of ranks {where} differ from most others")
+        more = len(said) - _TOLD_MAX
+        return tuple([*said[:_TOLD_MAX], f"and {more} more tensors"] if more > 0 else said)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def is_healthy(health: Health | None) -> bool | None:
