@@ -14,7 +14,7 @@ import holdfast
 from holdfast import api
 from tests.crash.epoch_processes import writers
 
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 9.0
 
 pytestmark = pytest.mark.timeout(180)
 

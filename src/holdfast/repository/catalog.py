@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.epochs import counts, standing_fence
@@ -93,7 +93,14 @@ def found_run(store: Store, run_id: str, created: str) -> str:
     if known is not None:
         return known
     header = {"format": [FORMAT_MAJOR, 0], "kind": "run"}
-    publish(store, RUN_FILE, sealed({"holdfast": header, "run_id": run_id, "created": created}))
+    try:
+        publish(store, RUN_FILE, sealed({"holdfast": header, "run_id": run_id, "created": created}))
+    except ConflictError:
+        # Founded by another in this moment: it is that run, and whose it is to write to the epochs decide.
+        known = read_run_id(store)
+        if known is None:
+            raise
+        return known
     return run_id
 
 
