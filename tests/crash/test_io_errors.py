@@ -236,6 +236,7 @@ def full_file_system(root: Path) -> None:
     saved = 0
     while True:
         before = content_under(root)
+        large["weights"] += 1  # What has not changed would take no room.
         _, error = attempted(run, saved, large)
         if error is not None:
             break
