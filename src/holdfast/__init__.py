@@ -17,10 +17,12 @@ if TYPE_CHECKING:
         CorruptError,
         InvalidError,
         MissingError,
+        Preempted,
         UnavailableError,
     )
     from holdfast.settings import Settings
     from holdfast.spec.per_rank import PerRank, RngState
+    from holdfast.spec.preemption import Preemption
     from holdfast.spec.sharded import Sharded
 
 __version__ = "0.1.0"
@@ -38,6 +40,8 @@ __all__ = [
     "PerRank",
     "RngState",
     "Sharded",
+    "Preemption",
+    "Preempted",
     "Settings",
     "CheckpointError",
     "InvalidError",
@@ -59,6 +63,8 @@ _HOME = {
     "CheckpointManager": "holdfast.checkpoint_manager",
     "SaveHandle": "holdfast.api",
     "PerRank": "holdfast.spec.per_rank",
+    "Preemption": "holdfast.spec.preemption",
+    "Preempted": "holdfast.errors",
     "RngState": "holdfast.spec.per_rank",
     "Sharded": "holdfast.spec.sharded",
     "Settings": "holdfast.settings",

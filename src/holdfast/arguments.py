@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import cast
@@ -21,6 +22,7 @@ from holdfast.spec.policy import (
     Tagged,
     rules_of,
 )
+from holdfast.spec.preemption import Preemption
 
 Globs = Sequence[str] | str | None
 """FQN patterns as in `fnmatch`, one or several."""
@@ -84,6 +86,26 @@ def policies_of(save: object, every: object, keep: object, keep_last: object) ->
     _require_rules("save", save, SAVE_RULES, "when to save, such as EveryNSteps(100)", "keep")
     _require_rules("keep", keep, KEEP_RULES, "what to keep, such as LatestN(3)", "save")
     return Policies(cast(SavePolicy | None, save), cast(KeepPolicy | None, keep))
+
+
+def preemption_of(preemption: object) -> Preemption | None:
+    """Return what signals a loop answers, or None if it answers none.
+
+    Raises:
+        InvalidError: It is none of what is expected, or was asked for on a thread that hears no signals.
+    """
+    if preemption is True:
+        return Preemption()
+    if preemption is False:
+        return None
+    if not isinstance(preemption, Preemption):
+        raise InvalidError(f"preemption={str(preemption)[:80]!r}: expected True, False or holdfast.Preemption(…)")
+    if threading.current_thread() is not threading.main_thread():
+        raise InvalidError(
+            f"preemption={preemption}: this is thread {threading.current_thread().name}, and Python handles signals on "
+            "the main thread only; make the manager and run the loop there, or leave preemption out"
+        )
+    return preemption
 
 
 def _require_count(name: str, value: object) -> None:

@@ -7,13 +7,14 @@ from types import TracebackType
 from typing import Self
 
 from holdfast import wiring
-from holdfast.arguments import Globs, policies_of, require_state, selection_of
+from holdfast.arguments import Globs, policies_of, preemption_of, require_state, selection_of
 from holdfast.errors import InvalidError
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.load import LoadReport, LoadRequest
 from holdfast.ports.observer import Observer
 from holdfast.settings import Settings
 from holdfast.spec.policy import KeepPolicy, SavePolicy
+from holdfast.spec.preemption import Preemption
 
 
 class CheckpointManager:
@@ -30,6 +31,7 @@ class CheckpointManager:
         keep: KeepPolicy | None = None,
         every: int | None = None,
         keep_last: int | None = None,
+        preemption: Preemption | bool = True,
         process_group: wiring.ProcessGroup = None,
         settings: Settings = wiring.DEFAULT_SETTINGS,
         observers: Sequence[Observer] = (),
@@ -42,14 +44,18 @@ class CheckpointManager:
             keep: Which steps are kept; None for all. The newest valid one always is.
             every: Short for `save=AnyOf(EveryNSteps(every), OnRequest())`.
             keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
+            preemption: Which signals have `maybe_save` save and end the process, from its first call until `close`.
+                True for SIGTERM and SIGINT, with a grace of 30 s; False for none. See `holdfast.Preemption`.
             process_group: None for the default group, False for this process alone, or a group.
             settings: How to save and load.
             observers: Who hears of saves and loads as they go: those of `holdfast.observers`, or your own. None of
                 them can hurt a save, however slow or broken.
         Raises:
-            InvalidError: The root is one checkpoint, or no path, or a policy is none or contradicts another.
+            InvalidError: The root is one checkpoint, or no path, or a policy is none or contradicts another, or
+                `preemption` is given on a thread that hears no signals.
         """
-        self._run = wiring.run_at(root, process_group, settings, policies_of(save, every, keep, keep_last), observers)
+        policies = policies_of(save, every, keep, keep_last)
+        self._run = wiring.run_at(root, process_group, settings, policies, observers, preemption_of(preemption))
 
     def maybe_save(
         self,
@@ -69,6 +75,8 @@ class CheckpointManager:
 
         Raises:
             InvalidError: The manager was made without `save` and `every`.
+            Preempted: A rank was told to end: all ranks leave their loops at this step, `code` says whether it is
+                saved. A `SystemExit`, not an `Exception`.
         """
         _require_step_first(step, "maybe_save")
         require_state(state, "maybe_save(step, state)")
@@ -185,7 +193,7 @@ class CheckpointManager:
     ) -> None:
         """Close; what close raises never hides an error of the block."""
         try:
-            self.close()
+            self._run.close(hand_on=error is None)
         except Exception as failure:
             if error is None:
                 raise

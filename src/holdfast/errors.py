@@ -1,4 +1,4 @@
-"""Five errors, named by what the caller must do next."""
+"""Five errors, named by what the caller must do next, and the end of a process that was told to end."""
 
 
 class CheckpointError(Exception):
@@ -29,3 +29,26 @@ BY_NAME: dict[str, type[CheckpointError]] = {
     kind.__name__: kind for kind in (InvalidError, UnavailableError, CorruptError, ConflictError, MissingError)
 }
 """The kinds by name, so that a rank can tell another rank which one it met."""
+
+
+class Preempted(SystemExit):
+    """The job was told to end, and every rank has left its loop at the same step.
+
+    No error to catch: it ends the process. `code` is 85 where the step is committed, 86 where it is not.
+    """
+
+    def __init__(self, code: int, step: int, why: str) -> None:
+        super().__init__(code)
+        self.step = step
+        """The step at which the ranks left."""
+        self.why = why
+        """What came of it, in words."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the step is committed."""
+        return self.code == PREEMPTED_SAVED
+
+
+PREEMPTED_SAVED, PREEMPTED_ABANDONED = 85, 86
+"""Exit codes of a process that was told to end: the step it left at is committed, or it is not."""

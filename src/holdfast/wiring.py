@@ -21,8 +21,10 @@ from holdfast.manager.export_crew import answer, have_carried_out
 from holdfast.manager.importing import ImportReport, import_step
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place, is_step_folder
+from holdfast.manager.preemption import Departure
 from holdfast.manager.resave import exported
 from holdfast.manager.run import Run
+from holdfast.manager.signals import Signals
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.comm import Comm
 from holdfast.ports.format import Format, Writer
@@ -33,6 +35,7 @@ from holdfast.settings import Settings
 from holdfast.spec.export import ExportOptions
 from holdfast.spec.listing import Listing
 from holdfast.spec.policy import Policies
+from holdfast.spec.preemption import Preemption
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
@@ -140,11 +143,16 @@ def run_at(
     settings: Settings,
     policies: Policies,
     observers: Sequence[Observer],
+    preemption: Preemption | None,
 ) -> Run:
     """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
     store = store_at(root, settings)
     job = new_job(process_group, settings)
-    return Run(store, job, framework_of(job.comm), References(settings.reference_roots), policies, observers)
+    departure = None
+    if preemption is not None:
+        departure = Departure(job, Signals(preemption.signals, job.clock), preemption.grace_seconds)
+    references = References(settings.reference_roots)
+    return Run(store, job, framework_of(job.comm), references, policies, observers, departure)
 
 
 @cache

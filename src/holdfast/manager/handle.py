@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.errors import InvalidError
+from holdfast.errors import CheckpointError, InvalidError
 from holdfast.spec.events import Phase
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,9 @@ class SaveHandle:
         self.settle: Callable[[float | None], float | None] | None = None
         """Called before the thread that saved waits for `staged`, with the seconds it will wait; returns what is left
         of them. Where the state is taken lazily, it is then known at once that nothing more is read."""
+        self.abandon: Callable[[CheckpointError], None] | None = None
+        """Ends the save on every rank with an error, unless somebody may be publishing it. None where there is nothing
+        to end."""
         self._saver = threading.get_ident()
         self.staged: Future[None] = Future()
         self.replicated: Future[None] = Future()
@@ -155,6 +158,7 @@ class SaveHandle:
 
     def reach_committed(self, report: SaveReport) -> None:
         """Mark the save as committed."""
+        self.abandon = None
         self.replicated.set_result(None)
         self.committed.set_result(report)
 
@@ -163,7 +167,7 @@ class SaveHandle:
         with self._lock:
             if not self._waiting:
                 logger.error("%s failed: %s: %s", self._name, type(error).__name__, error)
-        self.settle = None
+        self.settle = self.abandon = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)

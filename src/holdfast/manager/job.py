@@ -17,6 +17,9 @@ from holdfast.ports.comm import Board, Comm
 from holdfast.repository.digest import short_digest_of
 from holdfast.settings import Settings
 
+_TELL_SECONDS = 1.0
+"""How long a call to the board may take in any case, so that others hear of an end that has come."""
+
 
 class Job:
     """A group of ranks with a nonce of its own, so that no key of an earlier life is ever mistaken for ours.
@@ -29,6 +32,8 @@ class Job:
         nonce = clock.random_bytes(8) if comm.rank == 0 else None
         self.nonce = comm.broadcast(nonce).hex()
         self._process = os.getpid()
+        self.ends_at: float | None = None
+        """When the job will be gone, on the monotonic clock, where that is known: nobody waits longer for others."""
         self.sequence = 0
         """Number of the next opening; ranks that fell behind catch up there."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
@@ -56,7 +61,9 @@ class Job:
 
     def deadline(self) -> float:
         """Return when a wait for other ranks that begins now ends, on the monotonic clock."""
-        return self.clock.monotonic_seconds() + self.settings.commit_timeout_seconds
+        now = self.clock.monotonic_seconds()
+        patience = self.settings.commit_timeout_seconds
+        return now + (patience if self.ends_at is None else min(patience, max(self.ends_at - now, _TELL_SECONDS)))
 
     def left(self, deadline: float) -> float:
         """Return the seconds left until a deadline, at least a few milliseconds."""

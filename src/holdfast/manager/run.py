@@ -17,6 +17,7 @@ from holdfast.manager.keeping import kept_steps
 from holdfast.manager.load import LoadReport, LoadRequest, load
 from holdfast.manager.metrics import WantedMetrics, told_metrics
 from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
+from holdfast.manager.preemption import Departure, owed_bytes
 from holdfast.manager.previous import Previous, Unchanged, previous_of
 from holdfast.manager.resume import Choice, Newest, One
 from holdfast.manager.save import Save
@@ -48,6 +49,7 @@ class Run:
         references: Packs = none_allowed,
         policies: Policies = Policies(),  # noqa: B008 - frozen
         observers: Sequence[Observer] = (),
+        departure: Departure | None = None,
     ) -> None:
         require_no_checkpoint(store)
         self._audience = Audience(observers, job.clock)
@@ -61,6 +63,7 @@ class Run:
         self._closed = False
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
         self._keep = policies.keep
+        self._departure = departure
         self._metrics = WantedMetrics(store, policies.keep)
         self.load_report: LoadReport | None = None
         """What the last load did."""
@@ -72,6 +75,7 @@ class Run:
 
         Raises:
             InvalidError: The run has no policy that says when to save.
+            Preempted: Some rank was told to end, and all leave at this step.
         """
         self._require_open()
         require_step(step)
@@ -79,6 +83,13 @@ class Run:
             raise InvalidError(
                 f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
                 "save=…, as in CheckpointManager(root, every=100). save(step, state) saves at once"
+            )
+        if self._departure is not None and self._departure.is_time(step):
+            self._departure.leave(
+                step,
+                self._place_of(step),
+                lambda: owed_bytes(self._framework.collect(state, selection).shards, self._job.comm.world_size),
+                lambda: self.save(step, state, selection, metrics),
             )
         return self.save(step, state, selection, metrics) if self._schedule.is_due(step) else None
 
@@ -146,6 +157,8 @@ class Run:
         self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
+        if self._departure is not None:
+            self._departure.note(step, handle)
         return handle
 
     def load(self, request: LoadRequest, step: int | None) -> int | None:
@@ -213,9 +226,11 @@ class Run:
         if failures:
             raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
 
-    def close(self) -> None:
+    def close(self, *, hand_on: bool = True) -> None:
         """Wait for every save under way, then end.
 
+        Args:
+            hand_on: Whether a signal to end that no step answered does now what it would have done without us.
         Raises:
             CheckpointError: As `wait`.
         """
@@ -228,6 +243,9 @@ class Run:
             self._job.close()
             self._tenure.release()
             self._audience.close()
+            if self._departure is not None:
+                # Last: a signal that no step answered may end the process here.
+                self._departure.close(hand_on=hand_on)
 
     def _place_of(self, step: int) -> Place:
         return replace(self._home, folder=step_folder(step), step=step)

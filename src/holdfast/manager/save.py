@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
@@ -137,6 +138,7 @@ class Save:
             part_of = self._part_of(collected, digests, agreement, watch)
             transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged, self._account)
             self.handle.settle = transfer.settle
+            self.handle.abandon = partial(_abandon, ballot, transfer)
             transfer.begin(collected, awaited=self._awaited)
             report_of = self._report_of(plan, is_new, collected, agreement, transfer)
 
@@ -413,6 +415,13 @@ def save_checkpoint(
     writer = PackWriter(store, job.settings)
     save = Save(job, place, writer, claim, lambda: None, lambda *_: None, awaited=awaited)
     return save.begin(lambda: framework.collect(state, selection))
+
+
+def _abandon(ballot: Ballot, transfer: Transfer, error: CheckpointError) -> None:
+    # Somebody may be publishing: then it ends by itself.
+    with suppress(Undecided):
+        ballot.abort(error)
+        transfer.give_up(error)
 
 
 def _unknown(name: str, place: Place, reason: str) -> UnavailableError:
