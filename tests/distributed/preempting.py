@@ -161,4 +161,3 @@ def require_never_broken(endings: list[Ending], digests: dict[int, str]) -> None
         assert each.left_digest == digests[each.step], f"step {each.step} is not what it is without a break"
         # After one that could not be saved training goes on from a save before it.
         newest = each if each.code == 85 else None
-

@@ -43,7 +43,7 @@ class Signals:
             return
         for name in self._names:
             number = signal.Signals[name]
-            before = signal.getsignal(number)
+            before = _beneath(number)
             if before is None:
                 logger.warning("%s is handled by something other than Python, and is left to it", name)
             elif before is not signal.SIG_IGN:
@@ -91,6 +91,14 @@ class Signals:
         else:
             signal.signal(number, before)
             os.kill(os.getpid(), number)
+
+
+def _beneath(number: int) -> _Handler | int | None:
+    """Return what handles a signal, apart from handlers of ours whose loops are over."""
+    handler = signal.getsignal(number)
+    while isinstance(owner := getattr(handler, "__self__", None), Signals) and owner._is_over:
+        handler = owner._before[number]
+    return handler
 
 
 def _is_default(handler: object) -> bool:

@@ -20,10 +20,12 @@ from tests.distributed.launch import REPOSITORY, environment
 @pytest.fixture(autouse=True)
 def handlers_as_before() -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
+    # What another test has left there is not what a process begins with.
+    before = [signal.SIG_DFL, signal.default_int_handler, signal.SIG_DFL]
+    found = [signal.signal(number, handler) for number, handler in zip(numbers, before, strict=True)]
     yield
     after = [signal.getsignal(number) for number in numbers]
-    for number, handler in zip(numbers, before, strict=True):
+    for number, handler in zip(numbers, found, strict=True):
         signal.signal(number, handler)
     assert after == before
 
@@ -70,6 +72,19 @@ def test_whoever_handled_a_signal_before_hears_of_it_too_and_is_back_afterwards(
     signal.raise_signal(signal.SIGUSR1)
     assert heard == [signal.SIGUSR1] * 3
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_the_next_loop_of_a_process_that_did_not_end_is_as_the_first() -> None:
+    first = taken("SIGINT")
+    signal.raise_signal(signal.SIGINT)
+    first.mute(SystemClock().monotonic_seconds() + 60)
+    second = taken("SIGINT")
+    signal.raise_signal(signal.SIGINT)
+    assert second.received is not None
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    second.give_back(hand_on=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_is_ignored_stays_so() -> None:
