@@ -179,8 +179,10 @@ class Departure:
         committed = handle.committed
         if committed.done() and committed.exception() is None:
             return True
+        if not isinstance(handle.failure, UnavailableError):
+            return False
         try:
-            # There was none when this save began, and what another job put there would not count.
+            # Where nobody could tell, storage can: there was none when this save began.
             confirmed_manifest(place.store, place.folder)
         except CheckpointError:
             return False
