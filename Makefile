@@ -7,7 +7,8 @@
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
-#   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set, holders killed, power cut (minutes)
+#   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set, holders killed, power cut;
+#                   a training told to end ROUNDS times (an hour or less)
 #   make clean   remove the environment, caches and runs
 #
 # PYTHON=/path/to/python3 chooses another interpreter for the environment.
@@ -82,8 +83,8 @@ fuzz: $(READY)
 # libfaketime is built where it is installed, so it is installed for this target alone.
 campaign: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign]'
-	@EPOCH_RACE_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py tests/crash/test_epoch_clock.py \
-	    tests/crash/test_epoch_kill.py
+	@EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
+	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/distributed/test_preemption.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
