@@ -16,6 +16,7 @@ from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.importing import ImportReport
 from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
 from holdfast.manager.place import require_no_checkpoint
+from holdfast.manager.repair import RepairReport, StepRepair
 from holdfast.manager.run import require_step
 from holdfast.manager.save import save_checkpoint
 from holdfast.manager.steps import RunRecord, StepRecord, run_record
@@ -48,10 +49,12 @@ __all__ = [
     "ImportReport",
     "LoadReport",
     "NameOnly",
+    "RepairReport",
     "RunRecord",
     "SaveHandle",
     "SaveReport",
     "StepRecord",
+    "StepRepair",
     "Tag",
     "TensorDiff",
     "TieDiff",
@@ -65,6 +68,7 @@ __all__ = [
     "list_steps",
     "load",
     "open_checkpoint",
+    "repair",
     "policies",
     "save",
     "tag",
@@ -336,6 +340,37 @@ def trace(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) ->
         MissingError: No rank left a report there.
     """
     return trace_of(wiring.store_at(path, settings))
+
+
+def repair(
+    root: wiring.Path,
+    step: int | None = None,
+    *,
+    dry_run: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> RepairReport:
+    """Make manifests and indexes of a run again from what else is there, and say what is lost where that cannot be.
+
+    Nothing is written that digests do not prove to be what was saved. The bytes of every file that is replaced are kept
+    under `quarantine/`; a step that is whole afterwards is resumed from again. No job may be writing to the run. Needs
+    no torch.
+
+    Args:
+        root: The root of the run.
+        step: The step; None: every step of which a look at manifest, index, sizes and quarantine finds anything wrong.
+        dry_run: Write nothing, only tell.
+        observer: Told of progress while a step is read back.
+        settings: How to read, and how an index is split.
+    Raises:
+        MissingError: There is no such step, or none at all.
+        InvalidError: The path is one checkpoint, or a step is of a newer format.
+        ConflictError: A job is writing to the run.
+        UnavailableError: Storage failed; the same call goes on where it was.
+    """
+    if step is not None:
+        require_step(step)
+    return wiring.repair_of(root, settings, observer, dry_run=bool(dry_run)).run(step)
 
 
 def diff(

@@ -22,6 +22,7 @@ from holdfast.manager.importing import ImportReport, import_step
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place, is_step_folder
 from holdfast.manager.preemption import Departure
+from holdfast.manager.repair import Repair
 from holdfast.manager.resave import exported
 from holdfast.manager.run import Run
 from holdfast.manager.signals import Signals
@@ -299,6 +300,12 @@ def imported(
         return import_step(checkpoint_at(source, settings), store, job, step, copied=copied, observer=observer)
     finally:
         job.close()
+
+
+def repair_of(root: object, settings: Settings, observer: Observer | None, *, dry_run: bool) -> Repair:
+    """Return what repairs the steps of a run."""
+    references = References(settings.reference_roots)
+    return Repair(store_at(root, settings), references, clock(), settings, dry_run=dry_run, observer=observer)
 
 
 _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()

@@ -59,7 +59,10 @@ def test_the_newest_whole_step_is_resumed_from_loudly(
 
     after = content_under(root)
     assert {name: after[name] for name in before} == before, "nothing is deleted or changed"
-    assert sorted(name.partition(".")[0] for name in after.keys() - before.keys()) == [
+    # The load that succeeded leaves its report beside the step it took.
+    reports = f"{step_path(root, whole).name}/reports/"
+    added = [name for name in after.keys() - before.keys() if not name.startswith(reports)]
+    assert sorted(name.partition(".")[0] for name in added) == [
         f"quarantine/{step_path(root, step).name}" for step in sorted(damaged)
     ]
     shown = {record.step: record.quarantined is not None for record in run_record(local_store(root)).steps}

@@ -12,14 +12,15 @@ from holdfast.cli.export import export
 from holdfast.cli.importing import import_
 from holdfast.cli.inspect import inspect
 from holdfast.cli.ls import ls
+from holdfast.cli.repair import repair
 from holdfast.cli.tag import tag
 from holdfast.cli.trace import trace
 from holdfast.cli.verify import verify
 
 app = typer.Typer(
     name="holdfast",
-    help="Look at checkpoints of training runs, check, compare and name them, take in and write those of others. Needs "
-    "no PyTorch.",
+    help="Look at checkpoints of training runs, check, compare, repair and name them, take in and write those of "
+    "others. Needs no PyTorch.",
     epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 could not be done, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
@@ -35,6 +36,7 @@ app.command(name="diff")(diff)
 app.command(name="import")(import_)
 app.command(name="tag")(tag)
 app.command(name="trace")(trace)
+app.command(name="repair")(repair)
 
 
 def _version(wanted: bool) -> None:

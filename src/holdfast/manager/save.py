@@ -241,6 +241,7 @@ class Save:
                 per_rank=per_rank,
                 counted=watch.counted([*(each.nonfinite for each in written), unchanged.nonfinite]),
                 replicas=watch.replicas,
+                world_size=job.comm.world_size,
             )
 
         return part_of

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from holdfast.errors import CorruptError
+from holdfast.repository.digest import digest_of
 from holdfast.repository.health import (
     CountedDocument,
     ReplicasDocument,
@@ -20,6 +21,7 @@ from holdfast.repository.index import Index
 from holdfast.repository.index_file import IndexDocument, document_of, index_of
 from holdfast.repository.names import is_pack_name, step_of_pack
 from holdfast.repository.tensors import TensorTables
+from holdfast.spec.chunking import DIGEST_BYTES
 from holdfast.spec.health import Counted, Replicas
 from holdfast.spec.manifest import FileRecord
 
@@ -35,6 +37,13 @@ class _PartDocument(msgspec.Struct):
     per_rank: bytes | None = None
     nonfinite: CountedDocument | UnsetType = UNSET
     replicas: ReplicasDocument | UnsetType = UNSET
+    world_size: int = 0
+    digest: bytes = b""
+
+
+class _Seal(msgspec.Struct):
+    world_size: int = 0
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ class RankPart:
 
     replicas: Replicas | None = None
     """The copies it holds of what others hold too; None if it did not compare."""
+    world_size: int = 0
+    """How many ranks save; 0 where that is not said."""
 
 
 def require_own(part: RankPart, rank: int, attempt: str, where: str) -> None:
@@ -86,8 +97,8 @@ def require_own(part: RankPart, rank: int, attempt: str, where: str) -> None:
 
 
 def encode_part(part: RankPart) -> bytes:
-    """Return the bytes of a part file."""
-    return msgspec.msgpack.encode(
+    """Return the bytes of a part file; the last of them are the digest of all before."""
+    data = msgspec.msgpack.encode(
         _PartDocument(
             part.rank,
             part.attempt,
@@ -99,10 +110,24 @@ def encode_part(part: RankPart) -> bytes:
             part.per_rank,
             counted_document(part.counted),
             replicas_document(part.replicas),
+            part.world_size,
+            bytes(DIGEST_BYTES),
         )
     )
+    body = data[:-DIGEST_BYTES]
+    return body + digest_of(body)
 
 
+def is_sealed(data: bytes) -> bool:
+    """Return whether a part file ends in the digest of all before, so that it is proven without a manifest."""
+    try:
+        seal = _SEAL_DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+    return len(seal.digest) == DIGEST_BYTES and seal.digest == digest_of(data[:-DIGEST_BYTES]) == data[-DIGEST_BYTES:]
+
+
+_SEAL_DECODER = msgspec.msgpack.Decoder(_Seal)
 _DECODER = msgspec.msgpack.Decoder(_PartDocument)
 
 
@@ -136,4 +161,5 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
         document.per_rank,
         counted_in(document.nonfinite, where),
         replicas_in(document.replicas, where),
+        document.world_size,
     )

@@ -1,0 +1,217 @@
+"""SIGKILL and power cuts at every operation of a repair: nothing readable is lost, and running it again ends well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.manager.place import none_allowed
+from holdfast.manager.repair import Repair
+from holdfast.manager.run import Run
+from holdfast.ports.clock import SystemClock
+from holdfast.testing.faults import Faults, Operation, kill_process
+from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
+from tests.crash.mounts import cut_power, mounted, new_image, workplace
+from tests.crash.rig import (
+    EVERYTHING,
+    NEW,
+    OLD,
+    SETTINGS,
+    committed_at,
+    content_under,
+    in_child,
+    local_store,
+    paths_under,
+    require_whole,
+    run_at,
+    step_path,
+    training_state,
+)
+from tests.crash.test_repair import SPLIT
+from tests.crash.test_resume import resumed
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+IMAGE_MIB = 16
+CHANGES = {"mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink"}
+"""Operations that change something. Between two of them a kill finds the same, however much is read there."""
+
+
+def repair(root: Path, faults: Faults | None = None) -> None:
+    report = Repair(local_store(root, faults), none_allowed, SystemClock(), SETTINGS).run(None)
+    assert [each.outcome for each in report.steps] == ["repaired"], report
+
+
+def rebuilt_with_index(step: Path) -> None:
+    """Neither manifest nor index is of any use."""
+    truncate(manifest_of(step))
+    index_of(step).unlink()
+
+
+def split_otherwise(step: Path) -> None:
+    """A file of a split index is gone, and the repair writes one file and a manifest that names it."""
+    shutil.rmtree(step)
+    run: Run = run_at(local_store(step.parent), settings=SPLIT)
+    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.close()
+    sorted(step.glob("*/index-*.msgpack"))[1].unlink()
+
+
+HARMS: dict[str, Callable[[Path], None]] = {
+    "manifest-bit": DAMAGES["manifest-bit"],
+    "manifest-cut": DAMAGES["manifest-cut"],
+    "index-bit": DAMAGES["index-bit"],
+    "both": rebuilt_with_index,
+    "split": split_otherwise,
+}
+
+
+def quarantined_at(root: Path, harm: Callable[[Path], None]) -> None:
+    """Make a run whose newest step is damaged, and was passed over."""
+    committed_at(root, OLD, NEW)
+    harm(step_path(root, NEW))
+    run = run_at(local_store(root))
+    assert resumed(run)[0] == OLD
+    run.close()
+
+
+def require_no_worse(root: Path, before: dict[str, bytes]) -> None:
+    """Require that the old step is read, the damaged one is either damaged still or whole, and no bytes are gone."""
+    assert resumed(run_at(local_store(root)))[0] in (OLD, NEW)
+    assert list(holdfast.open_checkpoint(step_path(root, OLD)).verify()) == []
+    kept = set(content_under(root).values())
+    assert [name for name, data in before.items() if name.startswith("step-") and data not in kept] == []
+
+
+@pytest.mark.parametrize("harm", list(HARMS))
+def test_a_repair_killed_anywhere_leaves_what_was_and_ends_well_when_run_again(in_memory: Path, harm: str) -> None:
+    template = in_memory / "template"
+    quarantined_at(template, HARMS[harm])
+    before = content_under(template)
+    kills = 0
+    # Of the thirty files that one takes away, not each tells something new.
+    for at in range(1, 2000, 13 if harm == "split" else 1):
+        root = in_memory / str(at)
+        shutil.copytree(template, root)
+        ending = in_child(partial(repair, root, Faults(kill_process(), at=at, names=CHANGES)))
+        try:
+            require_no_worse(root, before)
+            if ending.killed:
+                kills += 1
+                finished(root)
+            require_whole(root, {OLD, NEW})
+        except BaseException as error:
+            error.add_note(f"killed at operation {at}; found {sorted(paths_under(root))}")
+            raise
+        shutil.rmtree(root)
+        if not ending.killed:
+            break
+    print(f"{kills} kills")
+    assert kills >= 12
+
+
+def finished(root: Path) -> None:
+    """Run the repair again; a kill may have come when all was done."""
+    report = Repair(local_store(root), none_allowed, SystemClock(), SETTINGS).run(None)
+    assert [each.outcome for each in report.steps] in ([], ["whole"], ["repaired"]), report
+
+
+def test_what_a_repair_cannot_save_is_no_worse_for_being_killed(in_memory: Path) -> None:
+    """The index comes back, a chunk does not: the other tensors are read before, during and after."""
+    template = in_memory / "template"
+    committed_at(template, OLD, NEW)
+    damage_a_chunk(step_path(template, NEW))
+    DAMAGES["index-missing"](step_path(template, NEW))
+    before = content_under(template)
+    for at in range(1, 2000):
+        root = in_memory / str(at)
+        shutil.copytree(template, root)
+
+        def hurt(root: Path = root, at: int = at) -> None:
+            store = local_store(root, Faults(kill_process(), at=at, names=CHANGES))
+            Repair(store, none_allowed, SystemClock(), SETTINGS).run(None)
+
+        ending = in_child(hurt)
+        require_no_worse(root, before)
+        shutil.rmtree(root)
+        if not ending.killed:
+            return
+    raise AssertionError("it never lived")
+
+
+# ------------------------------------------------------------------------------------------------- power cuts
+
+
+def stop_here(operation: Operation) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with workplace() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("harm", ["manifest-cut", "both"])
+def test_a_power_cut_during_a_repair_loses_nothing(place: Path, harm: str) -> None:
+    quarantined_at(place / "counted", HARMS[harm])
+    faults = Faults(names=CHANGES)
+    repair(place / "counted", faults)
+    template = place / "template"
+    new_image(template, IMAGE_MIB)
+    with mounted(template, place / "m", options="loop") as mount:
+        quarantined_at(mount / "root", HARMS[harm])
+        before = content_under(mount / "root")
+    points = range(1, faults.counted + 2)
+    acknowledged = 0
+    for at in points:
+        image = place / "image"
+        shutil.copyfile(template, image)
+        with mounted(image, place / "m", options="loop") as mount:
+            returned = repair_until_the_power_goes(mount, at)
+        with mounted(image, place / "m", options="loop") as mount:
+            root = mount / "root"
+            try:
+                require_no_worse(root, before)
+                if returned:
+                    require_whole(root, {OLD, NEW})
+                finished(root)
+                require_whole(root, {OLD, NEW})
+            except BaseException as error:
+                error.add_note(f"power cut at operation {at} of {faults.counted}; found {sorted(paths_under(mount))}")
+                raise
+        acknowledged += returned
+    print(f"{len(points)} power cuts: {acknowledged} repairs had returned, 0 steps lost")
+    assert 1 <= acknowledged < len(points)
+
+
+def repair_until_the_power_goes(mount: Path, at: int) -> bool:
+    """Repair in another process up to its n-th operation, then cut the power; return whether it was acknowledged."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            repair(mount / "root", Faults(stop_here, at=at, names=CHANGES))
+            os.write(writing, b"!")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    try:
+        cut_power(mount)
+    finally:
+        if os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        return pipe.read() == b"!"

@@ -1,0 +1,57 @@
+"""`holdfast repair` as people meet it, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.running import holdfast, separately
+
+STEP = "step-000000000010"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def test_what_is_damaged_is_repaired_and_told(root: Path) -> None:
+    cut(root / STEP / "manifest.json")
+    told = holdfast("repair", root, "--dry-run")
+    assert (told.status, "step 10: would be repaired" in told.out) == (0, True)
+    assert holdfast("verify", root / STEP).status == 1
+    ended = separately("repair", root)
+    assert (ended.status, ended.err) == (0, "")
+    assert "step 10: repaired" in ended.out
+    assert "rebuilt from" in ended.out
+    assert holdfast("verify", root / STEP).status == 0
+    assert holdfast("repair", root, "--step", 10).out == "step 10: whole\n"
+
+
+def test_what_is_lost_is_told_and_ends_with_1(root: Path) -> None:
+    (pack,) = (root / STEP).glob("*/r00000.safetensors")
+    cut(pack)
+    ended = holdfast("repair", root, "--json")
+    assert ended.status == 1
+    document = ended.json()
+    (step,) = [each for each in document["steps"] if each["step"] == 10]
+    assert (step["outcome"], step["done"]) == ("damaged", [])
+    assert "r00000.safetensors" in step["lost"][0]
+    assert "lost: " in holdfast("repair", root).out
+
+
+def test_an_unfinished_step_is_told_and_no_failure(root: Path) -> None:
+    ended = holdfast("repair", root)
+    assert ended.status == 0
+    assert "step 30: unfinished" in ended.out
+
+
+@pytest.mark.parametrize("arguments", [("--step", 11), ("--step", -1)])
+def test_a_step_that_is_not_there_is_refused(root: Path, arguments: tuple[object, ...]) -> None:
+    ended = holdfast("repair", root, *arguments)
+    assert ended.status == 2
+    assert "step" in ended.err
+
+
+def test_one_checkpoint_is_no_run(root: Path) -> None:
+    assert "not the root of a run" in holdfast("repair", root / STEP).err
