@@ -83,8 +83,9 @@ fuzz: $(READY)
 # libfaketime is built where it is installed, so it is installed for this target alone.
 campaign: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign]'
-	@EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
-	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/distributed/test_preemption.py
+	@COLLECT_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
+	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py \
+	    tests/distributed/test_preemption.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs

@@ -10,6 +10,8 @@ from holdfast.arguments import Globs, patterns_of, require_state, selection_of
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.collecting import CollectReport, collected
+from holdfast.manager.collecting import planned as collection_planned
 from holdfast.manager.differences import differences
 from holdfast.manager.export import ExportReport, ExportRequest, carry_out_export
 from holdfast.manager.handle import SaveHandle, SaveReport
@@ -31,6 +33,7 @@ from holdfast.spec.damage import Damage
 from holdfast.spec.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.spec.export import SHARD_BYTES, ExportOptions
 from holdfast.spec.forecast import Forecast
+from holdfast.spec.policy import KeepPolicy
 from holdfast.spec.region import FlatRange, Region
 from holdfast.spec.retention import Tag
 from holdfast.spec.sharded import Sharded
@@ -38,6 +41,7 @@ from holdfast.spec.sharded import Sharded
 __all__ = [
     "Change",
     "Checkpoint",
+    "CollectReport",
     "Diff",
     "FlatRange",
     "Forecast",
@@ -62,6 +66,7 @@ __all__ = [
     "ValueDiff",
     "Verdict",
     "async_save",
+    "collect",
     "export",
     "diff",
     "import_checkpoint",
@@ -371,6 +376,42 @@ def repair(
     if step is not None:
         require_step(step)
     return wiring.repair_of(root, settings, observer, dry_run=bool(dry_run)).run(step)
+
+
+def collect(
+    root: wiring.Path,
+    *,
+    keep: KeepPolicy | None = None,
+    dry_run: bool = False,
+    grace_seconds: float | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> CollectReport:
+    """Remove the steps of a run that a policy does not keep, and what dead saves left. Needs no torch.
+
+    For runs that no job writes to: a manager made with `keep` does the same behind training. The newest valid step, the
+    last healthy one, those under quarantine and those that somebody reads always stay, and so do packs that a step
+    which stays refers to. Killed at any moment it leaves every step whole or gone; calling it again goes on.
+
+    Args:
+        root: The folder of the run.
+        keep: Which steps stay, as in `holdfast.policies`; None for all of them.
+        dry_run: Whether only to tell what would be removed.
+        grace_seconds: How long what is to go is marked before it goes; None for `settings.collect_grace_seconds`.
+        settings: How to hold the right to write.
+    Raises:
+        MissingError: Nothing of a run lies there.
+        InvalidError: The path is one checkpoint, or the policy ranks by a metric that no step has.
+        ConflictError: A job writes to the run; the message names it.
+        CorruptError: What must stay cannot be told; nothing was removed.
+        UnavailableError: Storage failed; calling again goes on.
+    """
+    if grace_seconds is not None and not 0 <= grace_seconds < float("inf"):
+        raise InvalidError(f"grace_seconds={grace_seconds!r}; expected a finite number of seconds, 0 or more")
+    grace = settings.collect_grace_seconds if grace_seconds is None else grace_seconds
+    store = wiring.store_at(root, settings)
+    if dry_run:
+        return collection_planned(store, wiring.clock(), keep)
+    return collected(store, wiring.clock(), keep, grace, settings.lease_seconds)
 
 
 def diff(

@@ -168,7 +168,7 @@ class CheckpointManager:
         self._run.untag(name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
-        """Return the steps that `keep` keeps as things are now, ascending, each with the reasons. Removes nothing.
+        """Return the steps that stay as things are now, by `keep` or because they must, each with why. Removes nothing.
 
         Raises:
             InvalidError: It ranks by a metric that no step has.

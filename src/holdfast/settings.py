@@ -83,6 +83,10 @@ class Settings:
     third of it. Counts where nobody can see whether its process still runs: on another machine. Long enough for a store
     that stalls for seconds, short enough to wait for."""
 
+    collect_grace_seconds: float = 30.0
+    """How long a step that is about to be collected is left in peace after it was marked: for readers that chose it
+    just before, and for those that cannot say that they read, on a root that they may not write to."""
+
     pack_header_bytes_max: int = 64 * MIB
     """Header of one pack; stock safetensors refuses more than 100 MB."""
 
@@ -141,6 +145,10 @@ class Settings:
             raise InvalidError(
                 f"settings: lease_seconds={self.lease_seconds}; expected seconds from {LEASE_SECONDS_MIN} to "
                 f"{LEASE_SECONDS_MAX}"
+            )
+        if not 0 <= self.collect_grace_seconds < float("inf"):
+            raise InvalidError(
+                f"settings: collect_grace_seconds={self.collect_grace_seconds}; expected a finite number, 0 or more"
             )
         for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
             if getattr(self, name) % PAGE_BYTES:

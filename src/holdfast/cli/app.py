@@ -9,6 +9,7 @@ import typer
 import holdfast
 from holdfast.cli.diff import diff
 from holdfast.cli.export import export
+from holdfast.cli.gc import gc
 from holdfast.cli.importing import import_
 from holdfast.cli.inspect import inspect
 from holdfast.cli.ls import ls
@@ -35,6 +36,7 @@ app.command(name="export")(export)
 app.command(name="diff")(diff)
 app.command(name="import")(import_)
 app.command(name="tag")(tag)
+app.command(name="gc")(gc)
 app.command(name="trace")(trace)
 app.command(name="repair")(repair)
 

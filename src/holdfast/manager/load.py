@@ -17,6 +17,7 @@ from holdfast.manager.collector import collector_paused
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.job import error_text, raise_together
 from holdfast.manager.place import Place
+from holdfast.manager.reading import Reading, reading
 from holdfast.manager.resolve import index_for, resolve
 from holdfast.manager.resume import Choice, One, PassedOver, are_all_damage
 from holdfast.manager.sameness import same_content
@@ -134,20 +135,21 @@ def load(
     """
     wrong: CheckpointError | None = None
     account = Account("load", home.step, home.url, comm, clock, audience or Audience((), clock))
-    while True:
-        try:
-            with ExitStack() as pause:
-                # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
-                pause.enter_context(collector_paused())
-                return _load(comm, clock, settings, framework, home, choice, request, pause, wrong, account)
-        except _Damaged as damaged:
-            wrong = damaged.error
-            account.begin_again(wrong)
-        except BaseException as error:
-            if wrong is not None and isinstance(error, InvalidError):
-                error.add_note(f"the state may be partly filled from a newer step that turned out damaged: {wrong}")
-            account.fail(error)
-            raise
+    with reading(clock, settings.lease_seconds) as lease:
+        while True:
+            try:
+                with ExitStack() as pause:
+                    # Until it is known that much data moves: what is made for thousands of tensors is never walked.
+                    pause.enter_context(collector_paused())
+                    return _load(comm, clock, settings, framework, home, choice, request, pause, wrong, account, lease)
+            except _Damaged as damaged:
+                wrong = damaged.error
+                account.begin_again(wrong)
+            except BaseException as error:
+                if wrong is not None and isinstance(error, InvalidError):
+                    error.add_note(f"the state may be partly filled from a newer step that turned out damaged: {wrong}")
+                account.fail(error)
+                raise
 
 
 class _Damaged(Exception):
@@ -169,9 +171,10 @@ def _load(
     pause: ExitStack,
     wrong: CheckpointError | None,
     account: Account,
+    lease: Reading,
 ) -> tuple[Place, LoadReport, Manifest, Index | SplitIndex] | None:
     with account.phase("resolve"):
-        resolved = resolve(comm, clock, home, choice, wrong)
+        resolved = resolve(comm, clock, home, choice, wrong, lease)
     if resolved is None:
         return None
     place, manifest, stored = resolved.place, resolved.manifest, resolved.index

@@ -29,6 +29,10 @@ Key = tuple[str, Region]
 """A piece of a tensor: FQN and region."""
 
 
+Base = tuple[int, str]
+"""A committed step, and the digest of its manifest."""
+
+
 def _key(item: PackItem | Piece) -> Key:
     return item.tensor.fqn, item.region
 
@@ -36,6 +40,9 @@ def _key(item: PackItem | Piece) -> Key:
 @dataclass(frozen=True, slots=True)
 class Previous:
     """A committed step, as far as a rank may refer to its pieces."""
+
+    of: Base
+    """Which it is."""
 
     find: Callable[[Sequence[PackItem]], Mapping[Key, Piece]]
     """Returns what it holds of some pieces, each by the name that the pack bears from the root of the run."""
@@ -71,7 +78,7 @@ def previous_of(manifest: Manifest, stored: Index | SplitIndex) -> Previous:
                     found[_key(item)] = replace(piece, pack=names[piece.pack])
         return found
 
-    return Previous(find, packs, {})
+    return Previous((step, manifest.digest), find, packs, {})
 
 
 def _is_ours(name: str) -> bool:
@@ -120,19 +127,21 @@ class Unchanged:
         """Bytes that are not written."""
         return sum(piece.bytes for piece in self.pieces)
 
-    def left_of(self, plan: SavePlan, sources: Sequence[Source]) -> SavePlan:
+    def left_of(self, plan: SavePlan, sources: Sequence[Source], base: Base | None) -> SavePlan:
         """Return what of a plan must be written; before anything is copied, on the thread that trains.
 
         Args:
             plan: All that this rank owns.
             sources: Bytes by shard number.
+            base: The step that may be referred to, as rank 0 told; None for none. It stays until the save is over,
+                and another that this rank may stand at does not.
         """
         if not self._compares or not plan.large:
             return plan
         items = [item for _, item in plan.large]
         with self._writer.lent() as slab:
             self._heads = dict(zip(map(_key, items), heads_of(items, sources, slab), strict=True))
-            candidates = self._candidates(items)
+            candidates = self._candidates(items, base)
             left_out = {
                 (pack, item.tensor.fqn): candidates[_key(item)]
                 for pack, item in plan.large
@@ -163,8 +172,13 @@ class Unchanged:
                 piece = Piece(item.tensor, item.region, name, offset, digests, self._settings.chunk_bytes)
                 self._written[_key(item)] = piece
 
-    def committed(self) -> Previous:
-        """Return this save, once it is committed, as what the next may refer to."""
+    def committed(self, digest: str) -> Previous:
+        """Return this save, once it is committed, as what the next may refer to.
+
+        Args:
+            digest: That of its manifest.
+        """
+        assert self._place.step is not None, "a run saves steps"
         pieces = {_key(piece): piece for piece in self.pieces} | self._written
         packs = {record.name: record for record in (*self.packs, *self._own.values())}
 
@@ -172,12 +186,12 @@ class Unchanged:
             known = ((item, pieces.get(_key(item))) for item in items)
             return {_key(item): piece for item, piece in known if piece is not None and piece.tensor == item.tensor}
 
-        return Previous(find, packs, self._heads)
+        return Previous((self._place.step, digest), find, packs, self._heads)
 
-    def _candidates(self, items: Sequence[PackItem]) -> dict[Key, Piece]:
+    def _candidates(self, items: Sequence[PackItem], base: Base | None) -> dict[Key, Piece]:
         """Return what is stored of pieces that may be as they were."""
         previous = self._previous
-        if previous is None:
+        if previous is None or previous.of != base:
             return {}
         heads = previous.heads
         alike = [item for item in items if heads.get(_key(item), self._heads[_key(item)]) == self._heads[_key(item)]]

@@ -11,6 +11,7 @@ from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.job import error_from, error_text
 from holdfast.manager.place import Place, manifest_bytes_at
+from holdfast.manager.reading import Reading
 from holdfast.manager.resume import Choice, PassedOver
 from holdfast.manager.soundness import RequireStored, require_covered, require_wanted_covered, stored_by
 from holdfast.ports.clock import Clock
@@ -58,7 +59,12 @@ class _Judged:
 
 
 def resolve(
-    comm: Comm, clock: Clock, home: Place, choice: Choice, wrong: CheckpointError | None = None
+    comm: Comm,
+    clock: Clock,
+    home: Place,
+    choice: Choice,
+    wrong: CheckpointError | None = None,
+    lease: Reading | None = None,
 ) -> Resolved | None:
     """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
 
@@ -71,6 +77,7 @@ def resolve(
         home: Where checkpoints lie, on every rank.
         choice: Asked on rank 0.
         wrong: What the ranks found wrong with what was resolved before, if anything was.
+        lease: Told on rank 0 what is read, so that nobody collects it.
     Returns:
         What is to be loaded; None if there is nothing.
     """
@@ -84,6 +91,8 @@ def resolve(
             while place is not None:
                 try:
                     judged = _judged(place, clock, whole=choice.falls_back)
+                    if lease is not None:
+                        lease.begin(place, judged.manifest)
                     break
                 except (CorruptError, MissingError) as error:
                     place = choice.next(error)

@@ -10,15 +10,15 @@ from functools import partial
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.manager.audience import Audience
+from holdfast.manager.collecting import Background, Collector, Pins
 from holdfast.manager.commit import vacated
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
-from holdfast.manager.keeping import kept_steps
 from holdfast.manager.load import LoadReport, LoadRequest, load
 from holdfast.manager.metrics import WantedMetrics, told_metrics
 from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.preemption import Departure, owed_bytes
-from holdfast.manager.previous import Previous, Unchanged, previous_of
+from holdfast.manager.previous import Base, Previous, Unchanged, previous_of
 from holdfast.manager.resume import Choice, Newest, One
 from holdfast.manager.save import Save
 from holdfast.manager.schedule import Schedule
@@ -28,7 +28,8 @@ from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import committed_steps, found_run
+from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id
+from holdfast.repository.collect import marks
 from holdfast.repository.epochs import counts, fenced_error, standing_fence
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.repository.quarantine import set_aside
@@ -64,6 +65,11 @@ class Run:
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
         self._keep = policies.keep
         self._departure = departure
+        self._pins = Pins()
+        self._collecting: Background | None = None
+        if policies.keep is not None and job.comm.rank == 0:
+            collector = Collector(store, job.clock, policies.keep, self._tenure, self._pins)
+            self._collecting = Background(collector, job.settings.collect_grace_seconds)
         self._metrics = WantedMetrics(store, policies.keep)
         self.load_report: LoadReport | None = None
         """What the last load did."""
@@ -133,13 +139,17 @@ class Run:
         def claim(place: Place) -> dict[str, object]:
             self._metrics.require_in(told)
             require_all_free(self._store, names)
-            return claimed(place, self._tenure, self._job.clock)
+            note = claimed(place, self._tenure, self._job.clock)
+            return {**note, "base": self._pinned(step)}
 
         def settle(place: Place, run_id: str, digest: str) -> None:
             own.settle(place, run_id, digest)
-            self._previous = unchanged.committed()
+            self._previous = unchanged.committed(digest)
             if self._job.comm.rank == 0:
                 tag_saved(self._store, self._job.clock, step, names)
+                self._pins.unpin(step)
+                if self._collecting is not None:
+                    self._collecting.want()
 
         unchanged = Unchanged(place, self._previous, self._writer, self._job.settings)
         save = Save(
@@ -203,8 +213,11 @@ class Run:
         untag(self._store, name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
-        """Return the steps that the policy keeps, with the reasons; errors as `kept_steps`."""
-        return kept_steps(self._store, self._keep)
+        """Return the steps that stay as things are now, ascending, each with why; errors as `Collector.survey`."""
+        if read_run_id(self._store) is None:
+            return {}
+        reasons = Collector(self._store, self._job.clock, self._keep, None, self._pins).survey().reasons
+        return {step: reasons[step] for step in sorted(reasons)}
 
     def wait(self) -> None:
         """Wait for every save under way.
@@ -241,11 +254,26 @@ class Run:
             self.wait()
         finally:
             self._job.close()
+            if self._collecting is not None:
+                self._collecting.close()
             self._tenure.release()
             self._audience.close()
             if self._departure is not None:
                 # Last: a signal that no step answered may end the process here.
                 self._departure.close(hand_on=hand_on)
+
+    def _pinned(self, step: int) -> Base | None:
+        """Keep a step that is to be saved, and the one it may refer to, from being collected; return the latter."""
+        base = None if self._previous is None else self._previous.of
+        if not self._pins.pin(step, None if base is None else base[0]) or base is None:
+            return None
+        # Asked now that it is pinned: another process may have collected it before this one began to write.
+        is_there = manifest_digest(self._store, base[0]) == base[1]
+        return (
+            base
+            if is_there and not any(base[0] in mark.steps for mark in marks(self._store) if mark.is_carried_out)
+            else None
+        )
 
     def _place_of(self, step: int) -> Place:
         return replace(self._home, folder=step_folder(step), step=step)

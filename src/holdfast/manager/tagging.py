@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from holdfast.errors import CheckpointError, InvalidError
+from holdfast.errors import CheckpointError, ConflictError, InvalidError
 from holdfast.manager.provenance import told_time
+from holdfast.manager.reading import is_going
 from holdfast.ports.clock import Clock
 from holdfast.ports.store import Store
-from holdfast.repository.tags import put_tag, remove_tag, require_free, require_tag_name
+from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_free, require_tag_name
 from holdfast.spec.retention import Tag
 
 logger = logging.getLogger(__name__)
@@ -21,9 +22,19 @@ def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
     Raises:
         InvalidError: It cannot be a name.
         MissingError: There is no such step.
-        ConflictError: The tag names another step.
+        ConflictError: The tag names another step, or the step is being collected.
     """
-    return put_tag(store, step, require_tag_name(name), told_time(clock))
+    name = require_tag_name(name)
+    known = name in read_tags(store).whole
+    tag = put_tag(store, step, name, told_time(clock))
+    # Looked for after it was put: whoever removes the step sees the one, or we see the other.
+    if not known and is_going(store, step, tag.digest):
+        remove_tag(store, name)
+        raise ConflictError(
+            f"{store.url}: step {step} is being collected, for no policy keeps it; expected one that stays. Nothing "
+            "was tagged. Choose another step"
+        )
+    return tag
 
 
 def untag(store: Store, name: object) -> None:

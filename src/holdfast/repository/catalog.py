@@ -13,13 +13,21 @@ from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.epochs import counts, standing_fence
 from holdfast.repository.index import Index, Merging
 from holdfast.repository.index_file import INDEX_BYTES_MAX, decode_index
-from holdfast.repository.manifest import MANIFEST_BYTES_MAX, check_format, decode_manifest, sealed, unsealed
+from holdfast.repository.manifest import (
+    MANIFEST_BYTES_MAX,
+    check_format,
+    decode_manifest,
+    sealed,
+    stated_digest,
+    unsealed,
+)
 from holdfast.repository.names import (
     MANIFEST_FILE,
     OVERVIEW_FILE,
     RUN_FILE,
     is_file_url,
     is_pack_name,
+    step_folder,
     step_of_folder,
     step_of_pack,
 )
@@ -142,6 +150,14 @@ def manifest_in(folder: str, data: bytes, where: str) -> Manifest:
             "It was copied or renamed: choose another step"
         )
     return manifest
+
+
+def manifest_digest(store: Store, step: int) -> str | None:
+    """Return the digest that the manifest of a step states; None where there is none."""
+    try:
+        return stated_digest(store.get(step_folder(step) + MANIFEST_FILE, MANIFEST_BYTES_MAX))
+    except (MissingError, CorruptError):
+        return None
 
 
 def confirmed_manifest(store: Store, folder: str) -> Manifest:

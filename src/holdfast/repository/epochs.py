@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Store
+from holdfast.repository.holders import decode_holder, encode_holder
 from holdfast.repository.manifest import (
     MANIFEST_BYTES_MAX,
     Fields,
@@ -34,8 +35,8 @@ from holdfast.repository.names import (
 )
 from holdfast.repository.publish import publish
 from holdfast.repository.values import plain
-from holdfast.settings import LEASE_SECONDS_MAX, MIB
-from holdfast.spec.epoch import Epoch, Fence, Holder
+from holdfast.settings import MIB
+from holdfast.spec.epoch import Epoch, Fence
 from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def read_epoch(store: Store, number: int) -> Epoch | None:
     field = Fields(document, where)
     if field.whole("epoch", EPOCH_MAX) != number:
         raise CorruptError(f"{where}: is of epoch {document['epoch']}; expected {number}, as its name says")
-    return Epoch(number, field.of("run_id", str, plain), _holder(field.of("holder", dict), where))
+    return Epoch(number, field.of("run_id", str, plain), decode_holder(field.of("holder", dict), where))
 
 
 def put_epoch(store: Store, epoch: Epoch) -> None:
@@ -82,18 +83,12 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
         ConflictError: Somebody else did.
         UnavailableError: The store failed; it may have begun.
     """
-    holder = epoch.holder
-    said = {
-        "host": holder.host,
-        "boot": holder.boot,
-        "namespaces": holder.namespaces,
-        "pid": holder.pid,
-        "started": holder.started,
-        "since": holder.since,
-        "nonce": holder.nonce,
-        "lease_seconds": float(holder.lease_seconds),
+    document = {
+        **_header("epoch"),
+        "epoch": epoch.number,
+        "run_id": epoch.run_id,
+        "holder": encode_holder(epoch.holder),
     }
-    document = {**_header("epoch"), "epoch": epoch.number, "run_id": epoch.run_id, "holder": said}
     publish(store, epoch_key(epoch.number), sealed(document))
 
 
@@ -272,20 +267,6 @@ def _numbers(store: Store, key_of: Callable[[int], str]) -> list[int]:
 
 def _header(kind: str) -> dict[str, object]:
     return {"holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": kind}}
-
-
-def _holder(said: dict[str, object], where: str) -> Holder:
-    field = Fields(said, f"{where}: holder")
-
-    def is_lease(seconds: float) -> bool:
-        return 0 < seconds <= LEASE_SECONDS_MAX
-
-    return Holder(
-        **{name: field.of(name, str, plain) for name in ("host", "boot", "namespaces", "since", "nonce")},
-        pid=field.whole("pid", (1 << 31) - 1),
-        started=field.whole("started", 1 << 62),
-        lease_seconds=field.of("lease_seconds", float, is_lease),
-    )
 
 
 def _accepted(entry: object, where: str) -> tuple[int, str]:

@@ -130,9 +130,10 @@ def test_what_is_kept_follows_metrics_tags_and_damage() -> None:
     assert run.kept()[2] == ("min loss",) and run.kept()[1] == ("tag paper",)
     # A damaged step takes no place from a whole one.
     store.put("step-000000000006/manifest.json", b"damaged")
-    assert list(run.kept()) == [1, 2, 4, 5]
+    assert list(run.kept()) == [1, 2, 4, 5, 6]
+    assert run.kept()[6] == ("its manifest cannot be read",)
     run.untag("paper")
-    assert list(run.kept()) == [2, 4, 5]
+    assert list(run.kept()) == [2, 4, 5, 6]
     run.tag(3, "x")
     store.put("tags/x.json", b"damaged")
     with pytest.raises(CorruptError, match=r"x\.json"):

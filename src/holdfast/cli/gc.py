@@ -1,0 +1,91 @@
+"""`holdfast gc`: removes what no rule keeps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from holdfast import api, policies
+from holdfast.cli.ending import ended_well
+from holdfast.cli.screen import Column, Screen, printable, shown_bytes, stderr, stdout
+from holdfast.errors import InvalidError
+from holdfast.settings import Settings
+
+_COLUMNS = (Column("STEP", "right"), Column("STAYS BECAUSE"))
+
+
+def gc(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
+    keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", metavar="N", help="Keep steps divisible by N.")
+    ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option("--keep-best", metavar="N:METRIC[:max]", help="Keep the N steps of the lowest (highest) METRIC."),
+    ] = None,
+    keep_per: Annotated[
+        Literal["hour", "day"] | None, typer.Option("--keep-per", help="Keep the newest step of each hour or day.")
+    ] = None,
+    grace: Annotated[
+        float | None,
+        typer.Option("--grace", metavar="SECONDS", help="Time for readers between mark and removal.", min=0),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be removed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Remove the steps of a run that no rule keeps, and what dead saves left. Without a rule every step stays.
+
+    The newest valid step, tagged ones, and what somebody reads always stay, and so do bytes that a step which stays
+    shares with one that goes. Refused while a job writes to the run: with a rule of its own it collects itself.
+    Interrupted at any moment it leaves every step whole or gone; the same command goes on.
+    """
+    with ended_well():
+        policy = _policy(keep_last, keep_every, keep_best or [], keep_per)
+        if not dry_run and not as_json:
+            seconds = Settings().collect_grace_seconds if grace is None else grace
+            stderr().line(f"what goes is marked, then left in peace for {seconds:g} s", style="dim")
+        report = api.collect(root, keep=policy, dry_run=dry_run, grace_seconds=grace)
+        if as_json:
+            stdout().json(_document(report, dry_run))
+        else:
+            _show(stdout(), report, dry_run)
+
+
+def _policy(
+    last: int | None, every: int | None, best: list[str], per: Literal["hour", "day"] | None
+) -> policies.KeepPolicy | None:
+    rules: list[policies.KeepPolicy] = []
+    if last is not None:
+        rules.append(policies.LatestN(last))
+    if every is not None:
+        rules.append(policies.EveryNth(every))
+    rules += map(_best, best)
+    if per is not None:
+        rules.append(policies.NewestPer(per))
+    return policies.AnyOf(*rules, policies.Tagged()) if rules else None
+
+
+def _best(text: str) -> policies.KeepPolicy:
+    number, _, rest = text.partition(":")
+    metric, _, mode = rest.partition(":")
+    if not number.isdecimal() or not metric or mode not in ("", "min", "max"):
+        raise InvalidError(f"--keep-best {text!r}; expected N:METRIC or N:METRIC:max, as in 3:loss or 1:accuracy:max")
+    return policies.BestN(int(number), metric, "max" if mode == "max" else "min")
+
+
+def _show(screen: Screen, report: api.CollectReport, dry_run: bool) -> None:
+    if report.reasons:
+        screen.table(_COLUMNS, [[str(step), printable(", ".join(why))] for step, why in report.reasons.items()])
+    verb = "would be removed" if dry_run else "removed"
+    steps = f"steps {', '.join(map(str, report.steps))}" if report.steps else "no step"
+    screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}")
+
+
+def _document(report: api.CollectReport, dry_run: bool) -> dict[str, object]:
+    return {
+        "dry_run": dry_run,
+        "kept": {str(step): list(why) for step, why in report.reasons.items()},
+        "removed": {"steps": list(report.steps), "files": report.files, "bytes": report.bytes},
+    }

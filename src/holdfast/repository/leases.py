@@ -1,0 +1,74 @@
+"""Leases of readers: small records under the root of a run that say who reads which step, renewed while it lasts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Store
+from holdfast.repository.holders import decode_holder, encode_holder
+from holdfast.repository.manifest import Fields, check_format, sealed, unsealed
+from holdfast.repository.names import STEP_MAX
+from holdfast.spec.epoch import Holder
+from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+
+READERS_FOLDER = "readers/"
+"""Folder of the leases, under the root of a run."""
+
+_KEY = re.compile(r"readers/[0-9a-f]{32}\.json", re.ASCII)
+_LEASE_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One reader of one step."""
+
+    key: str
+    """Key of its record."""
+
+    data: bytes
+    """The record, as stored; it changes with every renewal."""
+
+    step: int | None
+    """The step that is read; None where the record cannot be read, so that it may be any."""
+
+    holder: Holder | None
+    """Who reads; None where the record cannot be read."""
+
+
+def put_lease(store: Store, holder: Holder, step: int, count: int) -> str:
+    """Say that a step is being read, for the `count`-th time; return the key of the record.
+
+    It need not survive a power cut: no reader does.
+    """
+    key = f"{READERS_FOLDER}{holder.nonce}.json"
+    header = {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "reader"}
+    document = {"holdfast": header, "holder": encode_holder(holder), "step": step, "count": count}
+    store.put(key, sealed(document), durable=False)
+    return key
+
+
+def leases(store: Store) -> list[Lease]:
+    """Return every lease under a root."""
+    found = []
+    for entry in store.list(READERS_FOLDER):
+        if _KEY.fullmatch(entry.key):
+            try:
+                data = store.get(entry.key, _LEASE_BYTES_MAX)
+            except MissingError:
+                continue  # Done since it was listed.
+            except (CorruptError, InvalidError):
+                data = b""
+            found.append(_decoded(entry.key, data, f"{store.url}/{entry.key}"))
+    return found
+
+
+def _decoded(key: str, data: bytes, where: str) -> Lease:
+    try:
+        document, _ = unsealed(data, where)
+        check_format(document, "reader", where)
+        field = Fields(document, where)
+        return Lease(key, data, field.whole("step", STEP_MAX), decode_holder(field.of("holder", dict), where))
+    except (CorruptError, InvalidError):
+        return Lease(key, data, None, None)

@@ -1,0 +1,156 @@
+"""SIGKILL, errors and power cuts at every operation of a collection: what is kept stays whole, and it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.manager.collecting import Collector
+from holdfast.manager.tenure import held
+from holdfast.policies import LatestN
+from holdfast.ports.clock import SystemClock
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import read_run_id
+from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process, raise_error
+from tests.crash.mounts import acted_until_power_cut, mounted, new_image
+from tests.crash.rig import committed_at, in_child, local_store, paths_under, require_whole, run_at
+
+pytestmark = [
+    # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.timeout(600),
+]
+
+STEPS = (10, 20, 30, 40)
+KEPT = {30, 40}
+LEASE_SECONDS = 60.0
+CUTS = 25
+IMAGE_MIB = 16
+STRIDE = int(os.environ.get("COLLECT_STRIDE", "13"))
+"""Every so many-th call to the operating system is met; `make campaign` meets all."""
+
+
+def collect(store: Store) -> None:
+    """Keep the newest two; what never changed lies with the first step, and stays there."""
+    run_id = read_run_id(store)
+    assert run_id is not None
+    with held(store, SystemClock(), LEASE_SECONDS, run_id) as tenure:
+        Collector(store, SystemClock(), LatestN(len(KEPT)), tenure).collect(0, lambda _: False)
+
+
+def over_syscalls(root: Path, faults: Faults) -> None:
+    collect(local_store(root, faults))
+
+
+def over_store(root: Path, faults: Faults) -> None:
+    collect(FaultyStore(local_store(root), faults))
+
+
+def require_goes_on(root: Path) -> None:
+    """Require that what is left is whole, and that another collection ends as one that nothing disturbed."""
+    left = set(run_at(local_store(root)).steps())
+    assert left >= KEPT, "a kept step was lost"
+    require_whole(root, left)
+    collect(local_store(root))
+    require_collected(root)
+
+
+def require_collected(root: Path) -> None:
+    require_whole(root, KEPT)
+    folders = {path.name for path in root.glob("step-*")}
+    assert {int(name.removeprefix("step-")) for name in folders} == {*KEPT, STEPS[0]}
+    files = [path for path in (root / f"step-{STEPS[0]:012d}").rglob("*") if path.is_file()]
+    assert files and {path.suffix for path in files} == {".safetensors"}
+    assert not [path for path in paths_under(root) if path.startswith(("collecting/", "readers/"))]
+
+
+@pytest.fixture
+def template(in_memory: Path) -> Path:
+    committed_at(in_memory / "template", *STEPS)
+    return in_memory / "template"
+
+
+@pytest.mark.parametrize("way", [over_syscalls, over_store])
+def test_killed_anywhere(in_memory: Path, template: Path, way: Callable[[Path, Faults], None]) -> None:
+    root = in_memory / "root"
+    gone = []
+    for at in range(1, 4000, STRIDE if way is over_syscalls else 1):
+        shutil.copytree(template, root)
+        ending = in_child(partial(way, root, Faults(kill_process(), at=at)))
+        try:
+            gone.append(len(STEPS) - len(run_at(local_store(root)).steps()))
+            require_goes_on(root)
+        except BaseException as error:
+            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
+            raise
+        shutil.rmtree(root)
+        if ending.acknowledged:
+            break
+    assert ending.acknowledged
+    assert {0, 1, 2} >= set(gone) >= {0, 2}, "it was killed before the first manifest went and after the last"
+    assert gone == sorted(gone), "what went stays gone"
+    print(f"{way.__name__}: {at} points, 0 kept steps lost, 0 unreadable")
+
+
+def test_an_error_at_any_operation_loses_nothing(in_memory: Path, template: Path) -> None:
+    root = in_memory / "root"
+    for at in range(1, 2000):
+        shutil.copytree(template, root)
+        faults = Faults(raise_error(UnavailableError), at=at)
+        try:
+            over_store(root, faults)
+        except CheckpointError as error:
+            assert "a fault was put at" in str(error) or faults.met
+        require_goes_on(root)
+        shutil.rmtree(root)
+        if not faults.met:
+            break
+    assert at > 20
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_an_error_of_the_system_loses_nothing(in_memory: Path, template: Path, code: int) -> None:
+    root = in_memory / "root"
+    total = Faults()
+    shutil.copytree(template, root)
+    over_syscalls(root, total)
+    shutil.rmtree(root)
+    for at in range(1 + code % 7, total.counted + 1, 7):
+        shutil.copytree(template, root)
+        try:
+            over_syscalls(root, Faults(fail_with(code), at=at))
+        except CheckpointError:
+            pass
+        require_goes_on(root)
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_power_cut(in_memory: Path, template: Path, kind: str) -> None:
+    image, blank, mount = in_memory / "image", in_memory / "blank", in_memory / "m"
+    total = Faults()
+    shutil.copytree(template, in_memory / "counted")
+    over_syscalls(in_memory / "counted", total)
+    new_image(blank, IMAGE_MIB if kind == "ext4" else 300, kind)
+    with mounted(blank, mount, options="loop", kind=kind):
+        shutil.copytree(template, mount / "root")
+    points = sorted({1 + round(number * total.counted / (CUTS - 1)) for number in range(CUTS)})
+    gone = set()
+    for at in points:
+        shutil.copyfile(blank, image)
+        with mounted(image, mount, options="loop", kind=kind):
+            returned = acted_until_power_cut(mount, at, partial(over_syscalls, mount / "root"))
+        with mounted(image, mount, options="loop", kind=kind):
+            left = set(run_at(local_store(mount / "root")).steps())
+            assert not returned or left == KEPT, "what was collected came back"
+            gone.add(len(STEPS) - len(left))
+            require_goes_on(mount / "root")
+    assert {0, 2} <= gone
+    print(f"{kind}: {len(points)} power cuts, 0 kept steps lost, 0 unreadable")
