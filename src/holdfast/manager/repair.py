@@ -188,12 +188,8 @@ class Repair:
         whole = mended(data)
         if whole is not None:
             manifest = manifest_in(place.folder, whole, where)
-            said = "manifest.json: one bit put right, proven by its digest"
-            if self._hold() and not self._tenure.fence.admits(manifest.step or 0, manifest.epoch, manifest.digest):
-                # The bit was one of the digest, by which epochs know it.
-                return self._put_manifest(place, overlay, manifest, done, said)
             overlay.put(place.manifest_key, whole)
-            done.append(said)
+            done.append("manifest.json: one bit put right, proven by its digest")
             return manifest
         made = rebuilt_manifest(place, data, self._run_id(), told_time(self._clock), self._settings)
         return self._put_manifest(

@@ -19,7 +19,6 @@ from holdfast.repository.manifest import (
     check_format,
     sealed,
     standing_of,
-    stated_digest,
     unsealed,
 )
 from holdfast.repository.names import (
@@ -92,7 +91,7 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
     publish(store, epoch_key(epoch.number), sealed(document))
 
 
-def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, str]) -> None:
+def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, str | None]) -> None:
     """Say which steps of former epochs count from now on; for the holder of the epoch, once."""
     steps = [[step, digest] for step, digest in sorted(accepted.items())]
     publish(
@@ -171,25 +170,37 @@ def data_counts(data: bytes, fence: Fence, where: str) -> bool:
     return step is None or fence.admits(step, epoch, digest)
 
 
-def admitted(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int, str]:
+def admitted(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int, str | None]:
     """Return the digest of the manifest of every step that counts.
 
-    Of a damaged one it is the digest that it states: what is put in its place from a copy counts again.
+    Of one that is damaged, or of a newer format, it is None: whatever is put in its place counts. No late writer can,
+    for a manifest is put if absent.
 
     Raises:
+        InvalidError: A manifest may not be read, or is no file: whether it counts cannot be told.
         UnavailableError: Storage failed.
     """
-    found = {}
+    found: dict[int, str | None] = {}
     for step in steps:
-        folder = step_folder(step)
+        key = step_folder(step) + MANIFEST_FILE
         try:
-            data = store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
+            data = store.get(key, MANIFEST_BYTES_MAX)
         except MissingError:
             continue
+        except CorruptError:
+            found[step] = None  # Too large for one.
+            continue
+        except InvalidError as error:
+            raise InvalidError(
+                f"{error}. Whether step {step} counts cannot be told until its manifest can be read, and a writer that "
+                "went on without it would make it count no more. Nothing of it was touched"
+            ) from error
+        try:
+            named, epoch, digest = standing_of(data, f"{store.url}/{key}")
         except (CorruptError, InvalidError):
-            continue  # Too large for one, or a link or a pipe in its place.
-        digest = stated_digest(data) or fence.accepted.get(step)
-        if digest is not None and data_counts(data, fence, f"{store.url}/{folder}{MANIFEST_FILE}"):
+            found[step] = None
+            continue
+        if named is None or fence.admits(named, epoch, digest):
             found[step] = digest
     return found
 
@@ -269,9 +280,9 @@ def _header(kind: str) -> dict[str, object]:
     return {"holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": kind}}
 
 
-def _accepted(entry: object, where: str) -> tuple[int, str]:
+def _accepted(entry: object, where: str) -> tuple[int, str | None]:
     if isinstance(entry, list) and len(entry) == 2:
         step, digest = entry
-        if type(step) is int and 0 <= step <= STEP_MAX and isinstance(digest, str):
+        if type(step) is int and 0 <= step <= STEP_MAX and (digest is None or isinstance(digest, str)):
             return step, digest
-    raise CorruptError(f"{where}: {str(entry)[:80]!r}; expected [step, digest]")
+    raise CorruptError(f"{where}: {str(entry)[:80]!r}; expected [step, digest or null]")

@@ -60,8 +60,8 @@ class Fence:
     epoch: int = 0
     """The newest epoch that has said what it accepts; 0 where there is none, and everything counts."""
 
-    accepted: Mapping[int, str] = field(default_factory=dict)
-    """Step to digest of the manifest that was accepted there."""
+    accepted: Mapping[int, str | None] = field(default_factory=dict)
+    """Step to digest of the manifest that was accepted there; None where it could not be told: any is."""
 
     def admits(self, step: int, epoch: int, digest: str) -> bool:
         """Return whether a manifest counts.
@@ -71,4 +71,4 @@ class Fence:
             epoch: The epoch under which it was published; 0 if none.
             digest: Its digest.
         """
-        return epoch >= self.epoch or self.accepted.get(step) == digest
+        return epoch >= self.epoch or (step in self.accepted and self.accepted[step] in (None, digest))

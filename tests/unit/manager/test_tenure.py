@@ -16,13 +16,16 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import holdfast
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 from holdfast.manager import holder as holders
 from holdfast.manager.holder import is_gone, is_this_process, this_process
 from holdfast.manager.tenure import Tenure, held
 from holdfast.ports.clock import SystemClock
+from holdfast.repository.catalog import committed_steps
 from holdfast.repository.epochs import (
     RELEASED,
     newest_epoch,
@@ -34,7 +37,9 @@ from holdfast.repository.epochs import (
     standing_fence,
 )
 from holdfast.repository.names import beat_key, epoch_key
+from holdfast.settings import Settings
 from holdfast.spec.epoch import Epoch, Holder
+from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 
@@ -256,6 +261,28 @@ def test_an_epoch_that_failed_halfway_is_released(store: MemoryStore, tenure_of:
     assert standing_fence(store).epoch == 0
     assert broken.hold("run") == 2
     broken.release()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_manifest_that_may_not_be_read_lets_no_epoch_be_taken_and_counts_afterwards(
+    tmp_path: Path, is_link: bool
+) -> None:
+    for step in (1, 2):
+        holdfast.save(str(tmp_path / f"step-{step:012d}"), {"w": np.ones(3)}, process_group=False)
+    manifest, aside = tmp_path / "step-000000000002" / "manifest.json", tmp_path / "aside"
+    manifest.rename(aside)
+    manifest.symlink_to(aside) if is_link else os.mkfifo(manifest)
+    store = LocalStore(str(tmp_path), settings=Settings())
+    tenure = Tenure(store, CLOCK, LONG)
+    with pytest.raises(InvalidError, match=r"step-000000000002/manifest.json.*Whether step 2 counts cannot be told"):
+        tenure.hold("run")
+    assert (tenure.epoch, read_beat(store, 1)) == (0, RELEASED)
+    assert standing_fence(store).epoch == 0
+    manifest.unlink()
+    aside.rename(manifest)
+    tenure.hold("run")
+    assert committed_steps(store) == [1, 2]
+    tenure.release()
 
 
 def test_a_record_whose_reply_was_lost_with_the_error_is_not_in_the_way(

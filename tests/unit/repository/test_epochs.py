@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -23,12 +24,13 @@ from holdfast.repository.epochs import (
     require_newest,
     standing_fence,
 )
-from holdfast.repository.manifest import decode_manifest, encode_manifest, sealed
+from holdfast.repository.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest, sealed
 from holdfast.repository.names import accepted_key, epoch_key, step_folder
 from holdfast.spec.epoch import Epoch, Fence, Holder
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.values import Group
 from holdfast.stores.memory import MemoryStore
+from holdfast.testing.faults import Faults, FaultyStore, raise_error
 
 HOLDER = Holder("node-7", "boot", "pid:[1] time:[2]", 4711, 99, "2026-01-01T00:00:00+00:00", "ab" * 16, 10.0)
 
@@ -167,6 +169,43 @@ def test_a_damaged_manifest_stays_visible_as_such_and_counts_again_once_it_is_wh
     assert committed_steps(store) == [1]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"", lambda whole: bytes(len(whole)), lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:], lambda whole: bytes(MANIFEST_BYTES_MAX + 1),
+        lambda whole: sealed({"holdfast": {"format": [2, 0], "kind": "checkpoint"}}),
+    ],
+    ids=["empty", "zeros", "half", "bit of its digest", "too large", "newer format"],
+)  # fmt: skip
+def test_however_a_manifest_is_damaged_a_copy_of_it_counts_again(
+    store: MemoryStore, damage: Callable[[bytes], bytes]
+) -> None:
+    begin(store, 1)
+    publish(store, 1, 1)
+    key = step_folder(1) + "manifest.json"
+    whole = store.get(key, 1 << 20)
+    store.put(key, damage(whole))
+    begin(store, 2)
+    begin(store, 3)
+    assert standing_fence(store).accepted == {1: None}
+    store.put(key, whole)
+    assert committed_steps(store) == [1]
+    begin(store, 4)
+    assert standing_fence(store).accepted == {1: decode_manifest(whole, "").digest}
+
+
+def test_no_epoch_says_what_it_accepts_while_a_manifest_may_not_be_read(store: MemoryStore) -> None:
+    begin(store, 1)
+    publish(store, 1, 1)
+    publish(store, 2, 1)
+    refused = Faults(raise_error(InvalidError), names={"get"}, at=2)
+    with pytest.raises(InvalidError, match=r"Whether step 2 counts cannot be told until"):
+        admitted(FaultyStore(store, refused), Fence(1), [1, 2])
+    begin(store, 2)
+    assert committed_steps(store) == [1, 2]
+
+
 def test_where_what_was_accepted_is_damaged_the_one_before_counts(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,3 +289,5 @@ def test_a_fence_admits_by_epoch_or_by_digest() -> None:
     assert not fence.admits(1, 4, "b")
     assert not fence.admits(2, 4, "a")
     assert Fence().admits(1, 0, "x")
+    assert Fence(5, {1: None}).admits(1, 4, "whatever lies there")
+    assert not Fence(5, {1: None}).admits(2, 4, "x")
