@@ -35,6 +35,7 @@ from holdfast.repository.names import part_name
 from holdfast.repository.part import decode_part, require_own
 from holdfast.repository.split_index import SplitIndex
 from holdfast.settings import Settings
+from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.events import Phase
 from holdfast.spec.manifest import Manifest
@@ -105,6 +106,26 @@ class LoadRequest:
     """Whether a tensor may be filled from another dtype."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was loaded."""
+
+    place: Place
+    """Where it lies."""
+
+    report: LoadReport
+    """What the load did."""
+
+    manifest: Manifest
+    """Its commit record."""
+
+    index: Index | SplitIndex
+    """Its index."""
+
+    filled: Mapping[str, tuple[Box, ...]]
+    """What was read of it for this rank and had its digests: boxes by stored FQN."""
+
+
 def load(
     comm: Comm,
     clock: Clock,
@@ -114,7 +135,7 @@ def load(
     choice: Choice,
     request: LoadRequest,
     audience: Audience | None = None,
-) -> tuple[Place, LoadReport, Manifest, Index | SplitIndex] | None:
+) -> Loaded | None:
     """Fill a state from a checkpoint; a collective of every rank.
 
     Args:
@@ -127,7 +148,7 @@ def load(
         request: What and how.
         audience: Who hears of it.
     Returns:
-        Place, report, manifest and index, or None if there was nothing to load.
+        What was loaded, or None if there was nothing to load.
     Raises:
         InvalidError: The state does not fit the checkpoint; nothing was changed on any rank.
         MissingError: There is no checkpoint.
@@ -172,7 +193,7 @@ def _load(
     wrong: CheckpointError | None,
     account: Account,
     lease: Reading,
-) -> tuple[Place, LoadReport, Manifest, Index | SplitIndex] | None:
+) -> Loaded | None:
     with account.phase("resolve"):
         resolved = resolve(comm, clock, home, choice, wrong, lease)
     if resolved is None:
@@ -243,7 +264,8 @@ def _load(
     if comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
         logger.info(message, place.url, len(report.loaded), report.bytes, report.seconds)
-    return place, report, manifest, stored
+    filled = {wanted.stored_fqn: wanted.boxes for wanted in restoration.wanted}
+    return Loaded(place, report, manifest, stored, filled)
 
 
 def load_checkpoint(
@@ -252,7 +274,7 @@ def load_checkpoint(
     """Fill a state from the one checkpoint at a place. Arguments and errors as `load`."""
     done = load(comm, clock, settings, framework, place, One(lambda: place), request)
     assert done is not None, "a place was chosen"
-    return done[1]
+    return done.report
 
 
 def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) -> Mapping[str, Value]:

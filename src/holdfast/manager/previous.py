@@ -21,7 +21,7 @@ from holdfast.settings import Settings
 from holdfast.spec.box import Box
 from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.plan import PackItem, Piece, PlannedPack
-from holdfast.spec.region import FlatRange, Region
+from holdfast.spec.region import FlatRange, Region, region_boxes
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,14 @@ class Previous:
     """What the first page of a piece hashes to, where that is known."""
 
 
-def previous_of(manifest: Manifest, stored: Index | SplitIndex) -> Previous:
+def previous_of(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> Previous:
     """Return a step that was loaded, as what a save may refer to; of its index no more is read than is asked for.
 
     Args:
         manifest: Its commit record.
         stored: Its index.
+        filled: What was read of it here and had its digests, boxes by FQN. The rest may be damaged where it lies, and
+            good in memory: it is written.
     """
     assert manifest.step is not None, "a run loads steps"
     step, attempt = manifest.step, manifest.attempt
@@ -68,7 +70,11 @@ def previous_of(manifest: Manifest, stored: Index | SplitIndex) -> Previous:
     packs = {names[pack.name]: replace(pack, name=names[pack.name]) for pack in manifest.packs if pack.name in names}
 
     def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:
-        known = [item for item in items if stored.tensors.get(item.tensor.fqn) == item.tensor]
+        known = [
+            item
+            for item in items
+            if stored.tensors.get(item.tensor.fqn) == item.tensor and _is_within(item, filled.get(item.tensor.fqn, ()))
+        ]
         wanted = [(item.tensor.fqn, _around(item)) for item in known]
         index = stored if isinstance(stored, Index) else stored.read_for(wanted)
         found = {}
@@ -92,6 +98,12 @@ def _from_root(step: int, attempt: str, name: str) -> str:
 def _around(item: PackItem) -> Box:
     """Return a box that holds a piece."""
     return Box.whole(item.tensor.global_shape) if isinstance(item.region, FlatRange) else item.region
+
+
+def _is_within(item: PackItem, boxes: Sequence[Box]) -> bool:
+    """Return whether every element of a piece lies in one of some boxes, as far as that is easily told."""
+    own = region_boxes(item.region, item.tensor.global_shape)
+    return all(any(box.contains(each) for box in boxes) for each in own)
 
 
 class Unchanged:
@@ -127,21 +139,21 @@ class Unchanged:
         """Bytes that are not written."""
         return sum(piece.bytes for piece in self.pieces)
 
-    def left_of(self, plan: SavePlan, sources: Sequence[Source], base: Base | None) -> SavePlan:
+    def left_of(self, plan: SavePlan, sources: Sequence[Source], note: Mapping[str, object]) -> SavePlan:
         """Return what of a plan must be written; before anything is copied, on the thread that trains.
 
         Args:
             plan: All that this rank owns.
             sources: Bytes by shard number.
-            base: The step that may be referred to, as rank 0 told; None for none. It stays until the save is over,
-                and another that this rank may stand at does not.
+            note: What rank 0 told: `base`, the step that may be referred to, None for none (it stays until the save
+                is over, and another that this rank may stand at does not), and steps that are `distrusted`.
         """
         if not self._compares or not plan.large:
             return plan
         items = [item for _, item in plan.large]
         with self._writer.lent() as slab:
             self._heads = dict(zip(map(_key, items), heads_of(items, sources, slab), strict=True))
-            candidates = self._candidates(items, base)
+            candidates = self._candidates(items, note)
             left_out = {
                 (pack, item.tensor.fqn): candidates[_key(item)]
                 for pack, item in plan.large
@@ -188,16 +200,20 @@ class Unchanged:
 
         return Previous((self._place.step, digest), find, packs, self._heads)
 
-    def _candidates(self, items: Sequence[PackItem], base: Base | None) -> dict[Key, Piece]:
+    def _candidates(self, items: Sequence[PackItem], note: Mapping[str, object]) -> dict[Key, Piece]:
         """Return what is stored of pieces that may be as they were."""
         previous = self._previous
-        if previous is None or previous.of != base:
+        if previous is None or previous.of != _base_in(note):
             return {}
+        distrusted = _distrusted_in(note)
         heads = previous.heads
         alike = [item for item in items if heads.get(_key(item), self._heads[_key(item)]) == self._heads[_key(item)]]
         try:
             found = previous.find(alike)
-            there = {name for name in {piece.pack for piece in found.values()} if self._is_there(previous.packs[name])}
+            packs = {piece.pack for piece in found.values()}
+            there = {
+                name for name in packs if step_of_pack(name) not in distrusted and self._is_there(previous.packs[name])
+            }
         except CheckpointError as error:
             logger.warning("%s is written whole, for the step before it cannot be read: %s", self._place.url, error)
             return {}
@@ -209,3 +225,15 @@ class Unchanged:
         place = self._place
         is_other = step_of_pack(pack.name) != place.step
         return is_other and place.root is not None and stored_bytes(place.root, pack.name) == pack.bytes
+
+
+def _base_in(note: Mapping[str, object]) -> Base | None:
+    """Return the step that rank 0 says may be referred to."""
+    base = note.get("base")
+    return (int(base[0]), str(base[1])) if isinstance(base, list | tuple) else None
+
+
+def _distrusted_in(note: Mapping[str, object]) -> frozenset[int]:
+    """Return the steps in which rank 0 says that no pack may be referred to."""
+    steps = note.get("distrusted")
+    return frozenset(int(step) for step in steps) if isinstance(steps, list | tuple) else frozenset()

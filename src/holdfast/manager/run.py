@@ -12,6 +12,7 @@ from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.manager.audience import Audience
 from holdfast.manager.collecting import Background, Collector, Pins
 from holdfast.manager.commit import vacated
+from holdfast.manager.distrust import Distrust
 from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadReport, LoadRequest, load
@@ -60,6 +61,7 @@ class Run:
         self._tenure = Tenure(store, job.clock, job.settings.lease_seconds)
         self._latest = _Link(None, None)
         self._previous: Previous | None = None
+        self._distrust = Distrust(store)
         self._pending: list[SaveHandle] = []
         self._closed = False
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
@@ -140,7 +142,8 @@ class Run:
             self._metrics.require_in(told)
             require_all_free(self._store, names)
             note = claimed(place, self._tenure, self._job.clock)
-            return {**note, "base": self._pinned(step)}
+            base = self._pinned(step)
+            return {**note, "base": base, "distrusted": [] if base is None else self._distrust.steps()}
 
         def settle(place: Place, run_id: str, digest: str) -> None:
             own.settle(place, run_id, digest)
@@ -175,6 +178,8 @@ class Run:
         """Fill a state from a step, or from the newest that is whole; return the step."""
         self._require_open()
         job = self._job
+        # If it fails, it may have met damage in what a save would refer to.
+        self._previous = None
         choice: Choice = Newest(self._home, job.clock, job.is_news)
         if step is not None:
             require_step(step)
@@ -191,9 +196,9 @@ class Run:
         )
         if done is None:
             return None
-        place, self.load_report, manifest, stored = done
+        place, manifest, self.load_report = done.place, done.manifest, done.report
         if place.step is not None:
-            self._previous = previous_of(manifest, stored)
+            self._previous = previous_of(manifest, done.index, done.filled)
             self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
             if self._schedule is not None:
                 self._schedule.note_loaded(place.step)

@@ -22,7 +22,7 @@ from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
 from holdfast.manager.plans import SavePlan, save_plan
-from holdfast.manager.previous import Base, Unchanged
+from holdfast.manager.previous import Unchanged
 from holdfast.manager.provenance import layouts_of, told_time
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
@@ -131,7 +131,7 @@ class Save:
                 pause.close()
             with self._account.phase("compare"):
                 sources = [each.source for each in collected.shards]
-                plan = self._unchanged.left_of(plan, sources, _base_in(agreement.note))
+                plan = self._unchanged.left_of(plan, sources, agreement.note)
                 packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
             with self._account.phase("replicas") if self._job.settings.compare_replicas else nullcontext():
@@ -450,9 +450,3 @@ def _typed(error: BaseException, name: str) -> CheckpointError:
     typed = UnavailableError(f"{name}: {type(error).__name__}: {error}")
     typed.__cause__ = error
     return typed
-
-
-def _base_in(note: Mapping[str, object]) -> Base | None:
-    """Return the step that rank 0 says may be referred to."""
-    base = note.get("base")
-    return (int(base[0]), str(base[1])) if isinstance(base, list | tuple) else None

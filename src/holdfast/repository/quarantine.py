@@ -88,13 +88,17 @@ def quarantined(store: Store) -> Mapping[int, Mapping[str, Quarantined]]:
     The names decide; a record that cannot be read still counts.
     """
     found: dict[int, dict[str, Quarantined]] = {}
-    for entry in store.list(QUARANTINE):
-        match = _NAME.fullmatch(entry.key.removeprefix(QUARANTINE))
-        step = step_of_folder(match[1]) if match else None
-        if match is None or step is None:
-            continue
-        found.setdefault(step, {})[match[2]] = _read(store, entry.key, step, match[2])
+    for step, identity in noted(store):
+        key = f"{_stem(step, identity)}.json"
+        found.setdefault(step, {})[identity] = _read(store, key, step, identity)
     return found
+
+
+def noted(store: Store) -> list[tuple[int, str]]:
+    """Return step and identity of what is noted under a root; no record is read."""
+    matches = (_NAME.fullmatch(entry.key.removeprefix(QUARANTINE)) for entry in store.list(QUARANTINE))
+    named = ((step_of_folder(match[1]), match[2]) for match in matches if match)
+    return [(step, identity) for step, identity in named if step is not None]
 
 
 def is_quarantined(store: Store, step: int) -> bool:

@@ -19,6 +19,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.manager.handle import SaveReport
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.names import step_folder
+from holdfast.repository.quarantine import quarantine
 from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -252,6 +253,70 @@ def test_what_was_removed_by_hand_is_written_again(tmp_path: Path) -> None:
     damages = list(holdfast.open_checkpoint(step_path(tmp_path, 2)).verify())
     assert [damage.file for damage in damages] == packs_at(tmp_path, 2)
     assert "step 1" in damages[0].message and "step 2" in damages[0].message
+
+
+def spoil(root: Path, step: int, tensor: torch.Tensor) -> None:
+    """Turn one bit of a tensor where a step holds it, in its second chunk."""
+    (pack,) = step_path(root, step).glob("*/r00000.safetensors")
+    data = bytearray(pack.read_bytes())
+    data[data.index(tensor.numpy().tobytes()) + 5000] ^= 1
+    pack.write_bytes(data)
+
+
+def test_what_a_load_did_not_read_is_written_anew_for_it_may_be_damaged(tmp_path: Path) -> None:
+    """A frozen base comes from elsewhere at every resume: that the run holds it rotten is met by nobody."""
+    base, adapter = torch.randn(3000), torch.randn(3000)
+    with manager_at(tmp_path) as manager:
+        saved(manager, 1, {"base": base, "adapter": adapter})
+    spoil(tmp_path, 1, base)
+    with manager_at(tmp_path) as manager:
+        assert manager.load({"base": base, "adapter": torch.zeros(3000)}, skip=["base"]) == 1
+        assert saved(manager, 2, {"base": base, "adapter": adapter}).unchanged_bytes == adapter.nbytes
+        assert saved(manager, 3, {"base": base, "adapter": adapter}).unchanged_bytes == base.nbytes + adapter.nbytes
+    for step in (2, 3):
+        require_same(tmp_path, step, {"base": base, "adapter": adapter})
+    assert steps_under(tmp_path, 3) == [1, 2]
+
+
+def test_nothing_under_quarantine_is_referred_to(tmp_path: Path) -> None:
+    state = weights(1)
+    with manager_at(tmp_path) as manager:
+        for step in (1, 2):
+            saved(manager, step, state)
+            state["w0"].add_(1)
+        spoil(tmp_path, 1, state["w3"])
+        with manager_at(tmp_path) as reader, pytest.raises(CorruptError, match="all 2 committed steps are damaged"):
+            reader.load(dict(weights(2)))
+        assert saved(manager, 3, state).unchanged_bytes == 0
+        assert saved(manager, 4, state).unchanged_bytes == 48_000
+    require_same(tmp_path, 4, state)
+    assert steps_under(tmp_path, 4) == [3]
+
+
+def test_no_pack_that_a_step_under_quarantine_names_is_referred_to(tmp_path: Path) -> None:
+    """Only step 2 was looked at: what is damaged lies in step 1, and step 3 refers to it too."""
+    state = weights(1)
+    with manager_at(tmp_path) as manager:
+        saved(manager, 1, state)
+        for step in (2, 3):
+            state["w0"].add_(1)
+            saved(manager, step, state)
+        spoil(tmp_path, 1, state["w3"])
+        quarantine(LocalStore(tmp_path, settings=SMALL), 2, "w3 is damaged", "now")
+        assert saved(manager, 4, state).unchanged_bytes == 12_000
+    require_same(tmp_path, 4, state)
+    assert steps_under(tmp_path, 4) == [3]
+
+
+def test_after_a_load_that_failed_everything_is_written_anew(tmp_path: Path) -> None:
+    state = weights(1)
+    with manager_at(tmp_path) as manager:
+        saved(manager, 1, state)
+        spoil(tmp_path, 1, state["w3"])
+        with pytest.raises(CorruptError):
+            manager.load(dict(weights(2)), 1)
+        assert saved(manager, 2, state).unchanged_bytes == 0
+    require_same(tmp_path, 2, state)
 
 
 @pytest.mark.parametrize("harm", ["removed", "cut", "longer"])
