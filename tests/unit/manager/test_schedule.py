@@ -11,12 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.manager import announcements
 from holdfast.manager.job import Job
 from holdfast.manager.schedule import Schedule
+from holdfast.plan import schedule as plan
 from holdfast.policies import AllOf, AnyOf, EveryNSteps, EverySeconds, OnRequest, SavePolicy
 from holdfast.ports.clock import SystemClock
+from holdfast.ports.comm import Board
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadBoard, ThreadComm, ThreadGroup, outcomes_of_ranks
+from holdfast.testing.faults import Faults, FaultyBoard, Operation
 
 
 class SetClock(SystemClock):
@@ -36,6 +40,7 @@ def played(
     *,
     timeout_seconds: float = 20.0,
     group: ThreadGroup | None = None,
+    board_of: Callable[[int, Board], Board] = lambda _, board: board,
 ) -> list[object]:
     def work(comm: ThreadComm) -> object:
         job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=timeout_seconds))
@@ -44,7 +49,7 @@ def played(
         finally:
             job.close()
 
-    outcomes = outcomes_of_ranks(world_size, work, group=group or ThreadGroup(world_size))
+    outcomes = outcomes_of_ranks(world_size, work, group=group or ThreadGroup(world_size), board_of=board_of)
     for each in outcomes:
         if isinstance(each, BaseException):
             raise each
@@ -226,3 +231,99 @@ def test_steps_alone_put_nothing_on_the_board_and_announcements_do_not_pile_up()
     played(2, AnyOf(EveryNSteps(10_000), OnRequest()), part, group=group)
     left = [key for key in group.board.keys() if "schedule" in key]  # noqa: SIM118 - a method of ours
     assert len(left) < 300, "of more than six hundred"
+
+
+def failing_for_a_while(*, at: int, calls: int, after: bool) -> Faults:
+    """Return what makes so many calls to a board fail: before anything is done, or after it was."""
+    left = [calls]
+
+    def act(operation: Operation) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise TimeoutError(f"{operation.name}: no answer")
+
+    return Faults(act, at=at, lasting=True, after=after)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    world_size=st.integers(2, 4),
+    failing=st.integers(0, 3),
+    first=st.integers(1, 12),
+    length=st.integers(1, 5),
+    is_done=st.booleans(),
+    asks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=3),
+    back_to=st.one_of(st.none(), st.integers(0, 10)),
+)
+def test_ranks_agree_again_after_a_board_that_failed_at_any_call(
+    seed: int,
+    world_size: int,
+    failing: int,
+    first: int,
+    length: int,
+    is_done: bool,
+    asks: list[tuple[int, int]],
+    back_to: int | None,
+) -> None:
+    policy = AnyOf(EveryNSteps(17), OnRequest(), AllOf(EveryNSteps(2), EverySeconds(0.02)))
+    steps = [*([] if back_to is None else range(30)), *range(back_to or 0, 260)]
+    faults = failing_for_a_while(at=first, calls=length, after=is_done)
+
+    def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
+        chance = random.Random(seed * 7 + rank)
+        saved = []
+        for step in steps:
+            time.sleep(0.0005 if chance.random() < 0.9 else chance.random() * 0.004)
+            if (rank, step) in asks:
+                schedule.request()
+            saved += step_through(schedule, [step])
+        return [step for step in saved if step > 180]
+
+    def view(rank: int, board: Board) -> Board:
+        return FaultyBoard(board, faults) if rank == failing % world_size else board
+
+    with pytest.MonkeyPatch.context() as patch:
+        # As if steps were slow: many announcements, and not one for all steps.
+        patch.setattr(plan, "AHEAD_CALLS_MAX", 6)
+        first_saved, *others = played(world_size, policy, part, board_of=view)
+    assert faults.met
+    assert all(each == first_saved for each in others), (seed, first_saved, others)
+    assert {187, 204, 221, 238, 255} <= set(first_saved)  # type: ignore[arg-type]
+
+
+def test_ranks_agree_again_after_rank_0_stood_still_for_longer_than_it_is_waited_for() -> None:
+    def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
+        saved = []
+        for step in range(1, 200):
+            if rank == 0 and step == 20:
+                time.sleep(1.2)
+            time.sleep(0.01)
+            saved += step_through(schedule, [step])
+        return saved
+
+    first, second = played(2, EverySeconds(0.3), part, timeout_seconds=0.5)
+    assert first != second, "what rank 1 could not know it did not do"
+    later = [step for step in first if step > 150]  # type: ignore[attr-defined]
+    assert len(later) > 1 and later == [step for step in second if step > 150]  # type: ignore[attr-defined]
+
+
+def test_a_request_that_was_counted_and_never_named_holds_rank_0_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcements, "_ASK_SECONDS", 0.3)
+
+    def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
+        if rank == 1:
+            # As if it had ended between the two.
+            job.board.add(job.key("schedule", 0, "asks"), 1, 5.0)
+        saved = []
+        for step in range(1, 100):
+            time.sleep(0.02)
+            if rank == 1 and step == 20:
+                schedule.request()
+            saved += step_through(schedule, [step])
+        return saved
+
+    start = time.monotonic()
+    first, second = played(2, OnRequest(), part)
+    assert first == second and len(first) == 1  # type: ignore[arg-type]
+    assert time.monotonic() - start < 5
