@@ -94,7 +94,7 @@ def test_a_flipped_bit_in_a_manifest_is_put_right(root: Path, offset: int) -> No
     after = content_under(root)
     key = f"{step_path(root, NEW).name}/manifest.json"
     if offset < 0:
-        # The digest by which epochs know it was hurt: what it said is published under the epoch of the repair.
+        # Its digest was hurt, so that no bit proves another: it is rebuilt and published under the epoch of the repair.
         assert told(after.pop(key)) == told(before.pop(key))
     assert {name: after[name] for name in before if not name.startswith("epochs/")} == {
         name: data for name, data in before.items() if not name.startswith("epochs/")

@@ -17,7 +17,7 @@ def this_process(clock: Clock, lease_seconds: float) -> Holder:
     """Return this process as the holder of an epoch that it is about to take."""
     stat = _stat_of(os.getpid())
     return Holder(
-        host=socket.gethostname().encode("ascii", "replace").decode(),
+        host=_host(),
         boot=_boot(),
         namespaces=_namespaces(),
         pid=os.getpid(),
@@ -36,7 +36,8 @@ def is_this_process(holder: Holder) -> bool:
 
 def is_gone(holder: Holder) -> bool:
     """Return whether a holder is certain to run no more: its process could be seen from here, and is not there."""
-    if not _is_visible(holder):
+    # A copy of a virtual machine has its boot id, under another name mostly.
+    if not _is_visible(holder) or holder.host != _host() or not holder.started:
         return False
     try:
         os.kill(holder.pid, 0)
@@ -69,6 +70,10 @@ def _stat_of(pid: int) -> _Stat | None:
 def _is_visible(holder: Holder) -> bool:
     """Return whether process ids and starts mean the same to a holder and to us."""
     return bool(holder.boot) and (holder.boot, holder.namespaces) == (_boot(), _namespaces()) and holder.pid > 0
+
+
+def _host() -> str:
+    return socket.gethostname().encode("ascii", "replace").decode()
 
 
 def _boot() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -255,17 +256,17 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        try:
-            self.wait()
-        finally:
-            self._job.close()
-            if self._collecting is not None:
-                self._collecting.close()
-            self._tenure.release()
-            self._audience.close()
+        # From the last to the first, each whatever became of the others.
+        with ExitStack() as ending:
             if self._departure is not None:
-                # Last: a signal that no step answered may end the process here.
-                self._departure.close(hand_on=hand_on)
+                # A signal that no step answered may end the process here.
+                ending.callback(self._departure.close, hand_on=hand_on)
+            ending.callback(self._audience.close)
+            ending.callback(self._tenure.release)
+            if self._collecting is not None:
+                ending.callback(self._collecting.close)
+            ending.callback(self._job.close)
+            self.wait()
 
     def _pinned(self, step: int) -> Base | None:
         """Keep a step that is to be saved, and the one it may refer to, from being collected; return the latter."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.manager.holder import is_gone, is_this_process, this_process
 from holdfast.ports.clock import Clock
 from holdfast.ports.store import Store
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _BEATS_PER_LEASE = 3
 _LOOKS_PER_LEASE = 50
+_RELEASE_SECONDS_MAX = 5.0
+_UNREADABLE = b"cannot be read"
 
 
 class Tenure:
@@ -88,7 +90,7 @@ class Tenure:
         """Let the next one in at once. Never raises."""
         pulse, self._pulse = self._pulse, None
         if pulse is not None:
-            pulse.end()
+            pulse.end(_RELEASE_SECONDS_MAX)
 
     def _take(self, run_id: str) -> None:
         former = newest_epoch(self._store)
@@ -107,7 +109,7 @@ class Tenure:
             pulse.start()
             self._settle(number, run_id)
         except BaseException:
-            pulse.end()
+            pulse.end(_RELEASE_SECONDS_MAX)
             raise
         self._pulse = pulse
         weakref.finalize(self, pulse.drop).atexit = False
@@ -138,29 +140,51 @@ class _Pulse:
         _living[holder.nonce] = self
 
     def start(self) -> None:
-        """Give signs of life from now on."""
-        self._thread = threading.Thread(target=self._beat, name="holdfast-epoch", daemon=True)
-        self._thread.start()
+        """Give signs of life from now on.
+
+        Raises:
+            UnavailableError: There can be no thread for it.
+        """
+        thread = threading.Thread(target=self._beat, name="holdfast-epoch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"epoch {self.epoch}: no thread could be started that gives signs of life ({error}). End some threads "
+                "or raise the limit (ulimit -u), then try again"
+            ) from error
+        self._thread = thread
 
     def drop(self) -> None:
         """Take note that nobody can write under it any more; called wherever garbage is collected, so takes no lock."""
         self.is_dropped = True
 
-    def end(self) -> None:
-        """Let the next one in. Never raises, and does nothing in a process that was forked since."""
+    def stop(self) -> None:
+        """Have the thread let the next one in, and wait for nothing."""
+        self._stopped.set()
+
+    def end(self, seconds: float) -> None:
+        """Let the next one in. Never raises, and does nothing in a process that was forked since.
+
+        Args:
+            seconds: How long to wait for storage; after that it goes on in the background while the process lives.
+        """
         if self._process != os.getpid():
             return
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(self._holder.lease_seconds)
-        self._release()
+        self.stop()
+        if self._thread is None:
+            self._release()
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.drop()
+            logger.warning(
+                "epoch %d: storage did not answer for %.1f s, the next writer may have to wait", self.epoch, seconds
+            )
 
     def _beat(self) -> None:
         count, is_failing = 0, False
-        while not self._stopped.wait(self._holder.lease_seconds / _BEATS_PER_LEASE):
-            if self.is_dropped:
-                self._release()
-                return
+        while not self._stopped.wait(self._holder.lease_seconds / _BEATS_PER_LEASE) and not self.is_dropped:
             count += 1
             try:
                 require_newest(self._store, self.epoch)
@@ -168,21 +192,23 @@ class _Pulse:
                 is_failing = False
             except ConflictError as over:
                 logger.warning("%s", over)
+                _living.pop(self._holder.nonce, None)
                 return
-            except CheckpointError as error:
+            except Exception as error:  # noqa: BLE001 - it may pass, and silence would let another writer in
                 if not is_failing:
-                    logger.warning("epoch %d: no sign of life could be given, trying on: %s", self.epoch, error)
+                    logger.warning("epoch %d: no sign of life could be given, trying on: %r", self.epoch, error)
                 is_failing = True
+        self._release()
 
     def _release(self) -> None:
-        if _living.pop(self._holder.nonce, None) is None:
-            return
         try:
             epoch = read_epoch(self._store, self.epoch)
             if epoch is not None and epoch.holder.nonce == self._holder.nonce:
                 put_beat(self._store, self.epoch, RELEASED)
-        except CheckpointError as error:
-            logger.warning("epoch %d could not be released, the next writer may have to wait: %s", self.epoch, error)
+        except Exception as error:  # noqa: BLE001 - who ends is not held up by it
+            logger.warning("epoch %d could not be released, the next writer may have to wait: %r", self.epoch, error)
+        finally:
+            _living.pop(self._holder.nonce, None)
 
 
 _living: dict[str, _Pulse] = {}
@@ -192,8 +218,12 @@ _living: dict[str, _Pulse] = {}
 @atexit.register
 def _release_all() -> None:
     """Let the next one in at once, where a process ends without closing its managers."""
-    for pulse in list(_living.values()):
-        pulse.end()
+    last = time.monotonic() + _RELEASE_SECONDS_MAX
+    pulses = list(_living.values())
+    for pulse in pulses:
+        pulse.stop()
+    for pulse in pulses:
+        pulse.end(max(last - time.monotonic(), 0.0))
 
 
 @contextmanager
@@ -217,7 +247,7 @@ def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float
     Raises:
         ConflictError: It gives signs of life.
     """
-    seen = read_beat(store, number)
+    seen = _beat_of(store, number)
     if seen == RELEASED:
         return
     holder = None
@@ -243,14 +273,25 @@ def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float
         told_holder(store, number),
         lease_seconds,
     )
-    while (waited := clock.monotonic_seconds() - start) < lease_seconds:
-        time.sleep(lease_seconds / _LOOKS_PER_LEASE)
-        beat = read_beat(store, number)
-        if beat == RELEASED:
-            break
-        if beat != seen:
+    # What decides is a look that began after the lease ran out: one before it may have been answered late.
+    while True:
+        waited = clock.monotonic_seconds() - start
+        beat = _beat_of(store, number)
+        if beat != seen and beat != RELEASED:
             raise _taken(store, number, "it gives signs of life")
+        if beat == RELEASED or waited >= lease_seconds:
+            break
+        time.sleep(lease_seconds / _LOOKS_PER_LEASE)
     logger.warning("epoch %d is taken over after %.1f s", number, waited)
+
+
+def _beat_of(store: Store, number: int) -> bytes | None:
+    """Return an epoch's last sign of life; where there is something else in its place, that does not change."""
+    try:
+        return read_beat(store, number)
+    except (CorruptError, InvalidError) as error:
+        logger.debug("the beat of epoch %d cannot be read, so it is watched: %s", number, error)
+        return _UNREADABLE
 
 
 def _taken(store: Store, number: int, why: str) -> ConflictError:

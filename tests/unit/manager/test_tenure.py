@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,7 +23,9 @@ import pytest
 import holdfast
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 from holdfast.manager import holder as holders
+from holdfast.manager import tenure as tenures
 from holdfast.manager.holder import is_gone, is_this_process, this_process
+from holdfast.manager.job import Job
 from holdfast.manager.tenure import Tenure, held
 from holdfast.ports.clock import SystemClock
 from holdfast.repository.catalog import committed_steps
@@ -41,7 +44,7 @@ from holdfast.settings import Settings
 from holdfast.spec.epoch import Epoch, Holder
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.testing.faults import Action, Faults, FaultyStore, raise_error, stall_until
 
 LEASE = 0.3
 LONG = 60.0
@@ -167,7 +170,10 @@ def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
     child.communicate()
 
 
-@pytest.mark.parametrize("change", [{"boot": "another"}, {"namespaces": "another"}, {"boot": ""}, {"pid": 0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"boot": "another"}, {"namespaces": "another"}, {"boot": ""}, {"pid": 0}, {"host": "a copy"}, {"started": 0}],
+)
 def test_a_process_that_cannot_be_seen_from_here_is_never_gone(change: dict[str, object]) -> None:
     pid, started = corpse()
     assert not is_gone(replace(this_process(CLOCK, LONG), **{"pid": pid, "started": started, **change}))  # type: ignore[arg-type]
@@ -245,6 +251,85 @@ def test_lost_it_stays_lost(
     until(lambda: "epoch 1 is over" in caplog.text)
 
 
+class Late:
+    """A store that answers the second look for a sign of life so late that the lease is over by then."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store, self._calls = store, count()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        data = self._store.get(key, bytes_max)
+        if key == beat_key(1) and next(self._calls) == 1:
+            put_beat(self._store, 1, b"2\n")
+            time.sleep(2 * LEASE)
+        return data
+
+
+def test_an_answer_that_comes_after_the_lease_is_asked_for_again(store: MemoryStore) -> None:
+    put_epoch(store, Epoch(1, "run", elsewhere()))
+    put_beat(store, 1, b"1\n")
+    with pytest.raises(ConflictError, match="it gives signs of life"):
+        Tenure(Late(store), CLOCK, LEASE).hold("run")  # type: ignore[arg-type]
+
+
+def test_a_beat_that_is_none_is_watched_like_a_damaged_record(
+    store: MemoryStore, tenure_of: Callable[..., Tenure]
+) -> None:
+    put_epoch(store, Epoch(1, "run", elsewhere()))
+    store.put(beat_key(1), b"x" * 1000)
+    start = time.monotonic()
+    assert tenure_of(LEASE).hold("run") == 2
+    assert time.monotonic() - start >= LEASE
+
+
+def test_a_process_without_a_thread_left_holds_nothing_and_the_next_try_does(
+    store: MemoryStore, tenure_of: Callable[..., Tenure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tenure = tenure_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(UnavailableError, match=r"epoch 1: no thread could be started.*ulimit -u"):
+            tenure.hold("run")
+    assert read_beat(store, 1) == RELEASED
+    assert tenure.hold("run") == 2
+
+
+def test_storage_that_hangs_holds_up_no_end(
+    store: MemoryStore, tenure_of: Callable[..., Tenure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenures, "_RELEASE_SECONDS_MAX", 0.2)
+    answers = threading.Event()
+    faults = Faults(stall_until(answers), names={"put"}, lasting=True)
+    tenure = Tenure(FaultyStore(store, faults), CLOCK, LEASE)
+    tenure.hold("run")
+    until(lambda: faults.met == 1)
+    start = time.monotonic()
+    tenure.release()
+    assert time.monotonic() - start < 5
+    assert tenure_of().hold("run") == 2, "of this process it is known that it is done"
+    answers.set()
+    until(lambda: read_beat(store, 1) == RELEASED)
+
+
+def test_a_run_whose_job_ends_badly_lets_the_next_writer_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(job: Job) -> None:
+        raise UnavailableError("the board is gone")
+
+    manager = holdfast.CheckpointManager(str(tmp_path), process_group=False)
+    manager.save(1, {"w": np.ones(3)}).wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "close", close)
+        with pytest.raises(UnavailableError, match="the board is gone"):
+            manager.close()
+    assert read_beat(LocalStore(str(tmp_path), settings=Settings()), 1) == RELEASED
+
+
 def test_a_damaged_record_is_watched_like_another_hosts(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
     store.put(epoch_key(1), b"garbage")
     start = time.monotonic()
@@ -295,8 +380,15 @@ def test_a_record_whose_reply_was_lost_with_the_error_is_not_in_the_way(
     assert tenure_of().hold("run") == 2
 
 
-def test_signs_of_life_go_on_after_a_store_that_failed(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
-    faults = Faults(raise_error(UnavailableError), names={"put"}, lasting=True)
+def run_out_of_memory(operation: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("failure", [raise_error(UnavailableError), run_out_of_memory])
+def test_signs_of_life_go_on_after_a_store_that_failed(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture, failure: Action
+) -> None:
+    faults = Faults(failure, names={"put"}, lasting=True)
     tenure = Tenure(FaultyStore(store, faults), CLOCK, LEASE)
     tenure.hold("run")
     until(lambda: faults.met >= 2)
