@@ -12,8 +12,9 @@ from holdfast import api
 from holdfast.cli.ending import DIFFERENT, NOT_DONE, ended_well
 from holdfast.cli.opening import AllowRoot, opened
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Column, Screen, printable, shown_bytes, stdout
+from holdfast.cli.screen import Column, Screen, shown_bytes, stdout
 from holdfast.cli.tree import in_line
+from holdfast.spec.printable import printable
 
 ROWS_MAX = 50
 

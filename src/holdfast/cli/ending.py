@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import typer
 
-from holdfast.cli.screen import printable, stderr
+from holdfast.cli.screen import stderr
 from holdfast.errors import CheckpointError, CorruptError
+from holdfast.spec.printable import printable
 
 DAMAGED = 1
 DIFFERENT = 1

@@ -10,9 +10,10 @@ from holdfast import api
 from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.opening import AllowRoot
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, printable, shown_bytes, stdout
+from holdfast.cli.screen import Screen, shown_bytes, stdout
 from holdfast.cli.sizes import bytes_of
 from holdfast.settings import Settings
+from holdfast.spec.printable import printable
 
 
 def export(

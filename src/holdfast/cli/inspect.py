@@ -14,8 +14,9 @@ from holdfast.cli.ending import ended_well
 from holdfast.cli.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.opening import opened
 from holdfast.cli.plan import plan_document, show_plan
-from holdfast.cli.screen import Column, Screen, printable, shown_bytes, shown_ranks, stdout
+from holdfast.cli.screen import Column, Screen, shown_bytes, shown_ranks, stdout
 from holdfast.cli.tree import tree_lines
+from holdfast.spec.printable import printable
 
 TENSORS_MAX = 50
 RANKS_MAX = 64

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast import api
-from holdfast.cli.screen import Column, Screen, printable, shown_bytes
+from holdfast.cli.screen import Column, Screen, shown_bytes
+from holdfast.spec.printable import printable
 
 _COLUMNS = (
     Column("RANK", "right"),

@@ -10,8 +10,9 @@ from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import AllowRoot
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, printable, stdout
+from holdfast.cli.screen import Screen, stdout
 from holdfast.settings import Settings
+from holdfast.spec.printable import printable
 
 _STYLES = {"whole": "green", "repaired": "green", "damaged": "red", "unfinished": "yellow"}
 

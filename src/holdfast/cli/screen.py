@@ -15,13 +15,6 @@ from rich.text import Text
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def printable(text: str) -> str:
-    r"""Return a text with everything that could steer a terminal written as an escape, e.g. `\x1b`."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
-
-
 def shown_bytes(count: int) -> str:
     """Return a size for people: `812 B`, `1.3 MiB`."""
     if count < 1024:

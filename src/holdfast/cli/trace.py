@@ -11,8 +11,9 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
-from holdfast.cli.screen import printable, stdout
+from holdfast.cli.screen import stdout
 from holdfast.errors import UnavailableError
+from holdfast.spec.printable import printable
 
 
 def trace(

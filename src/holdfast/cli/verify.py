@@ -13,8 +13,9 @@ from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import AllowRoot, opened
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, printable, shown_bytes, stdout
+from holdfast.cli.screen import Screen, shown_bytes, stdout
 from holdfast.errors import CorruptError
+from holdfast.spec.printable import printable
 
 DAMAGES_MAX = 50
 """Damages told one by one on a terminal."""

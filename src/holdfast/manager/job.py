@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
 from holdfast.engine.arena import Arena
-from holdfast.errors import BY_NAME, CheckpointError, UnavailableError
+from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.manager.plans import Plans
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Board, Comm
@@ -121,7 +121,17 @@ def error_text(error: BaseException) -> str:
     """Return an error as ASCII text that another rank can raise again."""
     kind = type(error).__name__ if isinstance(error, CheckpointError) else UnavailableError.__name__
     message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return json.dumps({"kind": kind, "message": message[:20_000]})
+    return json.dumps({"kind": kind, "message": message[:20_000], "absent": is_absence(error)})
+
+
+def is_absence(error: BaseException) -> bool:
+    """Return whether damage is that something named is not there."""
+    if not isinstance(error, CorruptError):
+        return False
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, MissingError):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def error_from(text: str, prefix: str = "") -> CheckpointError:

@@ -19,7 +19,7 @@ from holdfast.manager.job import error_text, raise_together
 from holdfast.manager.place import Place
 from holdfast.manager.reading import Reading, reading
 from holdfast.manager.resolve import index_for, resolve
-from holdfast.manager.resume import Choice, One, PassedOver, are_all_damage
+from holdfast.manager.resume import Choice, Damage, One, PassedOver, damage_in
 from holdfast.manager.sameness import same_content
 from holdfast.manager.soundness import RequireStored
 from holdfast.plan.intersect import WantedBoxes, load_plan
@@ -154,7 +154,8 @@ def load(
         MissingError: There is no checkpoint.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
-    wrong: CheckpointError | None = None
+    wrong: Damage | None = None
+    filling: set[str] = set()
     account = Account("load", home.step, home.url, comm, clock, audience or Audience((), clock))
     with reading(clock, settings.lease_seconds) as lease:
         while True:
@@ -162,23 +163,31 @@ def load(
                 with ExitStack() as pause:
                     # Until it is known that much data moves: what is made for thousands of tensors is never walked.
                     pause.enter_context(collector_paused())
-                    return _load(comm, clock, settings, framework, home, choice, request, pause, wrong, account, lease)
+                    done = _load(
+                        comm, clock, settings, framework, home, choice, request, pause, wrong, account, lease, filling
+                    )
+                choice.settle()
+                return done
             except _Damaged as damaged:
-                wrong = damaged.error
-                account.begin_again(wrong)
+                wrong = damaged.damage
+                account.begin_again(wrong.error)
             except BaseException as error:
                 if wrong is not None and isinstance(error, InvalidError):
-                    error.add_note(f"the state may be partly filled from a newer step that turned out damaged: {wrong}")
+                    error.add_note(
+                        f"the state may be partly filled from a newer step that turned out damaged: {wrong.error}"
+                    )
                 account.fail(error)
+                if isinstance(error, CheckpointError):
+                    choice.settle()
                 raise
 
 
 class _Damaged(Exception):
     """Every rank knows that what it began to load is damaged, and that another is to be tried."""
 
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    def __init__(self, damage: Damage) -> None:
+        super().__init__(str(damage.error))
+        self.damage = damage
 
 
 def _load(
@@ -190,9 +199,10 @@ def _load(
     choice: Choice,
     request: LoadRequest,
     pause: ExitStack,
-    wrong: CheckpointError | None,
+    wrong: Damage | None,
     account: Account,
     lease: Reading,
+    filling: set[str],
 ) -> Loaded | None:
     with account.phase("resolve"):
         resolved = resolve(comm, clock, home, choice, wrong, lease)
@@ -212,6 +222,8 @@ def _load(
             plan = _plan(restoration, index, request, settings)
             loaded_bytes = _filled_bytes(restoration, plan)
             offer = offer_of(plan, manifest, settings, comm.world_size)
+            if not request.strict:
+                _require_filled(filling, restoration, place)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     with account.phase("agree"):
@@ -223,6 +235,7 @@ def _load(
         del offers
     targets = [wanted.target for wanted in restoration.wanted]
     own, moved = None, Moved(0, 0)
+    filling.update(wanted.fqn for wanted in restoration.wanted)
     try:
         if plan.bytes > settings.window_bytes:
             pause.close()
@@ -340,6 +353,21 @@ def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings
     return load_plan(wanted, index.pieces_near, settings.read_window_bytes)
 
 
+def _require_filled(filling: Collection[str], restoration: Restoration, place: Place) -> None:
+    """Refuse a step that leaves what a newer one, which turned out damaged, had begun to fill.
+
+    Raises:
+        InvalidError: Names it.
+    """
+    left = sorted({*filling} & {*restoration.missing})
+    if left:
+        raise InvalidError(
+            f"{place.url}: lacks {len(left)} names that a newer step had begun to fill before it turned out damaged: "
+            f"{', '.join(left[:20])}. They would keep values of the damaged step; expected that every name gets "
+            "those of one step. Make the state anew and load again: the damaged step is passed over then"
+        )
+
+
 def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     """Return the bytes of this rank's memory that a plan fills, all of what is held and not missing.
 
@@ -421,8 +449,9 @@ def _raise_together(statuses: Sequence[str | None], rank: int, own: Exception | 
     try:
         raise_together(statuses, rank, own)
     except CorruptError as error:
-        if choice.falls_back and are_all_damage(statuses):
-            raise _Damaged(error) from error
+        damage = damage_in(error, statuses) if choice.falls_back else None
+        if damage is not None:
+            raise _Damaged(damage) from error
         raise
 
 

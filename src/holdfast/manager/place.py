@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.format import Foreign
 from holdfast.ports.store import Packs, Store, Stored, packs_under
-from holdfast.repository.catalog import exists, read_manifest_bytes, step_folders
+from holdfast.repository.catalog import (
+    check_size,
+    exists,
+    manifest_in,
+    read_manifest_bytes,
+    short_packs,
+    step_folders,
+)
 from holdfast.repository.epochs import counts, data_counts, fenced_error, standing_fence
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_folder, step_of_pack
 from holdfast.spec.manifest import Manifest
@@ -153,3 +160,16 @@ def manifest_bytes_at(place: Place) -> bytes:
     if place.root is not None and not data_counts(data, standing_fence(place.root), place.url):
         raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
     return data
+
+
+def is_all_there(place: Place) -> bool:
+    """Return whether every file that the manifest at a place names is there in its full size, by another look."""
+    try:
+        manifest = manifest_in(place.folder, manifest_bytes_at(place), f"{place.url}/{MANIFEST_FILE}")
+        own = f"{place.folder}{manifest.attempt}/"
+        overview = () if manifest.overview is None else (manifest.overview,)
+        for record in (*manifest.parts, *manifest.indexes, *overview):
+            check_size(place.store, own + record.name, record)
+    except (CorruptError, MissingError):
+        return False
+    return not short_packs(place.store, place.folder, manifest, place.packs_of(manifest))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.manager.job import error_from, error_text
+from holdfast.manager.job import error_from, error_text, is_absence
 from holdfast.manager.place import Place, manifest_bytes_at
 from holdfast.manager.reading import Reading
-from holdfast.manager.resume import Choice, PassedOver
+from holdfast.manager.resume import Choice, Damage, PassedOver
 from holdfast.manager.soundness import RequireStored, require_covered, require_wanted_covered, stored_by
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
@@ -63,7 +63,7 @@ def resolve(
     clock: Clock,
     home: Place,
     choice: Choice,
-    wrong: CheckpointError | None = None,
+    wrong: Damage | None = None,
     lease: Reading | None = None,
 ) -> Resolved | None:
     """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
@@ -95,7 +95,7 @@ def resolve(
                         lease.begin(place, judged.manifest)
                     break
                 except (CorruptError, MissingError) as error:
-                    place = choice.next(error)
+                    place = choice.next(Damage(error, frozenset((0,)), is_absence(error)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
             own = error
         head = {

@@ -75,11 +75,20 @@ def identity_at(store: Store, step: int) -> str:
     Raises:
         MissingError: There is none.
     """
+    return _stated_at(store, step)[0]
+
+
+def _stated_at(store: Store, step: int) -> tuple[str, Mapping[str, object]]:
+    """Return the identity of the manifest at a step, and what it says, which is nothing where it is damaged."""
     key = step_folder(step) + MANIFEST_FILE
     try:
-        return manifest_identity(store.get(key, MANIFEST_BYTES_MAX))
+        data = store.get(key, MANIFEST_BYTES_MAX)
     except CorruptError:  # Too large to be one.
-        return hex_digest_of(str(store.size(key)).encode())[:16]
+        return hex_digest_of(str(store.size(key)).encode())[:16], {}
+    try:
+        return manifest_identity(data), unsealed(data, MANIFEST_FILE)[0]
+    except CheckpointError:
+        return manifest_identity(data), {}
 
 
 def quarantined(store: Store) -> Mapping[int, Mapping[str, Quarantined]]:
@@ -107,20 +116,32 @@ def is_quarantined(store: Store, step: int) -> bool:
     return bool(known) and identity_at(store, step) in known
 
 
-def quarantine(store: Store, step: int, why: str, found: str) -> None:
-    """Note that a step is damaged; nothing of it is touched. Noting it twice changes nothing.
+def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> None:
+    """Note that the manifest at a step is damaged; nothing of it is touched. Noting it twice changes nothing.
 
+    Args:
+        store: The root of the run.
+        step: The step.
+        identity: Which manifest was judged.
+        why: What was found.
+        found: When, for people.
     Raises:
         MissingError: There is no manifest at the step any more.
+        ConflictError: Another lies there by now.
         CheckpointError: The root cannot be written to.
     """
     folder = step_folder(step)
-    try:
-        named = unsealed(store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX), MANIFEST_FILE)[0].get("attempt")
-        attempts = [named] if isinstance(named, str) and is_attempt_folder(named) else []
-    except CorruptError:
+    there, stated = _stated_at(store, step)
+    if there != identity:
+        raise ConflictError(
+            f"{store.url}/{folder}{MANIFEST_FILE}: is {there}; expected {identity}, which was judged. It was saved anew"
+        )
+    named = stated.get("attempt")
+    if isinstance(named, str) and is_attempt_folder(named):
+        attempts = [named]
+    else:
         attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
-    record = Quarantined(step, identity_at(store, step), why[:_WHY_MAX], found, tuple(attempts))
+    record = Quarantined(step, identity, why[:_WHY_MAX], found, tuple(attempts))
     document = {
         "holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "quarantine"},
         "step": step,

@@ -117,7 +117,10 @@ def _built(value: FrameworkValue) -> object:
         try:
             return torch.device(content)
         except RuntimeError as error:
-            raise CorruptError(f"device {content[:80]!r}: unknown to torch ({str(error)[:200]})") from error
+            raise InvalidError(
+                f"device {content[:80]!r}: unknown to this torch ({str(error)[:200]}); expected one that it knows. "
+                "Load with the torch that it was saved with, or leave the name out with skip="
+            ) from error
     if value.kind == "torch.tensor":
         return _tensor(content)
     raise InvalidError(f"a value of kind {value.kind[:80]!r} was saved by a newer Holdfast; load it with that version")
@@ -128,9 +131,14 @@ _DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance
 
 
 def _dtype(name: object) -> torch.dtype:
-    if not isinstance(name, str) or name not in _DTYPES:
-        shown = repr(name[:80]) if isinstance(name, str) else type(name).__name__
-        raise CorruptError(f"dtype {shown}: torch has none of this name; damaged, or saved with another torch")
+    if not isinstance(name, str):
+        raise CorruptError(f"a dtype that is {type(name).__name__}; expected its name. Read another copy")
+    if name not in _DTYPES:
+        # What says so has passed its check: it is what was saved, and every other step says the same.
+        raise InvalidError(
+            f"dtype {name[:80]!r}: this torch has none of this name; expected one that it has. Load with the torch "
+            "that it was saved with, or leave the name out with skip="
+        )
     return _DTYPES[name]
 
 
