@@ -9,6 +9,7 @@ import os
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -32,6 +33,7 @@ from tests.crash.rig import (
     NEW,
     NEXT,
     OLD,
+    SETTINGS,
     attempted,
     committed_at,
     content_under,
@@ -140,7 +142,10 @@ def test_a_killed_save_is_never_chosen_on_resume(tmp_path: Path) -> None:
 def test_mixed_steps_are_never_loaded(tmp_path: Path, which: str) -> None:
     """DCP loads a mix of two steps silently, one shard file exchanged as after a killed re-save."""
     root = tmp_path / "root"
-    committed_at(root, OLD, NEW)
+    run = run_at(local_store(root), settings=replace(SETTINGS, reuse_unchanged=False))
+    for step in (OLD, NEW):
+        run.save(step, training_state(step), EVERYTHING).wait()
+    run.close()
     old, new = (sorted(step_path(root, step).rglob("*.safetensors")) for step in (OLD, NEW))
     at = 0 if which == "first" else -1
     assert old[at].stat().st_size == new[at].stat().st_size, "nothing but the content tells"
@@ -335,7 +340,7 @@ def test_bytes_per_tiny_tensor(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     holdfast.save(path, state)
     files = [each for each in path.rglob("*") if each.is_file()]
-    assert len(files) == 4, "a pack, a part, an index and a manifest: no file of a tensor's own"
+    assert len(files) == 5, "a pack, a part, an index, a manifest and a report: no file of a tensor's own"
     kinds = Counter[str]()
     for file in files:
         kinds[file.suffix] += file.stat().st_size

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
+from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.manager.place import require_no_checkpoint
 from holdfast.manager.reading import Readers
 from holdfast.manager.tenure import Tenure, held
@@ -18,10 +18,11 @@ from holdfast.ports.clock import Clock
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id, step_folders
 from holdfast.repository.collect import (
+    is_manifest_at,
     is_pack_key,
     look_into,
     mark_keys,
-    named_packs,
+    named_files,
     put_mark,
     remove,
     remove_folders,
@@ -29,7 +30,7 @@ from holdfast.repository.collect import (
 )
 from holdfast.repository.epochs import standing_fence
 from holdfast.repository.names import RUN_FILE
-from holdfast.repository.quarantine import quarantined
+from holdfast.repository.quarantine import quarantined, set_aside_packs
 from holdfast.repository.tags import read_tags
 from holdfast.spec.collecting import Doomed, StepFiles
 from holdfast.spec.manifest import Manifest
@@ -86,20 +87,35 @@ class Pins:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pinned: dict[int, list[int]] = {}
+        self._removed = threading.Condition(self._lock)
+        self._pinned: dict[int, set[int]] = {}
+        self._unknown: set[int] = set()
+        self.stands_at: int | None = None
+        """The step that this process saved or loaded last: wherever it stands among the others, training goes on from
+        there."""
         self._going: frozenset[int] = frozenset()
 
     def pin(self, step: int, base: int | None) -> bool:
         """Note that a step is being saved, with references to what another holds; return whether it may refer to it."""
         with self._lock:
+            # A manifest there that does not count may just be going, and must not take a new one with it.
+            self._removed.wait_for(lambda: step not in self._going)
             granted = base is not None and base not in self._going
-            self._pinned[step] = [step] if base is None or not granted else [step, base]
+            self._pinned.setdefault(step, set()).update({step} if base is None or not granted else {step, base})
             return granted
 
-    def unpin(self, step: int) -> None:
-        """Note that a save is committed. One that failed may be published later all the same, and stays pinned."""
+    def note_unknown(self, step: int) -> None:
+        """Note that a save may be published later, whatever becomes of another try at its step."""
         with self._lock:
-            self._pinned.pop(step, None)
+            self._unknown.add(step)
+
+    def unpin(self, step: int, *, is_committed: bool) -> None:
+        """Note that a save is committed, or certain never to be."""
+        with self._lock:
+            if is_committed:
+                self._unknown.discard(step)
+            if step not in self._unknown:
+                self._pinned.pop(step, None)
 
     def under_way(self) -> frozenset[int]:
         """Return the steps that are being saved, or may be published later."""
@@ -115,6 +131,7 @@ class Pins:
         """Return which of some steps no save needs; from now on no save can refer to them."""
         with self._lock:
             self._going = steps - self._needed()
+            self._removed.notify_all()
             return self._going
 
     def _needed(self) -> frozenset[int]:
@@ -139,6 +156,7 @@ class Collector:
         self._store, self._clock, self._keep, self._tenure = store, clock, keep, tenure
         self._pins = Pins() if pins is None else pins
         self._readers = Readers(store, clock)
+        self._said: set[str] = set()
 
     def collect(self, grace_seconds: float, wait: Wait) -> CollectReport | None:
         """Remove what nobody needs; return what that was, or None if it was given up while waiting.
@@ -172,7 +190,7 @@ class Collector:
     def _carried_out(self, first: Survey) -> CollectReport:
         assert self._tenure is not None, "only the holder of the epoch removes"
         second = self.survey()
-        _require_all_listed(self._store, first, second)
+        _require_all_listed(self._store, first, second, self._pins.under_way())
         going = first.doomed.confirmed_by(second.doomed)
         free = self._pins.release_for_removal(frozenset(going.steps))
         try:
@@ -180,6 +198,7 @@ class Collector:
                 # A save began to refer to one of them: what it needs is found anew.
                 second = self.survey()
                 going = going.confirmed_by(second.doomed)
+            going = replace(going, steps={s: d for s, d in going.steps.items() if is_manifest_at(self._store, s, d)})
             self._tenure.require()
             remove(self._store, going)
         finally:
@@ -205,23 +224,28 @@ class Collector:
         for step in step_folders(store):
             records = noted.get(step, {})
             spared = {attempt for record in records.values() for attempt in record.attempts}
-            files, manifest = look_into(store, step, fence, spared)
+            files, manifest, strangers = look_into(store, step, fence, spared)
             found.append(files)
+            for key in strangers:
+                self._say_once("%s/%s: nothing that a save puts there; left alone", store.url, key)
             if files.digest is None or not files.counts:
                 continue
             manifests[step] = manifest
-            if step in needed:
-                reasons[step] = ("a save under way needs it",)
-            elif manifest is None:
+            if manifest is None:
                 reasons[step] = ("its manifest cannot be read",)
-            elif files.digest[:16] in records:
+            elif files.digest[:16] in records or manifest.attempt in spared:
                 reasons[step] = ("under quarantine",)
         whole = {step: each for step, each in manifests.items() if each is not None}
         reasons |= self._kept(whole, reasons, found)
+        for step in needed & manifests.keys():
+            reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
+        stands_at = self._pins.stands_at
+        if stands_at is not None and stands_at in manifests:
+            reasons.setdefault(stands_at, ("the run goes on from it",))
         packs_known = all(manifest is not None for manifest in manifests.values())
         if not packs_known:
             unread = [step for step, manifest in manifests.items() if manifest is None]
-            logger.warning(
+            self._say_once(
                 "no pack is removed while the manifests of steps %s cannot be read: they may refer to any. Run: "
                 "holdfast repair %s",
                 unread[:20],
@@ -232,7 +256,7 @@ class Collector:
             run_id,
             {each.step: each.digest for each in found if each.digest is not None and each.counts},
             reasons,
-            doomed(found, staying, under_way, is_pack_key, packs_known=packs_known),
+            doomed(found, staying, under_way, is_pack_key, set_aside_packs(store), packs_known=packs_known),
             tuple(each.step for each in found if not each.holds_anything and each.step not in under_way),
         )
 
@@ -250,12 +274,24 @@ class Collector:
             for step, each in candidates.items()
             if step not in reasons
         ]
-        for step, why in self._readers.holds().items():
+        for step, why in self._readers.holds(forget=self._tenure is not None).items():
             steps = candidates if step is None else [step] if step in candidates else []
             reasons |= dict.fromkeys(steps, (f"read by {why}",))
         for step, whys in kept(self._keep, facts).items():
             reasons[step] = (*whys, *reasons.get(step, ()))
         return reasons
+
+    def await_readers(self, wait: Callable[[float], None]) -> None:
+        """Watch leases for as long as their holders may be silent, where it cannot be seen whether they live."""
+        seconds = self._readers.seconds_to_watch()
+        if seconds:
+            logger.info("%s: watching who reads for %g s", self._store.url, seconds)
+            wait(seconds)
+
+    def _say_once(self, text: str, *values: object) -> None:
+        if text % values not in self._said:
+            self._said.add(text % values)
+            logger.warning(text, *values)
 
     def _forget_marks(self) -> None:
         """Remove marks of collections that nobody carries out any more: only the holder of the epoch does."""
@@ -265,23 +301,23 @@ class Collector:
 
 
 def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapping[int, tuple[str, ...]]:
-    """Return the newest steps that lack packs, down to the first that does not.
+    """Return the newest steps that lack files, down to the first that does not.
 
     Nobody resumes from them, so they count for nothing, and the step before them is the newest valid one.
     """
     there = {key: size for each in found for files in each.attempts.values() for key, size in files.items()}
     torn = {}
     for step in sorted(manifests, reverse=True):
-        short = [key for key, size in named_packs(manifests[step]).items() if there.get(key) != size]
+        short = [key for key, size in named_files(manifests[step]).items() if there.get(key) != size]
         if not short:
             break
         torn[step] = (f"{short[0]} is missing or of another size",)
     return torn
 
 
-def _require_all_listed(store: Store, first: Survey, second: Survey) -> None:
+def _require_all_listed(store: Store, first: Survey, second: Survey, under_way: frozenset[int]) -> None:
     """Refuse to go by a listing that lacks what was there a moment ago, and that nobody but us removes."""
-    lost = sorted(step for step in first.standing if step not in second.standing)
+    lost = sorted(first.standing.keys() - second.standing.keys() - under_way)
     if lost:
         raise CorruptError(
             f"{store.url}: steps {lost[:20]} were there and are not listed any more; nothing was removed. Something "
@@ -320,7 +356,9 @@ def collected(
             time.sleep(seconds)
             return False
 
-        report = Collector(store, clock, keep, tenure).collect(grace_seconds, wait)
+        collector = Collector(store, clock, keep, tenure)
+        collector.await_readers(time.sleep)
+        report = collector.collect(grace_seconds, wait)
         assert report is not None, "nobody gives it up"
         return report
 
@@ -367,11 +405,11 @@ class Background:
             except ConflictError as over:
                 logger.warning("collecting ends: %s", over)
                 return
-            except CheckpointError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next commit tries again
                 # A policy that cannot decide says so at every commit otherwise.
                 if str(error) not in self._said:
                     self._said.add(str(error))
-                    logger.warning("nothing was collected: %s", error)
+                    logger.warning("nothing was collected: %s: %s", type(error).__name__, error)
             else:
                 if report is not None and (report.steps or report.files):
                     logger.info("collected steps %s: %d bytes", list(report.steps), report.bytes)

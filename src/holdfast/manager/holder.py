@@ -31,13 +31,12 @@ def this_process(clock: Clock, lease_seconds: float) -> Holder:
 def is_this_process(holder: Holder) -> bool:
     """Return whether a holder is this very process."""
     stat = _stat_of(os.getpid())
-    return _is_visible(holder) and holder.pid == os.getpid() and stat is not None and stat.started == holder.started
+    return can_be_seen(holder) and holder.pid == os.getpid() and stat is not None and stat.started == holder.started
 
 
 def is_gone(holder: Holder) -> bool:
     """Return whether a holder is certain to run no more: its process could be seen from here, and is not there."""
-    # A copy of a virtual machine has its boot id, under another name mostly.
-    if not _is_visible(holder) or holder.host != _host() or not holder.started:
+    if not can_be_seen(holder):
         return False
     try:
         os.kill(holder.pid, 0)
@@ -67,9 +66,11 @@ def _stat_of(pid: int) -> _Stat | None:
         return None
 
 
-def _is_visible(holder: Holder) -> bool:
-    """Return whether process ids and starts mean the same to a holder and to us."""
-    return bool(holder.boot) and (holder.boot, holder.namespaces) == (_boot(), _namespaces()) and holder.pid > 0
+def can_be_seen(holder: Holder) -> bool:
+    """Return whether it can be told from here if a holder still runs: process ids and starts mean the same to both."""
+    is_here = bool(holder.boot) and (holder.boot, holder.namespaces) == (_boot(), _namespaces())
+    # A copy of a virtual machine has its boot id, under another name mostly.
+    return is_here and holder.host == _host() and holder.pid > 0 and holder.started > 0
 
 
 def _host() -> str:

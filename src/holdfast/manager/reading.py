@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.manager.holder import is_gone, this_process
+from holdfast.manager.holder import can_be_seen, is_gone, this_process
 from holdfast.manager.place import Place
 from holdfast.ports.clock import Clock
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, manifest_digest
+from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.collect import marks
 from holdfast.repository.epochs import RELEASED, newest_epoch, read_beat, read_epoch
 from holdfast.repository.leases import leases, put_lease
@@ -22,32 +23,40 @@ from holdfast.spec.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 3
+_LOOKS_PER_LEASE = 50
 
 
-def is_going(store: Store, step: int, digest: str) -> bool:
+def is_going(store: Store, clock: Clock, step: int, digest: str) -> bool:
     """Return whether a step is just being removed by somebody who may still be at it.
 
     Args:
         store: The root of the run.
+        clock: To watch a holder on another machine by.
         step: The step.
         digest: Digest of its manifest.
     """
-    try:
-        epochs = {each.epoch for each in marks(store) if each.is_carried_out and each.steps.get(step) == digest}
-    except CorruptError:
-        return True  # It may name any.
-    return any(_is_held(store, epoch) for epoch in epochs)
+    epochs = {each.epoch for each in marks(store) if each.is_carried_out and each.steps.get(step) == digest}
+    return any(_is_held(store, clock, epoch) for epoch in epochs)
 
 
-def _is_held(store: Store, epoch: int) -> bool:
-    """Return whether an epoch may still have a holder at work."""
-    if epoch != newest_epoch(store) or read_beat(store, epoch) == RELEASED:
-        return False
+def _is_held(store: Store, clock: Clock, epoch: int) -> bool:
+    """Return whether an epoch has a holder at work; where that cannot be seen, after watching its beat."""
     try:
+        if epoch != newest_epoch(store) or read_beat(store, epoch) == RELEASED:
+            return False
         record = read_epoch(store, epoch)
+        if record is None or is_gone(record.holder):
+            return False
+        if can_be_seen(record.holder):
+            return True
+        seen, start = read_beat(store, epoch), clock.monotonic_seconds()
+        while clock.monotonic_seconds() - start <= record.holder.lease_seconds:
+            time.sleep(record.holder.lease_seconds / _LOOKS_PER_LEASE)
+            if (beat := read_beat(store, epoch)) != seen:
+                return beat != RELEASED
     except (CorruptError, InvalidError):
-        return True
-    return record is None or not is_gone(record.holder)
+        return False  # Who is late by a moment will be told that the step is gone.
+    return False
 
 
 class Reading:
@@ -81,14 +90,18 @@ class Reading:
         Raises:
             MissingError: It is just being collected, or was.
         """
-        if place.root is None or manifest.step is None or manifest_digest(place.root, manifest.step) is None:
+        if place.root is None or manifest.step is None or not manifest.attempt:
             return
+        gone = MissingError(f"{place.url}: is being collected, for no policy keeps it; choose another step")
+        if manifest_digest(place.root, manifest.step) is None:
+            raise gone
         with self._lock:
             self._said = place.root, manifest.step
             is_said = self._put()
         # Looked for after it was said: whoever removes it sees the one, or we see the other.
-        if is_going(place.root, manifest.step, manifest.digest) or not exists(place.store, place.manifest_key):
-            raise MissingError(f"{place.url}: is being collected, for no policy keeps it; choose another step")
+        is_there = manifest_digest(place.root, manifest.step) == manifest.digest
+        if not is_there or is_going(place.root, self._clock, manifest.step, manifest.digest):
+            raise gone
         if is_said and self._thread is None:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
             self._thread.start()
@@ -139,35 +152,53 @@ class Readers:
         self._store, self._clock = store, clock
         self._seen: dict[str, tuple[bytes, float]] = {}
 
-    def holds(self) -> dict[int | None, str]:
+    def seconds_to_watch(self) -> float:
+        """Return how long the leases must be watched until those of the dead are known; 0 if there are none."""
+        self.holds(forget=False)
+        return max(
+            (
+                _UNREADABLE_SECONDS if each.holder is None else each.holder.lease_seconds
+                for each in leases(self._store)
+                if each.holder is None or not can_be_seen(each.holder)
+            ),
+            default=0.0,
+        )
+
+    def holds(self, *, forget: bool) -> dict[int | None, str]:
         """Return the steps that somebody reads, each with who; None stands for a lease that names no step.
 
-        A lease is dead if its process was here and runs no more, or if nothing renewed it for as long as it said,
-        since this collector saw it first. Dead ones are removed.
+        A lease is dead if its process was here and runs no more; of a process that cannot be seen from here, if nothing
+        renewed it for as long as it said, since this collector saw it first.
+
+        Args:
+            forget: Whether dead ones are removed.
         """
         now = self._clock.monotonic_seconds()
         found: dict[int | None, str] = {}
         dead = []
         known = leases(self._store)
+        seen = self._seen
         self._seen = {
-            each.key: self._seen[each.key] if self._seen.get(each.key, (b"", 0.0))[0] == each.data else (each.data, now)
+            each.key: seen[each.key] if each.key in seen and seen[each.key][0] == each.data else (each.data, now)
             for each in known
         }
         for each in known:
             silent = now - self._seen[each.key][1]
             if each.holder is None:
                 # Whose it is nobody can say; it is no reader's for longer than anybody may be silent.
-                is_dead = silent > _UNREADABLE_SECONDS
+                is_dead = silent >= _UNREADABLE_SECONDS
+            elif can_be_seen(each.holder):
+                is_dead = is_gone(each.holder)
             else:
-                is_dead = is_gone(each.holder) or silent > each.holder.lease_seconds
+                is_dead = silent >= each.holder.lease_seconds
             if is_dead:
                 dead.append(each.key)
             else:
                 found[each.step] = "unknown" if each.holder is None else str(each.holder)
-        if dead:
+        if dead and forget:
             self._store.delete(dead)
         return found
 
 
-_UNREADABLE_SECONDS = 60.0
+_UNREADABLE_SECONDS = 10.0
 """How long a lease that cannot be read is taken for a reader's: it may be just being written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from holdfast.manager.audience import Audience
 from holdfast.manager.collecting import Background, Collector, Pins
 from holdfast.manager.commit import vacated
 from holdfast.manager.distrust import Distrust
-from holdfast.manager.handle import SaveHandle
+from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadReport, LoadRequest, load
 from holdfast.manager.metrics import WantedMetrics, told_metrics
@@ -22,7 +23,7 @@ from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.preemption import Departure, owed_bytes
 from holdfast.manager.previous import Base, Previous, Unchanged, previous_of
 from holdfast.manager.resume import Choice, Newest, One
-from holdfast.manager.save import Save
+from holdfast.manager.save import OutcomeUnknown, Save
 from holdfast.manager.schedule import Schedule
 from holdfast.manager.tagging import require_all_free, tag_saved, tag_step, untag, wanted_tags
 from holdfast.manager.tenure import Tenure
@@ -142,8 +143,8 @@ class Run:
         def claim(place: Place) -> dict[str, object]:
             self._metrics.require_in(told)
             require_all_free(self._store, names)
-            note = claimed(place, self._tenure, self._job.clock)
             base = self._pinned(step)
+            note = claimed(place, self._tenure, self._job.clock)
             return {**note, "base": base, "distrusted": [] if base is None else self._distrust.steps()}
 
         def settle(place: Place, run_id: str, digest: str) -> None:
@@ -151,7 +152,8 @@ class Run:
             self._previous = unchanged.committed(digest)
             if self._job.comm.rank == 0:
                 tag_saved(self._store, self._job.clock, step, names)
-                self._pins.unpin(step)
+                self._pins.unpin(step, is_committed=True)
+                self._pins.stands_at = step
                 if self._collecting is not None:
                     self._collecting.want()
 
@@ -167,7 +169,12 @@ class Run:
             audience=self._audience,
             unchanged=unchanged,
         )
-        handle = save.begin(collect)
+        save.handle.committed.add_done_callback(partial(_let_go, self._pins, step))
+        try:
+            handle = save.begin(collect)
+        except BaseException:
+            self._pins.unpin(step, is_committed=False)
+            raise
         self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
@@ -200,6 +207,7 @@ class Run:
         place, manifest, self.load_report = done.place, done.manifest, done.report
         if place.step is not None:
             self._previous = previous_of(manifest, done.index, done.filled)
+            self._pins.stands_at = place.step
             self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
             if self._schedule is not None:
                 self._schedule.note_loaded(place.step)
@@ -300,6 +308,15 @@ class Run:
     def _require_open(self) -> None:
         if self._closed:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
+
+
+def _let_go(pins: Pins, step: int, committed: Future[SaveReport]) -> None:
+    """Pin a step no longer that is certain not to be there; knows no run, for whoever keeps the handle keeps this."""
+    error = committed.exception()
+    if isinstance(error, OutcomeUnknown):
+        pins.note_unknown(step)
+    elif error is not None:
+        pins.unpin(step, is_committed=False)
 
 
 def founded(store: Store, clock: Clock) -> str:

@@ -426,8 +426,12 @@ def _abandon(ballot: Ballot, transfer: Transfer, error: CheckpointError) -> None
         transfer.give_up(error)
 
 
+class OutcomeUnknown(UnavailableError):
+    """The checkpoint may be there, or come to be there."""
+
+
 def _unknown(name: str, place: Place, reason: str) -> UnavailableError:
-    return UnavailableError(
+    return OutcomeUnknown(
         f"{name}: outcome unknown: {reason}. The checkpoint may or may not be at {place.url}; nothing was removed. "
         "Look there (holdfast ls) before saving this step again"
     )

@@ -28,7 +28,7 @@ def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
     known = name in read_tags(store).whole
     tag = put_tag(store, step, name, told_time(clock))
     # Looked for after it was put: whoever removes the step sees the one, or we see the other.
-    if not known and is_going(store, step, tag.digest):
+    if not known and is_going(store, clock, step, tag.digest):
         remove_tag(store, name)
         raise ConflictError(
             f"{store.url}: step {step} is being collected, for no policy keeps it; expected one that stays. Nothing "

@@ -12,6 +12,7 @@ def doomed(
     staying: Collection[int],
     under_way: Collection[int],
     is_pack: Callable[[str], bool],
+    wanted: frozenset[str] = frozenset(),
     *,
     packs_known: bool,
 ) -> Doomed:
@@ -24,11 +25,12 @@ def doomed(
         staying: Steps whose manifest stays, among them all that cannot be judged.
         under_way: Steps that are being saved, or may be: nothing of theirs is touched.
         is_pack: Whether a key is that of a pack.
+        wanted: Packs that are needed besides.
         packs_known: Whether every manifest that stays could be read; otherwise no pack goes, for it may name it.
     """
     known = list(steps)
     stays = {each.step for each in known if each.counts and each.step in staying}
-    needed = frozenset().union(*(each.packs for each in known if each.step in stays))
+    needed = wanted.union(*(each.packs for each in known if each.step in stays))
     going: dict[int, str] = {}
     files: dict[str, int] = {}
     for each in known:

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import CheckpointError, CorruptError, MissingError
+from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import manifest_in
 from holdfast.repository.digest import hex_digest_of
 from holdfast.repository.manifest import (
     MANIFEST_BYTES_MAX,
     Fields,
     check_format,
-    decode_manifest,
     sealed,
     stated_digest,
     unsealed,
@@ -31,10 +31,8 @@ from holdfast.repository.names import (
     is_attempt_file,
     is_attempt_folder,
     is_file_url,
-    is_pack_name,
     step_folder,
     step_of_pack,
-    step_pack_name,
 )
 from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import MIB
@@ -73,10 +71,12 @@ class Mark:
     """Steps that lose their manifest, each with the digest of it."""
 
 
-def look_into(store: Store, step: int, fence: Fence, spared: Iterable[str] = ()) -> tuple[StepFiles, Manifest | None]:
-    """Return what lies in the folder of a step, and its manifest if it can be read.
+def look_into(
+    store: Store, step: int, fence: Fence, spared: Iterable[str] = ()
+) -> tuple[StepFiles, Manifest | None, list[str]]:
+    """Return what lies in the folder of a step, its manifest if it can be read, and keys that no save gives.
 
-    What has a name that no save gives is told and left out: whoever put it there may want it.
+    The latter are nobody's to remove: whoever put them there may want them.
 
     Args:
         store: The root of the run.
@@ -90,6 +90,7 @@ def look_into(store: Store, step: int, fence: Fence, spared: Iterable[str] = ())
     digest, manifest, counts = _manifest_at(store, step, fence)
     attempts: dict[str, dict[str, int]] = {}
     reports: dict[str, int] = {}
+    strangers = []
     for entry in store.list(folder):
         place, _, name = entry.key.removeprefix(folder).partition("/")
         if is_attempt_folder(place) and is_attempt_file(name):
@@ -97,7 +98,7 @@ def look_into(store: Store, step: int, fence: Fence, spared: Iterable[str] = ())
         elif place == _REPORTS_FOLDER and name:
             reports[entry.key] = entry.bytes
         elif entry.key != folder + MANIFEST_FILE:
-            logger.warning("%s/%s: nothing that a save puts there; left alone", store.url, entry.key)
+            strangers.append(entry.key)
     found = StepFiles(
         step=step,
         digest=digest,
@@ -108,7 +109,7 @@ def look_into(store: Store, step: int, fence: Fence, spared: Iterable[str] = ())
         packs=packs_named_by([] if manifest is None else [manifest]),
         spared=frozenset(spared),
     )
-    return found, manifest
+    return found, manifest, strangers
 
 
 def _manifest_at(store: Store, step: int, fence: Fence) -> tuple[str | None, Manifest | None, bool]:
@@ -118,13 +119,12 @@ def _manifest_at(store: Store, step: int, fence: Fence) -> tuple[str | None, Man
         data = store.get(key, MANIFEST_BYTES_MAX)
     except MissingError:
         return None, None, False
-    except CheckpointError as error:
-        # Too large for one, or a link in its place: not ours to judge.
-        logger.warning("step %d is left alone: %s", step, error)
+    except (CorruptError, InvalidError):
+        # Too large for one, or nothing that we may read: not ours to judge.
         return "", None, True
     try:
-        manifest = decode_manifest(data, f"{store.url}/{key}")
-    except CheckpointError:
+        manifest = manifest_in(step_folder(step), data, f"{store.url}/{key}")
+    except (CorruptError, InvalidError):
         return stated_digest(data) or hex_digest_of(data), None, True
     return manifest.digest, manifest, fence.admits(step, manifest.epoch, manifest.digest)
 
@@ -134,14 +134,25 @@ def is_pack_key(key: str) -> bool:
     return step_of_pack(key) is not None
 
 
-def named_packs(manifest: Manifest) -> dict[str, int]:
-    """Return the bytes, by key under the root, of every pack of the run that the manifest of a step names."""
+def named_files(manifest: Manifest) -> dict[str, int]:
+    """Return the bytes, by key under the root, of every file of the run that the manifest of a step names."""
     assert manifest.step is not None, "a run holds steps"
+    overview = () if manifest.overview is None else (manifest.overview,)
+    own = f"{step_folder(manifest.step)}{manifest.attempt}/"
     return {
-        step_pack_name(manifest.step, manifest.attempt, pack.name) if is_pack_name(pack.name) else pack.name: pack.bytes
-        for pack in manifest.packs
-        if not is_file_url(pack.name)
+        file.name if step_of_pack(file.name) is not None else own + file.name: file.bytes
+        for file in (*manifest.packs, *manifest.parts, *manifest.indexes, *overview)
+        if not is_file_url(file.name)
     }
+
+
+def is_manifest_at(store: Store, step: int, digest: str) -> bool:
+    """Return whether the manifest of a step is still the one with this digest."""
+    try:
+        data = store.get(step_folder(step) + MANIFEST_FILE, MANIFEST_BYTES_MAX)
+    except MissingError:
+        return False
+    return (stated_digest(data) or hex_digest_of(data)) == digest
 
 
 def put_mark(store: Store, run_id: str, nonce: str, epoch: int, going: Doomed, *, is_carried_out: bool) -> Mark:
@@ -160,26 +171,30 @@ def put_mark(store: Store, run_id: str, nonce: str, epoch: int, going: Doomed, *
 
 
 def marks(store: Store) -> list[Mark]:
-    """Return every mark under a root.
+    """Return every mark under a root; one that cannot be read counts for nothing.
 
-    Raises:
-        CorruptError: One is damaged: what it names is not known.
+    A mark protects who is late by a moment, and must not keep everybody from a run for ever.
     """
     found = []
     for key in sorted(entry.key for entry in store.list(MARKS_FOLDER)):
         if not _MARK.fullmatch(key):
             continue
-        where = f"{store.url}/{key}"
         try:
-            document, _ = unsealed(store.get(key, _MARK_BYTES_MAX), where)
+            found.append(_decoded(key, store.get(key, _MARK_BYTES_MAX), f"{store.url}/{key}"))
         except MissingError:
             continue  # Carried out since it was listed.
-        check_format(document, "collecting", where)
-        field = Fields(document, where)
-        steps = dict(_step_of(each, where) for each in field.of("steps", list))
-        epoch, is_carried_out = field.whole("epoch", EPOCH_MAX), field.of("carried_out", bool)
-        found.append(Mark(key, field.of("run_id", str), epoch, is_carried_out, steps))
+        except (CorruptError, InvalidError) as error:
+            logger.debug("a mark is passed over: %s", error)
     return found
+
+
+def _decoded(key: str, data: bytes, where: str) -> Mark:
+    document, _ = unsealed(data, where)
+    check_format(document, "collecting", where)
+    field = Fields(document, where)
+    steps = dict(_step_of(each, where) for each in field.of("steps", list))
+    epoch, is_carried_out = field.whole("epoch", EPOCH_MAX), field.of("carried_out", bool)
+    return Mark(key, field.of("run_id", str), epoch, is_carried_out, steps)
 
 
 def remove_marks(store: Store, keys: Iterable[str]) -> None:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.manifest import MANIFEST_BYTES_MAX, sealed, unsealed
+from holdfast.repository.manifest import MANIFEST_BYTES_MAX, decode_manifest, sealed, unsealed
 from holdfast.repository.names import MANIFEST_FILE, is_attempt_folder, step_folder, step_of_folder
+from holdfast.repository.reachable import packs_named_by
 from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ QUARANTINE = "quarantine/"
 """Folder of the records, under the root of a run."""
 
 _NAME = re.compile(r"(step-\d{12})\.([0-9a-f]{16})\.json", re.ASCII)
+_SET_ASIDE = re.compile(r"step-\d{12}\.[0-9a-f]{16}\." + re.escape(MANIFEST_FILE), re.ASCII)
 _RECORD_BYTES_MAX = 1 << 20
 _WHY_MAX = 2000
 
@@ -179,6 +181,18 @@ def set_aside(store: Store, step: int) -> bool:
 def quarantined_attempts(store: Store, step: int) -> set[str]:
     """Return the folders at a step that hold what was saved and found damaged: no sweep may remove them."""
     return {attempt for record in quarantined(store).get(step, {}).values() for attempt in record.attempts}
+
+
+def set_aside_packs(store: Store) -> frozenset[str]:
+    """Return the packs of the run that manifests name which were set aside, by their path from the root."""
+    manifests = []
+    for entry in store.list(QUARANTINE):
+        if _SET_ASIDE.fullmatch(entry.key.removeprefix(QUARANTINE)):
+            try:
+                manifests.append(decode_manifest(store.get(entry.key, MANIFEST_BYTES_MAX), f"{store.url}/{entry.key}"))
+            except (CorruptError, InvalidError, MissingError):
+                continue  # What it named cannot be told, nor anything be read by it.
+    return packs_named_by(manifests)
 
 
 def keep_as_it_is(store: Store, step: int, key: str, bytes_max: int) -> str:
