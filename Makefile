@@ -8,7 +8,7 @@
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set, holders killed, power cut;
-#                   a training told to end ROUNDS times (an hour or less)
+#                   a training told to end ROUNDS times; lives of runs drawn at random (an hour or less)
 #   make clean   remove the environment, caches and runs
 #
 # PYTHON=/path/to/python3 chooses another interpreter for the environment.
@@ -86,6 +86,7 @@ campaign: $(READY)
 	@COLLECT_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
 	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py \
 	    tests/distributed/test_preemption.py
+	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 tests/property/test_life_of_a_run.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
