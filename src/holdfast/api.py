@@ -352,6 +352,7 @@ def repair(
     step: int | None = None,
     *,
     dry_run: bool = False,
+    unfinished: bool = False,
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> RepairReport:
@@ -365,6 +366,8 @@ def repair(
         root: The root of the run.
         step: The step; None: every step of which a look at manifest, index, sizes and quarantine finds anything wrong.
         dry_run: Write nothing, only tell.
+        unfinished: Take in the manifest of that step though it does not count (`holdfast ls` shows it as fenced), if
+            all that it names is whole.
         observer: Told of progress while a step is read back.
         settings: How to read, and how an index is split.
     Raises:
@@ -375,7 +378,9 @@ def repair(
     """
     if step is not None:
         require_step(step)
-    return wiring.repair_of(root, settings, observer, dry_run=bool(dry_run)).run(step)
+    elif unfinished:
+        raise InvalidError("unfinished=True without a step; expected the step that is to be taken in, as in step=100")
+    return wiring.repair_of(root, settings, observer, dry_run=bool(dry_run), unfinished=bool(unfinished)).run(step)
 
 
 def collect(

@@ -302,10 +302,13 @@ def imported(
         job.close()
 
 
-def repair_of(root: object, settings: Settings, observer: Observer | None, *, dry_run: bool) -> Repair:
+def repair_of(
+    root: object, settings: Settings, observer: Observer | None, *, dry_run: bool, unfinished: bool
+) -> Repair:
     """Return what repairs the steps of a run."""
     references = References(settings.reference_roots)
-    return Repair(store_at(root, settings), references, clock(), settings, dry_run=dry_run, observer=observer)
+    store = store_at(root, settings)
+    return Repair(store, references, clock(), settings, dry_run=dry_run, unfinished=unfinished, observer=observer)
 
 
 _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()

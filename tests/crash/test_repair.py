@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, MissingError
 from holdfast.manager.place import none_allowed
 from holdfast.manager.repair import Repair, StepRepair
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.store import Store
+from holdfast.repository.epochs import RELEASED
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, index_of, largest_pack_of, manifest_of, truncate
 from tests.crash.rig import (
     EVERYTHING,
     NEW,
+    NEXT,
     OLD,
     SETTINGS,
     committed_at,
@@ -233,3 +235,41 @@ def test_an_index_that_was_split_otherwise_comes_as_one_file(in_memory: Path) ->
     assert not list(step.glob("*/overview.msgpack"))
     require_whole(root, {NEW})
     assert json.loads(manifest_of(step).read_text())["step"] == NEW
+
+
+@pytest.fixture
+def restored(root: Path) -> Path:
+    """A root of which the newest step was away while another writer took over."""
+    step_path(root, NEW).rename(root.parent / "aside")
+    (root / "epochs" / "000000000001.beat").write_bytes(RELEASED)
+    committed_at(root, NEXT)
+    (root.parent / "aside").rename(step_path(root, NEW))
+    assert run_at(local_store(root)).steps() == [OLD, NEXT]
+    return root
+
+
+def test_a_step_that_was_restored_after_a_takeover_is_taken_in(restored: Path) -> None:
+    before = content_under(restored)
+    with pytest.raises(MissingError, match=r"or was away at that time .*holdfast repair ROOT --step N --unfinished"):
+        resumed(run_at(local_store(restored)), NEW)
+    assert repair(local_store(restored)).outcome == "unfinished"
+    assert repair(local_store(restored), unfinished=True, dry_run=True).outcome == "repaired"
+    assert content_under(restored) == before
+    found = repair(local_store(restored), unfinished=True)
+    assert (found.outcome, found.done) == ("repaired", ("manifest.json: did not count, and is published anew",))
+    require_whole(restored, {OLD, NEW, NEXT})
+    assert repair(local_store(restored), unfinished=True).outcome == "whole"
+
+
+def test_one_that_is_not_whole_is_not_taken_in(restored: Path) -> None:
+    pack = largest_pack_of(step_path(restored, NEW))
+    flip(pack, pack.stat().st_size // 2)
+    before = content_under(restored)
+    found = repair(local_store(restored), unfinished=True)
+    assert (found.outcome, found.done) == ("unfinished", ())
+    assert found.lost_tensors
+    after = content_under(restored)
+    assert {name: after[name] for name in before if name.startswith("step-")} == {
+        name: data for name, data in before.items() if name.startswith("step-")
+    }
+    assert run_at(local_store(restored)).steps() == [OLD, NEXT]

@@ -55,7 +55,7 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
         if record.error:
             screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
         elif record.fenced:
-            screen.line(f"step {record.step}: fenced, its writer had been replaced; no checkpoint", style="yellow")
+            screen.line(f"step {record.step}: fenced, a newer writer did not find it; no checkpoint", style="yellow")
         elif not record.committed:
             screen.line(f"step {record.step}: unfinished, no manifest (a save is under way, or died)", style="yellow")
         elif record.quarantined is not None:

@@ -24,6 +24,9 @@ def repair(
         typer.Option("--step", metavar="N", help="This step, read back wholly; otherwise each that looks damaged."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; tell what would be done.")] = False,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Take in a fenced step, if all of it is whole; with --step.")
+    ] = False,
     allow_root: AllowRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
 ) -> None:
@@ -34,7 +37,7 @@ def repair(
     with ended_well():
         settings = Settings(reference_roots=tuple(allow_root or ()))
         with shown_progress("reading back") as bar:
-            report = api.repair(root, step, dry_run=dry_run, observer=bar, settings=settings)
+            report = api.repair(root, step, dry_run=dry_run, unfinished=unfinished, observer=bar, settings=settings)
         if as_json:
             stdout().json(_document(report, dry_run=dry_run))
         else:

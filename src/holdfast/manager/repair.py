@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,6 +41,8 @@ from holdfast.spec.damage import Damage
 from holdfast.spec.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
+
+_TAKEN_IN = "manifest.json: did not count, and is published anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Repair:
         settings: Settings,
         *,
         dry_run: bool = False,
+        unfinished: bool = False,
         observer: Observer | None = None,
     ) -> None:
         """Look at nothing yet.
@@ -101,10 +104,11 @@ class Repair:
             clock: For chance, and for the time that people are told.
             settings: How an index is split.
             dry_run: Write nothing.
+            unfinished: Take in a manifest that does not count, if all that it names is whole.
             observer: Told of progress while a step is read back.
         """
         self._store, self._references, self._clock, self._settings = store, references, clock, settings
-        self._dry_run, self._observer = dry_run, observer
+        self._dry_run, self._unfinished, self._observer = dry_run, unfinished, observer
         self._tenure = Tenure(store, clock, settings.lease_seconds)
 
     def run(self, step: int | None) -> RepairReport:
@@ -152,6 +156,8 @@ class Repair:
                 return StepRepair(step, "unfinished", (), ("no manifest that counts, so it is no checkpoint",), ())
             manifest = self._with_index(place, overlay, manifest, done)
         except Unprovable as error:
+            if _TAKEN_IN in done:
+                return _not_taken_in(step, [str(error)], error.fqns)
             self._carry_out(step, overlay)
             return StepRepair(step, "damaged", tuple(done), (str(error),), tuple(error.fqns))
         surplus = _surplus(place, manifest)
@@ -159,12 +165,14 @@ class Repair:
             overlay.delete(surplus)
             done.append("index files that the manifest does not name: taken away")
         damages = list(self._damages(place, manifest))
+        fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
+        if damages and _TAKEN_IN in done:
+            return _not_taken_in(step, map(_told, damages), fqns)
         self._carry_out(step, overlay)
         if not damages and not self._dry_run and quarantined(self._store).get(step):
             self._hold()
             lift(self._store, step)
         outcome: Literal["whole", "repaired", "damaged"] = "damaged" if damages else "repaired" if done else "whole"
-        fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
         return StepRepair(step, outcome, tuple(done), tuple(map(_told, damages)), tuple(fqns))
 
     def _manifest(self, place: Place, overlay: Overlay, done: list[str]) -> Manifest | None:
@@ -173,7 +181,10 @@ class Repair:
         try:
             data = read_manifest_bytes(self._store, place.folder)
             if not data_counts(data, standing_fence(self._store), where):
-                return None
+                if not self._unfinished:
+                    return None
+                manifest = manifest_in(place.folder, data, where)
+                return self._put_manifest(place, overlay, manifest, done, _TAKEN_IN)
             return manifest_in(place.folder, data, where)
         except MissingError:
             return None
@@ -297,6 +308,10 @@ def _surplus(place: Place, manifest: Manifest) -> list[str]:
     prefix = f"{place.folder}{manifest.attempt}/"
     files = [entry.key.removeprefix(prefix) for entry in place.store.list(prefix)]
     return [prefix + name for name in files if (is_index_name(name) or name == OVERVIEW_FILE) and name not in named]
+
+
+def _not_taken_in(step: int, lost: Iterable[str], fqns: Iterable[str]) -> StepRepair:
+    return StepRepair(step, "unfinished", (), ("its manifest does not count, and not all is whole", *lost), tuple(fqns))
 
 
 def _told(damage: Damage) -> str:

@@ -208,8 +208,9 @@ def admitted(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int, str 
 def fenced_error(where: str) -> MissingError:
     """Return the error for a manifest that does not count."""
     return MissingError(
-        f"{where}: was published by a writer that another one had replaced "
-        "(its epoch is over, and the newer one did not accept it), so it is no checkpoint; choose another step"
+        f"{where}: its epoch is over, and the newer one did not find it: it was published by a writer that another one "
+        "had replaced, or was away at that time (restored since, or moved and moved back). So it is no checkpoint. "
+        "Choose another step, or take it in if it is whole: holdfast repair ROOT --step N --unfinished"
     )
 
 
