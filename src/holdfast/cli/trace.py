@@ -12,7 +12,7 @@ import typer
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.screen import stdout
-from holdfast.errors import UnavailableError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.spec.printable import printable
 
 
@@ -30,6 +30,9 @@ def trace(
         made = api.trace(path)
         for key, error in made.unreadable:
             complain(f"{key} is left out: {error}")
+        if made.left_out_from is not None:
+            where = made.left_out_from.rstrip("/") or "this checkpoint"
+            complain(f"more reports than a trace holds: of {where} and older ones, some or all are left out")
         text = json.dumps(made.document, allow_nan=False)
         if output == "-":
             stdout().console.file.write(text + "\n")
@@ -41,13 +44,20 @@ def trace(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whole, or leave what was there."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write a file whole, or leave what was there; write into what is no regular file, such as a pipe."""
     try:
+        # Behind a link lies what is to be replaced.
+        target = path.resolve()
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_text(text + "\n")
+            return
+        if not target.name or target.is_dir():
+            raise InvalidError(f"{str(path)!r}: is a folder; expected the name of a file. Pass -o")
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             part.write_text(text + "\n")
-            part.replace(path)
+            part.replace(target)
         finally:
             part.unlink(missing_ok=True)
-    except OSError as error:
-        raise UnavailableError(f"{path}: {error.strerror}; expected a file that can be written. Pass -o") from error
+    except (OSError, RuntimeError) as error:
+        raise UnavailableError(f"{path}: {error}; expected a file that can be written. Pass -o") from error

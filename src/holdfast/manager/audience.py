@@ -123,7 +123,7 @@ class _Listener:
         while (event := self._events.get()) is not None:
             try:
                 self._observer.hear(event)
-            except Exception as error:  # noqa: BLE001 - no observer ends a save
+            except BaseException as error:  # noqa: BLE001 - no observer ends a save, nor silently what it is told
                 if not self._complained:
                     logger.warning(
                         "%s failed and is told of what follows all the same; this is said once: %s: %s",

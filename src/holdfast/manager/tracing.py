@@ -6,6 +6,7 @@ ui.perfetto.dev and chrome://tracing read it.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,10 @@ _TRACKS = {
 """Phases in the order in which their tracks lie below one another."""
 
 
+EVENTS_MAX = 500_000
+"""Phases and reports in one trace, about: what is drawn in a browser, and what this takes in memory, has an end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """What the reports beside one checkpoint, or all of a run, come to."""
@@ -46,6 +51,9 @@ class Trace:
     unreadable: tuple[tuple[str, CheckpointError], ...]
     """Reports that could not be read, by key, and why."""
 
+    left_out_from: str | None = None
+    """The first folder of which reports are left out, because there are more than a trace holds: it and all older."""
+
 
 def trace_of(store: Store) -> Trace:
     """Return the trace of a checkpoint, or of every step of a run.
@@ -57,12 +65,20 @@ def trace_of(store: Store) -> Trace:
     folders = folders or [step_folder(step) for step in step_folders(store)] or [""]
     reports: list[RankReport] = []
     unreadable: list[tuple[str, CheckpointError]] = []
-    for folder in folders:
+    events, left_out_from = 0, None
+    for folder in reversed(folders):
         for key, found in reports_in(store, folder):
+            if events > EVENTS_MAX:
+                left_out_from = folder
+                break
+            events += 1
             if isinstance(found, RankReport):
                 reports.append(found)
+                events += len(found.phases)
             else:
                 unreadable.append((key, found))
+        if left_out_from is not None:
+            break
     if not reports:
         damaged = f"; of {len(unreadable)} that are there none can be read: {unreadable[0][1]}" if unreadable else ""
         raise MissingError(
@@ -76,6 +92,7 @@ def trace_of(store: Store) -> Trace:
         loads=sum(verb == "load" for verb, _ in operations),
         ranks=len({each.operation.rank for each in reports}),
         unreadable=tuple(unreadable),
+        left_out_from=left_out_from,
     )
 
 
@@ -104,7 +121,8 @@ def _events(report: RankReport, first: float, lanes: _Lanes) -> Iterator[Fields]
     start = report.began_unix_seconds - first
     spans: Fields = {"cat": verb, "pid": rank, "tid": 0, "id2": {"local": f"{verb}-{report.id}"}}
     told = {"id": report.id, "host": report.host, "pid": report.pid, "bytes": report.bytes}
-    told |= {"bytes_per_second": round(report.bytes_per_second), **report.facts}
+    # What is written in no time at all has no bandwidth that a number holds.
+    told |= {"bytes_per_second": round(min(report.bytes_per_second, 1e18)), **report.facts}
     name = verb if operation.step is None else f"{verb} {operation.step}"
     yield {"ph": "b", "name": name, "ts": _microseconds(start), **spans, "args": told}
     for phase in report.phases:
@@ -141,16 +159,18 @@ class _Lanes:
         for verb, phases in _TRACKS.items():
             for phase in phases:
                 self._numbers[verb, phase] = len(self._numbers) + 1
-        self._ends: dict[tuple[int, str, str], list[float]] = {}
+        self._ends: dict[tuple[int, str, str], list[tuple[float, int]]] = {}
 
     def track(self, rank: int, verb: str, phase: Phase, start_seconds: float) -> int:
         """Return the number of the track for a phase; phases of a rank are asked for as they began."""
         number = self._numbers.setdefault((verb, phase.name), len(self._numbers) + 1)
         ends = self._ends.setdefault((rank, verb, phase.name), [])
         begins = start_seconds + phase.start_seconds
+        lane = len(ends)
         # Half a microsecond: what the text of a trace can still tell apart.
-        lane = next((lane for lane, end in enumerate(ends) if end <= begins + 5e-7), len(ends))
-        ends[lane : lane + 1] = [start_seconds + phase.stop_seconds]
+        if ends and ends[0][0] <= begins + 5e-7:
+            _, lane = heapq.heappop(ends)
+        heapq.heappush(ends, (start_seconds + phase.stop_seconds, lane))
         return number + 1000 * lane
 
     def names(self) -> Iterator[tuple[int, str, int]]:

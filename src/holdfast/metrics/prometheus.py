@@ -130,17 +130,21 @@ def observer_in(registry: object) -> PrometheusMetrics:
         raise InvalidError(f"prometheus: {error}; expected a registry without metrics of these names") from error
 
 
-def serve(port: object, address: str, registry: object) -> None:
+def serve(port: object, address: object, registry: object) -> None:
     """Serve a registry over HTTP from now on.
 
     Raises:
-        InvalidError: The port is none.
+        InvalidError: The port or the address is none.
         UnavailableError: It cannot be had.
     """
     if type(port) is not int or not 1 <= port <= 65535:
         raise InvalidError(f"prometheus: port={port!r}; expected a whole number from 1 to 65535, or None")
+    if not isinstance(address, str):
+        raise InvalidError(f"prometheus: address is {type(address).__name__}; expected text, such as '127.0.0.1'")
     try:
         start_http_server(port, address, _registry(registry))
+    except UnicodeError as error:
+        raise InvalidError(f"prometheus: address={address[:80]!r}: {error}; expected the name of a host") from error
     except OSError as error:
         raise UnavailableError(
             f"prometheus: {address}:{port}: {error.strerror or error}; expected a port that is free. Processes of one "

@@ -5,7 +5,6 @@ They are for people. No reader of a checkpoint needs them, and nothing is decide
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -175,8 +174,9 @@ class _Told:
             raise self._wrong("facts", found, "an object")
         facts: dict[str, Fact] = {}
         for name, fact in found.items():
-            if not values.plain(name) or not isinstance(fact, int | float | str | bool):
+            if not values.plain(name) or fact is None or not values.plain(fact):
                 raise self._wrong("facts", {name: fact}, "numbers, texts and truths by name")
+            assert isinstance(fact, int | float | str | bool), fact
             facts[name] = fact
         return facts
 
@@ -187,4 +187,4 @@ class _Told:
 def _is_seconds(found: object) -> bool:
     if not isinstance(found, int | float) or isinstance(found, bool):
         return False
-    return math.isfinite(found) and 0 <= found < 1e12
+    return 0 <= found < 1e12

@@ -143,3 +143,18 @@ def test_a_save_commits_beside_observers_that_are_stuck_and_that_raise() -> None
     assert [type(each).__name__ for each in outcomes] == ["SaveReport", "SaveReport"]
     assert world.committed() == [1]
     assert bad.events
+
+
+def test_an_observer_that_wants_to_end_the_process_is_told_of_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    class Exits(Heard):
+        def hear(self, event: Event) -> None:
+            super().hear(event)
+            sys.exit(3)
+
+    exits = Exits()
+    audience = Audience([exits], SystemClock())
+    for event in events(3):
+        audience.tell(event)
+    audience.close()
+    assert exits.events == events(3)
+    assert "observer Exits failed" in caplog.text and "SystemExit" in caplog.text

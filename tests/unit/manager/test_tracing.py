@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import MissingError
+from holdfast.manager import tracing
 from holdfast.manager.tracing import trace_document, trace_of
-from holdfast.repository.reports import leave_report
+from holdfast.repository.digest import hex_digest_of
+from holdfast.repository.reports import encode_report, leave_report
 from holdfast.spec.events import Operation, Phase, RankReport
 from holdfast.stores.memory import MemoryStore
 from tests.unit.manager.traced import require_sound
@@ -61,3 +64,45 @@ def test_without_reports_there_is_no_trace() -> None:
     store.put(f"reports/load-{'0' * 16}-r00000.json", b"half")
     with pytest.raises(MissingError, match="of 1 that are there none can be read"):
         trace_of(store)
+
+
+@pytest.mark.parametrize("fact", ["1e999", "NaN", "9" * 400])
+def test_numbers_that_no_trace_can_hold_are_damage(fact: str) -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    report = RankReport(Operation("save", None, "x", 0, 1), "0" * 16, "host", 1, 1.0, 1.0, (), 10, {"x": 123456})
+    for number, (old, new) in enumerate([("123456", fact), ('"seconds": 1.0', f'"seconds": {fact}')]):
+        body = encode_report(report).decode().rpartition(',\n "digest"')[0].replace(old, new, 1).encode()
+        assert new.encode() in body
+        sealed_anew = body + b',\n "digest": "' + hex_digest_of(body).encode() + b'"\n}\n'
+        store.put(f"reports/save-{number:016x}-r00000.json", sealed_anew)
+    with pytest.raises(MissingError, match="of 2 that are there none can be read"):
+        trace_of(store)
+
+
+def test_what_took_no_time_at_all_is_traced() -> None:
+    phases = (Phase("write", 0.0, 1e-320),)
+    report = RankReport(Operation("save", None, "x", 0, 1), "0" * 16, "host", 1, 1.0, 1.0, phases, 1 << 62)
+    json.dumps(trace_document([report]), allow_nan=False)
+
+
+def test_a_trace_of_phases_that_all_overlap_is_soon_made() -> None:
+    phases = (Phase("write", 0.0, 1e11),) * 10_000
+    operation = Operation("save", None, "x", 0, 1)
+    made = [RankReport(operation, f"{n:016x}", "host", 1, 1.0, 1.0, phases, 1) for n in range(4)]
+    began = time.monotonic()
+    trace_document(made)
+    assert time.monotonic() - began < 15, "tracks are looked through one by one"
+
+
+def test_more_than_a_trace_holds_leaves_the_oldest_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "EVENTS_MAX", 5)
+    store = MemoryStore(uuid.uuid4().hex)
+    for step in (1, 2, 3):
+        operation = Operation("save", step, f"{store.url}/step-{step:012d}", 0, 1)
+        phases = (Phase("write", 0.0, 1.0),) * 2
+        leave_report(
+            store, f"step-{step:012d}/", RankReport(operation, f"{step:016x}", "host", 1, 1.0, 1.5, phases, 10)
+        )
+    trace = trace_of(store)
+    assert trace.saves == 2
+    assert trace.left_out_from == f"step-{1:012d}/"

@@ -111,3 +111,9 @@ def test_without_its_library_an_observer_says_how_to_get_it(absent: str, call: s
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert f"pip install 'holdfast[{extra}]'" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("address", [None, 5, "a" * 80 + ".b"])
+def test_an_address_that_is_none_is_refused(address: object) -> None:
+    with pytest.raises(InvalidError, match="address"):
+        prometheus(9464, address=address)  # type: ignore[arg-type]
