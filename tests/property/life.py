@@ -23,8 +23,8 @@ from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
-from holdfast.repository.collect import named_packs
 from holdfast.repository.names import MANIFEST_FILE, step_folder
+from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.testing.faults import Action, Faults
@@ -150,7 +150,7 @@ def files_of(store: Store, step: int) -> frozenset[str]:
     manifest = read_manifest(store, step_folder(step))
     records = (*manifest.parts, *manifest.indexes, *((manifest.overview,) if manifest.overview else ()))
     own = {f"{step_folder(step)}{manifest.attempt}/{record.name}" for record in records}
-    return frozenset({step_folder(step) + MANIFEST_FILE, *own, *named_packs(manifest)})
+    return frozenset({step_folder(step) + MANIFEST_FILE, *own, *packs_named_by([manifest])})
 
 
 def kept_by(policy: KeepPolicy | SavePolicy, steps: Mapping[int, Held], tagged: set[int]) -> set[int]:
