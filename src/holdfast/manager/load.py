@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
 from holdfast.ports.store import Store
 from holdfast.repository import values
 from holdfast.repository.catalog import read_file
+from holdfast.repository.digest import short_digest_of
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
 from holdfast.repository.names import part_name
@@ -227,7 +229,7 @@ def _load(
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     with account.phase("agree"):
-        missing, unexpected, offers, id = _agree(comm, clock, choice, restoration, offer, own)
+        missing, unexpected, offers, id = _agree(comm, choice, restoration, offer, own)
         if request.strict and (missing or unexpected):
             _require_complete(missing, unexpected, place, {*stored.tensors, *manifest.aliases})
         assert restoration is not None, "a failure on any rank has been raised by now"
@@ -399,7 +401,7 @@ def _finished(restoration: Restoration) -> Exception | None:
 
 
 def _agree(
-    comm: Comm, clock: Clock, choice: Choice, restoration: Restoration | None, offer: Offer, own: Exception | None
+    comm: Comm, choice: Choice, restoration: Restoration | None, offer: Offer, own: Exception | None
 ) -> tuple[list[str], list[str], list[bytes], str]:
     """Return what is missing on any rank, what is unexpected on every rank, every rank's offer, encoded, and an id.
 
@@ -410,7 +412,8 @@ def _agree(
         "error": error_text(own) if own else None,
         "missing": list(restoration.missing) if restoration else [],
         "unexpected": list(restoration.unexpected) if restoration else [],
-        "id": clock.random_bytes(8).hex() if comm.rank == 0 else None,
+        # The same for the same reader: an evaluation that loads for ever leaves the report of its last time alone.
+        "id": short_digest_of(platform.node().encode(), str(comm.world_size).encode()).hex(),
     }
     said = [
         decode_frames(each) for each in comm.all_gather(encode_frames([json.dumps(status).encode(), offer.encoded()]))

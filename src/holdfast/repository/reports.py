@@ -1,4 +1,4 @@
-"""Reports beside a checkpoint: what each rank did when it was saved, and each time that it was loaded.
+"""Reports beside a checkpoint: what each rank did when it was saved, and the last time each reader loaded it.
 
 They are for people. No reader of a checkpoint needs them, and nothing is decided by them.
 """

@@ -226,3 +226,13 @@ def test_a_save_by_path_has_its_reports_once_it_returns(tmp_path: Path) -> None:
     assert names_of(report.phases) == (SAVED - {"copy"}) | COMMITTED
     holdfast.load(tmp_path / "c", {"w": torch.zeros(3)}, process_group=False)
     assert len(list((tmp_path / "c" / "reports").iterdir())) == 2
+
+
+def test_loads_without_end_leave_the_report_of_the_last(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    with holdfast.CheckpointManager(tmp_path) as manager:
+        manager.save(1, state).wait()
+        for _ in range(5):
+            manager.load(state)
+    names = [path.name for path in (tmp_path / step_folder(1) / "reports").iterdir()]
+    assert sorted(name.partition("-")[0] for name in names) == ["load", "save"]
