@@ -10,16 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.engine.host import ranks_on_host
-from holdfast.engine.slabs import new_slab
+from holdfast.engine.slabs import RETIRED, new_slab
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Pin, Unpin
 
 logger = logging.getLogger(__name__)
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
-
-_RETIRED: list[memoryview] = []
-"""Slabs that are never lent again, kept, and with them the blocks they are cut from, while the process lives."""
 
 _BLOCK_SLABS = 16
 """Slabs cut from one allocation: few allocations, and little that is never used."""
@@ -97,7 +94,7 @@ class Arena:
         The budget is that much less from now on.
         """
         with self._changed:
-            _RETIRED.append(slab)
+            RETIRED.append(slab)
             self.retired += 1
             self._made -= 1
             self._bytes_max = self._budget() - self.slab_bytes

@@ -12,6 +12,9 @@ from holdfast.settings import PAGE_BYTES
 _WIPE_ON_FORK = 18
 """`MADV_WIPEONFORK`, which Python does not name: a forked child finds the memory empty instead of sharing it."""
 
+RETIRED: list[memoryview] = []
+"""Slabs that are never lent again, kept, and with them the blocks they are cut from, while the process lives."""
+
 
 def new_slab(slab_bytes: int) -> memoryview:
     """Return a writable, page-aligned buffer of at least `slab_bytes`.
@@ -41,6 +44,7 @@ class Slabs:
         memory = new_slab(count * pitch)
         # Last in, first out: the buffer used a moment ago is the one still in the processor's cache.
         self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()
+        self._pitch = pitch
         for number in reversed(range(count)):
             self._free.put(memory[number * pitch : (number + 1) * pitch])
 
@@ -51,6 +55,11 @@ class Slabs:
     def give(self, slab: memoryview) -> None:
         """Put a buffer back."""
         self._free.put(slab)
+
+    def retire(self, slab: memoryview) -> None:
+        """Never lend a buffer again, for a device may still copy into it; another takes its place."""
+        RETIRED.append(slab)
+        self.give(new_slab(self._pitch))
 
     @contextmanager
     def lent(self) -> Iterator[memoryview]:

@@ -32,7 +32,8 @@ def heads_of(items: Sequence[PackItem], sources: Sequence[Source], slab: memoryv
         with ExitStack() as copies:
             for item, page in zip(some, pages, strict=True):
                 ticket = sources[item.shard_number].copy_into(item.region, 0, len(page), page)
-                # Whatever fails, the slab is not given back while another copy into it is under way.
+                # Whatever fails, the others are waited for; of the one that failed nobody can tell, so that whoever
+                # lent the slab retires it.
                 copies.callback(ticket.wait)
         heads += map(digest_of, pages)
     return heads

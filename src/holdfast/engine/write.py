@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.engine.nonfinite import NonFinite
@@ -76,12 +76,22 @@ class PackWriter:
 
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of what its source holds now."""
-        with self._slabs.lent() as slab:
+        with self.lent() as slab:
             return stream(pack.header, pack.plan, Scratch(slab), self._settings.chunk_bytes, sources)
 
-    def lent(self) -> AbstractContextManager[memoryview]:
-        """Lend a window for the length of a block."""
-        return self._slabs.lent()
+    @contextmanager
+    def lent(self) -> Iterator[memoryview]:
+        """Lend a window, to copy into, for the length of a block.
+
+        Where the block fails nobody can tell whether a copy into it goes on: the window is never lent again.
+        """
+        slab = self._slabs.take()
+        try:
+            yield slab
+        except BaseException:
+            self._slabs.retire(slab)
+            raise
+        self._slabs.give(slab)
 
     def _write(
         self,

@@ -10,7 +10,7 @@ from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
-from holdfast.manager.health import health_of_parent
+from holdfast.manager.health import counted_before
 from holdfast.manager.merge import merged
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
@@ -107,7 +107,7 @@ def _health(place: Place, note: Mapping[str, object], parent: Parent | None, fin
     """Return what was found of a checkpoint's health: of a copy, what was when it was first saved."""
     if "health" in note:
         return decode_health(note["health"], place.url)
-    return findings.health(health_of_parent(place, parent) if findings.has_counts else None)
+    return findings.health(*counted_before(place, parent)) if findings.has_counts else findings.health(None)
 
 
 def written_index(

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 
 from holdfast.engine.replica import REPLICA_WINDOW_BYTES, content_digest
 from holdfast.engine.slabs import new_slab
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, MissingError
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement
 from holdfast.manager.place import Place
 from holdfast.ports.framework import Collected
-from holdfast.repository.catalog import read_manifest
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.repository.digest import short_digest_of
 from holdfast.repository.names import step_folder
 from holdfast.settings import Settings
 from holdfast.spec.health import Counted, Expectation, Health, ReplicaGroup, Replicas
-from holdfast.spec.manifest import Parent
+from holdfast.spec.manifest import Manifest, Parent
 from holdfast.spec.tensor import Role, Shard
 
 logger = logging.getLogger(__name__)
+
+_ANCESTORS_MAX = 100
+"""Steps saved without counting that are looked past at most, each a manifest to read."""
 
 
 class Watch:
@@ -85,16 +90,60 @@ def _holders(shard: Shard, agreement: Agreement) -> tuple[int, ...]:
     return () if shard.role is Role.BUFFER else agreement.holders_of(shard.tensor.fqn)
 
 
-def health_of_parent(place: Place, parent: Parent | None) -> Health | None:
-    """Return what was found of the checkpoint that a step continues; None where that is not known."""
-    if parent is None:
-        return None
+def counted_before(place: Place, parent: Parent | None) -> tuple[Health | None, Callable[[str], bool]]:
+    """Return what was found in the last checkpoint before a step in which it was counted, and whether that held an FQN.
+
+    A checkpoint that was saved without counting does not make anybody forget what was counted before it.
+
+    Args:
+        place: The step.
+        parent: The checkpoint that it continues.
+    Returns:
+        None where it is not known.
+    """
     try:
-        return read_manifest(place.store, step_folder(parent.step)).health
+        manifest = _last_counted(place.store, parent)
     except CheckpointError as error:
         logger.warning(
-            "how many non-finite values step %d had is not known; those in buffers are taken as meant: %s",
-            parent.step,
+            "how many non-finite values the steps before %s had is not known; those in buffers are taken as meant: %s",
+            place.url,
             error,
         )
-        return None
+        return None, lambda _: False
+    if manifest is None or manifest.step is None:
+        return None, lambda _: False
+    folder = step_folder(manifest.step)
+
+    @cache
+    def names() -> frozenset[str]:
+        try:
+            return frozenset(read_index(place.store, folder, manifest).tensors)
+        except CheckpointError as error:
+            logger.warning("which tensors %s holds is not known; buffers are taken as new: %s", folder, error)
+            return frozenset()
+
+    return manifest.health, lambda fqn: fqn in names()
+
+
+def _last_counted(store: Store, parent: Parent | None) -> Manifest | None:
+    """Return the newest ancestor in which non-finite elements were counted; None if none is known.
+
+    Raises:
+        CheckpointError: The parent itself cannot be read.
+    """
+    is_first = True
+    for _ in range(_ANCESTORS_MAX):
+        if parent is None:
+            return None
+        try:
+            manifest = read_manifest(store, step_folder(parent.step))
+        except MissingError:
+            if is_first:
+                raise
+            return None  # Collected, as older ones are.
+        if manifest.digest != parent.digest:
+            return None  # Saved anew since.
+        if manifest.health is not None and manifest.health.nonfinite is not None:
+            return manifest
+        parent, is_first = manifest.parent, False
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 from holdfast.errors import CorruptError
@@ -60,11 +60,12 @@ class Findings:
         """Whether every rank counted, and some found something."""
         return self._all_counted and bool(self._counts)
 
-    def health(self, before: Health | None) -> Health | None:
+    def health(self, before: Health | None, held: Callable[[str], bool] = lambda _: True) -> Health | None:
         """Return what was found; None if some rank looked at nothing.
 
         Args:
-            before: The health of the checkpoint that this one continues, if there is one.
+            before: The health of the last checkpoint before this one in which it was counted, if there is one.
+            held: Returns whether that held a tensor; asked only of what it found nothing in.
         """
         if not self._all_counted and not self._all_compared:
             return None
@@ -72,19 +73,21 @@ class Findings:
         named = {*chain.from_iterable((divergent or {}).values())}
         return Health(
             nonfinite=dict(sorted(self._counts.items())) if self._all_counted else None,
-            new=self._news(before) if self._all_counted else {},
+            new=self._news(before, held) if self._all_counted else {},
             divergent=divergent,
             undecided=undecided,
             hosts={rank: self._hosts[rank] for rank in sorted(named)},
         )
 
-    def _news(self, before: Health | None) -> dict[str, int]:
+    def _news(self, before: Health | None, held: Callable[[str], bool]) -> dict[str, int]:
         known = before.nonfinite if before is not None else None
         news = {}
         for fqn, count in sorted(self._counts.items()):
             expectation = self._expectations[fqn]
-            if expectation == "expected" or (known is None and expectation == "buffer"):
+            if expectation == "expected":
                 continue
+            if expectation == "buffer" and (known is None or not (fqn in known or held(fqn))):
+                continue  # The first count of it.
             # What was news there is compared with what it was news to: a mark stays until its cause is gone.
             had = 0 if before is None or known is None else before.new.get(fqn, known.get(fqn, 0))
             if count > had:

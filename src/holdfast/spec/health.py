@@ -8,7 +8,8 @@ from typing import Literal
 
 Expectation = Literal["parameter", "optimizer", "buffer", "expected"]
 """What a tensor with non-finite values is for. Of a parameter and of optimizer state they are always news; of a buffer
-where no count of an earlier checkpoint is known they are taken as meant; where the caller expects them, never news."""
+where no count of it in an earlier checkpoint is known they are taken as meant; where the caller expects them, never
+news."""
 
 Counted = Mapping[str, tuple[int, Expectation]]
 """By FQN of each tensor in which one rank found non-finite elements: how many, and what it is for."""
@@ -73,19 +74,27 @@ class Health:
     def told(self) -> tuple[str, ...]:
         """Return what speaks against the checkpoint, in words, a tensor each; the first of many."""
         counts = self.nonfinite or {}
-        said = [f"{fqn}: {counts[fqn]} non-finite elements, {had} before" for fqn, had in self.new.items()]
+        said = [f"{_shown(fqn)}: {counts[fqn]} non-finite elements, {had} before" for fqn, had in self.new.items()]
         for fqn, ranks in (self.divergent or {}).items():
-            where = _listed([f"{rank} ({self.hosts[rank]})" if rank in self.hosts else str(rank) for rank in ranks])
+            where = _listed(
+                [f"{rank} ({_shown(self.hosts[rank])})" if rank in self.hosts else str(rank) for rank in ranks]
+            )
             if fqn in self.undecided:
                 said.append(
-                    f"{fqn}: the copies of ranks {where} differ, and none has a majority: which is right is unknown"
+                    f"{_shown(fqn)}: the copies of ranks {where} differ, and none has a majority: which is right is "
+                    "unknown"
                 )
             elif len(ranks) == 1:
-                said.append(f"{fqn}: the copy of rank {where} differs from most others")
+                said.append(f"{_shown(fqn)}: the copy of rank {where} differs from most others")
             else:
-                said.append(f"{fqn}: the copies of ranks {where} differ from most others")
+                said.append(f"{_shown(fqn)}: the copies of ranks {where} differ from most others")
         more = len(said) - _TOLD_MAX
         return tuple([*said[:_TOLD_MAX], f"and {more} more tensors"] if more > 0 else said)
+
+
+def _shown(fqn: str) -> str:
+    """Return a name that steers no terminal it is printed on."""
+    return fqn if fqn.isprintable() else repr(fqn)
 
 
 def _listed(names: Sequence[str]) -> str:

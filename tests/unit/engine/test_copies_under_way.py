@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine.arena import Arena
 from holdfast.engine.staging import Staging
+from holdfast.engine.unchanged import heads_of
 from holdfast.engine.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.ports.clock import SystemClock
@@ -277,6 +278,27 @@ def test_who_takes_a_window_whose_copy_fails_retires_it(device: Device) -> None:
     assert len(failures) == 1
     assert arena.retired == 20
     require_all_back(arena)
+
+
+def test_a_window_lent_to_a_device_that_fails_is_never_lent_again(device: Device) -> None:
+    shards = shards_of([3 * PAGE_BYTES])
+    pack = planned(shards)
+    writer = PackWriter(memory(), SMALL)
+    device.fails = True
+    used = []
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="the device is lost"), writer.lent() as slab:
+            used.append(slab)
+            heads_of(pack.plan.items, on(device, shards), slab)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        writer.digests_of(pack, on(device, shards))
+    device.fails = False
+    with writer.lent() as one, writer.lent() as other:
+        for slab in (one, other):
+            assert len(slab) == SMALL.window_bytes and not any(slab is each for each in used)
+            assert heads_of(pack.plan.items, on(device, shards), slab) == heads_of(
+                pack.plan.items, [each.source for each in shards], memoryview(bytearray(PAGE_BYTES))
+            )
 
 
 def test_a_device_that_fails_says_nothing_of_another(device: Device, other_device: Device) -> None:

@@ -96,6 +96,40 @@ def test_a_buffer_that_gets_worse_is_news(tmp_path: Path) -> None:
     assert report is not None and report.unhealthy == ("model.mask: 6 non-finite elements, 4 before",)
 
 
+def test_a_buffer_that_the_step_before_did_not_hold_is_meant(tmp_path: Path) -> None:
+    model = model_of()
+    plain = torch.nn.Sequential(model[0], model[1])  # type: ignore[index]
+    with manager_of(tmp_path) as manager:
+        saved = [manager.save(1, {"model": plain}).wait(), manager.save(2, {"model": model}).wait()]
+        saved.append(manager.save(3, {"model": model}, skip=["*mask"]).wait())
+        saved.append(manager.save(4, {"model": model}).wait())
+        model.mask.zero_()
+        saved.append(manager.save(5, {"model": model}).wait())
+        model.mask[1] = NAN
+        saved.append(manager.save(6, {"model": model}).wait())
+    told = [None if each is None else each.unhealthy for each in saved]
+    assert told == [(), (), (), (), (), ("model.mask: 1 non-finite elements, 0 before",)]
+
+
+@pytest.mark.parametrize("uncounted", [1, 2])
+def test_a_mark_outlives_steps_that_were_not_counted(tmp_path: Path, uncounted: int) -> None:
+    model = model_of(0.0)
+    with manager_of(tmp_path) as manager:
+        manager.save(1, {"model": model}).wait()
+        model.mask[1] = NAN
+        manager.save(2, {"model": model}).wait()
+    last = 3 + uncounted
+    for step in range(3, last + 1):
+        settings = COUNTING if step == last else holdfast.Settings()
+        with manager_of(tmp_path, settings) as manager:
+            assert manager.load({"model": model}) == step - 1
+            report = manager.save(step, {"model": model}).wait()
+        assert report is not None
+        assert report.unhealthy == (("model.mask: 1 non-finite elements, 0 before",) if step == last else ())
+    with manager_of(tmp_path) as manager:
+        assert [step for step, why in manager.kept().items() if "last healthy" in why] == [1]
+
+
 def test_the_last_healthy_step_is_kept_and_a_copy_of_a_marked_one_stays_marked(tmp_path: Path) -> None:
     model = model_of()
     root, copy = tmp_path / "run", tmp_path / "copy"
@@ -118,7 +152,7 @@ def test_where_the_step_before_cannot_be_read_it_is_said(tmp_path: Path, caplog:
         manifest.write_bytes(manifest.read_bytes()[:-40])
         report = manager.save(2, {"model": model}).wait()
     assert report is not None and report.unhealthy == ()
-    assert "how many non-finite values step 1 had is not known" in caplog.text
+    assert "step-000000000002 had is not known" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [["a"], "a", (1,), None])

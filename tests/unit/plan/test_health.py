@@ -83,6 +83,28 @@ def test_a_mark_stays_until_its_cause_is_gone(history: list[dict[str, int]], exp
         before = health
 
 
+@pytest.mark.parametrize(
+    ("expectation", "news"), [("parameter", 0), ("optimizer", 0), ("buffer", None), ("expected", None)]
+)
+def test_what_the_checkpoint_before_did_not_hold_is_counted_for_the_first_time(
+    expectation: Expectation, news: int | None
+) -> None:
+    findings = Findings()
+    findings.add(0, {"grown": (2, expectation), "known": (2, expectation), "clean": (2, expectation)}, None)
+    health = findings.health(Health({"known": 2}), lambda fqn: fqn in {"known", "clean"})
+    assert health is not None
+    expected = {} if expectation == "expected" else {"clean": 0}
+    assert health.new == (expected if news is None else expected | {"grown": news})
+
+
+def test_a_name_steers_no_terminal_that_hears_of_it() -> None:
+    health = Health({"a\x1b[31m\nb": 3}, {"a\x1b[31m\nb": 0}, {"c\r": (1,)}, (), {1: "host\x07"})
+    assert health.told() == (
+        r"'a\x1b[31m\nb': 3 non-finite elements, 0 before",
+        r"'c\r': the copy of rank 1 ('host\x07') differs from most others",
+    )
+
+
 def replicas(rank: int, held: Mapping[str, bytes], *, speaker: int = 0, holders: bytes = b"all") -> Replicas:
     names = tuple(sorted(held))
     group = ReplicaGroup(holders, tuple(range(len(names))), b"".join(held[name] for name in names))
