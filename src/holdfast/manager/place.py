@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -17,8 +18,11 @@ from holdfast.repository.catalog import (
     step_folders,
 )
 from holdfast.repository.epochs import counts, data_counts, fenced_error, standing_fence
+from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_folder, step_of_pack
 from holdfast.spec.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 
 def none_allowed(url: str) -> NoReturn:
@@ -157,7 +161,7 @@ def manifest_bytes_at(place: Place) -> bytes:
         if place.step is None:
             require_no_run(place.store, "read one checkpoint here")
         raise
-    if place.root is not None and not data_counts(data, standing_fence(place.root), place.url):
+    if place.root is not None and not _counts_under(place.root, place, data):
         raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
     return data
 
@@ -173,3 +177,20 @@ def is_all_there(place: Place) -> bool:
     except (CorruptError, MissingError):
         return False
     return not short_packs(place.store, place.folder, manifest, place.packs_of(manifest))
+
+
+def _counts_under(root: Store, place: Place, data: bytes) -> bool:
+    """Return whether a manifest that was read counts in the run around it.
+
+    One that was opened by path lies perhaps beside anything at all, under a folder that this user may not list: it is
+    taken where nothing but itself is needed to read it.
+    """
+    try:
+        fence = standing_fence(root)
+    except InvalidError as error:
+        manifest = decode_manifest(data, f"{place.url}/{MANIFEST_FILE}")
+        if place.step is not None or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
+            raise
+        logger.warning("%s: is taken to lie alone: what is around it cannot be read: %s", place.url, error)
+        return True
+    return data_counts(data, fence, place.url)

@@ -93,7 +93,13 @@ class Reading:
         if place.root is None or manifest.step is None or not manifest.attempt:
             return
         gone = MissingError(f"{place.url}: is being collected, for no policy keeps it; choose another step")
-        if manifest_digest(place.root, manifest.step) is None:
+        try:
+            is_there = manifest_digest(place.root, manifest.step) is not None
+        except InvalidError:
+            if place.step is not None:
+                raise
+            return  # Opened by path under a folder that may not be looked at: it was taken to lie alone.
+        if not is_there:
             raise gone
         with self._lock:
             self._said = place.root, manifest.step

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.manager.handle import SaveReport
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.names import step_folder
-from holdfast.repository.quarantine import quarantine
+from holdfast.repository.quarantine import identity_at, quarantine
 from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -302,7 +304,8 @@ def test_no_pack_that_a_step_under_quarantine_names_is_referred_to(tmp_path: Pat
             state["w0"].add_(1)
             saved(manager, step, state)
         spoil(tmp_path, 1, state["w3"])
-        quarantine(LocalStore(tmp_path, settings=SMALL), 2, "w3 is damaged", "now")
+        store = LocalStore(tmp_path, settings=SMALL)
+        quarantine(store, 2, identity_at(store, 2), "w3 is damaged", "now")
         assert saved(manager, 4, state).unchanged_bytes == 12_000
     require_same(tmp_path, 4, state)
     assert steps_under(tmp_path, 4) == [3]
@@ -416,6 +419,49 @@ def test_a_step_taken_out_of_its_run_says_what_it_lacks(tmp_path: Path) -> None:
         holdfast.open_checkpoint(tmp_path / "alone").read("w0")
     with pytest.raises(InvalidError, match="there is no run around it"):
         holdfast.load(tmp_path / "alone", {"w0": torch.zeros(3000)}, process_group=False)
+
+
+def harmed_parent(folder: Path, harm: str) -> AbstractContextManager[None]:
+    if harm == "a link in the way":
+        (folder / "epochs").symlink_to("/nowhere")
+        return nullcontext()
+    return unlistable(folder)
+
+
+@contextmanager
+def unlistable(folder: Path) -> Iterator[None]:
+    """A folder of which this user knows only what lies in it by name; root, who may list all, is somebody else here."""
+    own = os.geteuid()
+    folder.chmod(0o111)
+    try:
+        if own == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        if own == 0:
+            os.seteuid(own)
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("harm", ["a link in the way", "not listed"])
+def test_a_step_that_needs_nothing_around_it_opens_wherever_it_lies(harm: str) -> None:
+    state = weights(1)
+    # A temporary folder of pytest is its owner's alone.
+    with TemporaryDirectory() as made:
+        top = Path(made)
+        top.chmod(0o755)
+        with manager_at(top / "run", replace(SMALL, file_mode=0o644)) as manager:
+            saved(manager, 1, state)
+            saved(manager, 2, state)
+        alone = top / "alone"
+        for step in (1, 2):
+            shutil.copytree(step_path(top / "run", step), step_path(alone, step))
+        for path in alone.rglob("*"):
+            path.chmod(0o755)
+        with harmed_parent(alone, harm):
+            require_same(alone, 1, state)
+            with pytest.raises(InvalidError, match="could not list"):
+                holdfast.open_checkpoint(step_path(alone, 2))
 
 
 @pytest.mark.parametrize("way", ["export", "import"])
