@@ -1,5 +1,7 @@
 """Five errors, named by what the caller must do next, and the end of a process that was told to end."""
 
+from __future__ import annotations
+
 
 class CheckpointError(Exception):
     """Base of every error that Holdfast raises on purpose."""
@@ -43,6 +45,10 @@ class Preempted(SystemExit):
         """The step at which the ranks left."""
         self.why = why
         """What came of it, in words."""
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[object, int, str]]:
+        """Return what makes it again in another process."""
+        return Preempted, (self.code, self.step, self.why)
 
     @property
     def is_saved(self) -> bool:

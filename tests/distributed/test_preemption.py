@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,52 @@ def test_what_a_process_that_is_told_to_end_says_with_its_exit_code(
     for step in steps:
         checkpoint = holdfast.open_checkpoint(folder / case / f"step-{step:012d}")
         assert list(checkpoint.verify()) == []
+
+
+LOADING = """
+import signal, sys, time
+import torch
+import holdfast
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, number):
+        time.sleep(0.002)
+        return torch.zeros(4)
+
+def outlive_signals(worker):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+preemption = holdfast.Preemption(signals=("SIGTERM", "SIGUSR1"))
+with holdfast.CheckpointManager(sys.argv[1], every=100_000, process_group=False, preemption=preemption) as manager:
+    batches = torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2, worker_init_fn=outlive_signals)
+    for step, batch in enumerate(batches, 1):
+        manager.maybe_save(step, {"weights": torch.ones(10)})
+        if step == 5:
+            print("begun", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_workers_of_a_data_loader_outlive_a_signal_to_the_group(tmp_path: Path, number: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING, str(tmp_path / "run")],
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.killpg(process.pid, number)
+        try:
+            assert process.wait(60) == 85
+            with pytest.raises(ProcessLookupError):
+                # No worker is left either.
+                os.killpg(process.pid, 0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

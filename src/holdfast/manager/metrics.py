@@ -31,7 +31,7 @@ def _name(name: object) -> str:
     if not isinstance(name, str) or not is_metric_name(name):
         raise InvalidError(
             f"metrics: name {str(name)[:80]!r}; expected text of 1 to {METRIC_CHARACTERS_MAX} characters, such as "
-            "'loss', without '$' at its start"
+            "'loss', all printable, without '$' at its start"
         )
     return name
 

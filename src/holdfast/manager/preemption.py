@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,10 +73,20 @@ class Departure:
         try:
             return self._alarm.is_time(None if received is None else received[1])
         except CheckpointError as error:
+            # As bounded as where they agree: nobody must be killed while it waits for who cannot be heard.
+            self._job.ends_at = self._deadline
+            self._under_way = self._unfinished()
+            self._await_saves()
             self._finish(step, None, f"ranks could not agree on a step: {error}")
 
     def leave(
-        self, step: int, place: Place, held_bytes: Callable[[], int], begin: Callable[[], SaveHandle]
+        self,
+        step: int,
+        place: Place,
+        held_bytes: Callable[[], int],
+        begin: Callable[[], SaveHandle],
+        *,
+        is_there: bool = False,
     ) -> NoReturn:
         """Save a step if that fits what is left of the grace, and end; on every rank at the same call.
 
@@ -84,6 +95,7 @@ class Departure:
             place: Where it goes.
             held_bytes: Returns what this rank would write of it.
             begin: Begins its save.
+            is_there: Whether that very step is committed, and was loaded last.
         Raises:
             Preempted: Always.
         """
@@ -92,7 +104,7 @@ class Departure:
         self._under_way = self._unfinished()
         own = self._last.handle if self._last is not None and self._last.step == step else None
         refusal = None
-        if own is None or own.failure is not None:
+        if not is_there and (own is None or own.failure is not None):
             try:
                 refusal = self._refusal(self._expected(place, held_bytes))
                 own = begin() if refusal is None else None
@@ -193,6 +205,13 @@ class Departure:
         why = "it is saved" if refusal is None else refusal
         if place is None or self._job.comm.rank == 0:
             logger.warning("told to end, and left at step %d: %s; exit code %d", step, why, code)
+        if threading.current_thread() is not threading.main_thread():
+            logger.error(
+                "the loop runs on thread %s, which ends by this, and not the process: exit code %d is lost unless the "
+                "main thread leaves with it (sys.exit)",
+                threading.current_thread().name,
+                code,
+            )
         self._end = Preempted(code, step, why)
         raise self._end
 

@@ -63,6 +63,7 @@ class Run:
         self._tenure = Tenure(store, job.clock, job.settings.lease_seconds)
         self._latest = _Link(None, None)
         self._previous: Previous | None = None
+        self._loaded: int | None = None
         self._distrust = Distrust(store)
         self._pending: list[SaveHandle] = []
         self._closed = False
@@ -98,8 +99,9 @@ class Run:
             self._departure.leave(
                 step,
                 self._place_of(step),
-                lambda: owed_bytes(self._framework.collect(state, selection).shards, self._job.comm.world_size),
-                lambda: self.save(step, state, selection, metrics),
+                lambda: self._owed_bytes(state, selection),
+                lambda: self.save(step, state, selection, metrics, is_last=True),
+                is_there=step == self._loaded,
             )
         return self.save(step, state, selection, metrics) if self._schedule.is_due(step) else None
 
@@ -123,10 +125,13 @@ class Run:
         selection: Selection,
         metrics: Mapping[str, object] | None = None,
         tags: Iterable[str] | str = (),
+        *,
+        is_last: bool = False,
     ) -> SaveHandle:
-        """Begin a save of a step."""
+        """Begin a save of a step; where it is the last of a job that is told to end, metrics may be missing."""
         self._require_open()
         require_step(step)
+        self._loaded = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
         place = self._place_of(step)
@@ -141,7 +146,8 @@ class Run:
             return self._framework.collect(state, selection)
 
         def claim(place: Place) -> dict[str, object]:
-            self._metrics.require_in(told)
+            if not is_last:
+                self._metrics.require_in(told)
             require_all_free(self._store, names)
             base = self._pinned(step)
             note = claimed(place, self._tenure, self._job.clock)
@@ -206,6 +212,7 @@ class Run:
             return None
         place, manifest, self.load_report = done.place, done.manifest, done.report
         if place.step is not None:
+            self._loaded = place.step
             self._previous = previous_of(manifest, done.index, done.filled)
             self._pins.stands_at = place.step
             self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
@@ -288,6 +295,12 @@ class Run:
             if is_there and not any(base[0] in mark.steps for mark in marks(self._store) if mark.is_carried_out)
             else None
         )
+
+    def _owed_bytes(self, state: Mapping[str, object], selection: Selection) -> int:
+        """Return what this rank has to write of a state at least, as far as that is known before it is looked at."""
+        if self._previous is not None and self._job.settings.reuse_unchanged:
+            return 0  # Any of it may be as it was.
+        return owed_bytes(self._framework.collect(state, selection).shards, self._job.comm.world_size)
 
     def _place_of(self, step: int) -> Place:
         return replace(self._home, folder=step_folder(step), step=step)

@@ -28,6 +28,7 @@ class Signals:
         self._before: dict[int, _Handler | int] = {}
         self._is_over = False
         self._muted_until = -math.inf
+        self._is_interrupted = False
         self.received: tuple[int, float] | None = None
         """The first signal that came, and when on the monotonic clock."""
 
@@ -78,10 +79,11 @@ class Signals:
             if os.getpid() != self._process or self._clock.monotonic_seconds() >= self._muted_until:
                 self._as_before(number, frame)
             return
-        is_second = self.received is not None
+        is_second = self._is_interrupted and number == signal.SIGINT
+        self._is_interrupted |= number == signal.SIGINT
         if self.received is None:
             self.received = number, self._clock.monotonic_seconds()
-        if not _is_default(before) or (is_second and number == signal.SIGINT):
+        if not _is_default(before) or is_second:
             self._as_before(number, frame)
 
     def _as_before(self, number: int, frame: FrameType | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +22,13 @@ from holdfast.manager.place import none_allowed
 from holdfast.manager.preemption import Departure
 from holdfast.manager.run import Run
 from holdfast.manager.signals import Signals
-from holdfast.policies import EveryNSteps
+from holdfast.policies import BestN, EveryNSteps
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.comm import Board
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps
 from holdfast.settings import Settings
-from holdfast.spec.policy import Policies
+from holdfast.spec.policy import KeepPolicy, Policies
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.faults import Faults, FaultyBoard, FaultyStore, Operation, raise_error
@@ -78,6 +80,7 @@ class World:
     size: int
     grace_seconds: float = 10.0
     every: int = 1_000_000
+    keep: KeepPolicy | None = None
     settings: Settings = PATIENT
     store: MemoryStore = field(default_factory=fresh_store)
     stores: Mapping[int, Store] = field(default_factory=dict)
@@ -95,7 +98,7 @@ class World:
                 job,
                 NumpyFramework(comm.rank),
                 none_allowed,
-                Policies(EveryNSteps(self.every)),
+                Policies(EveryNSteps(self.every), self.keep),
                 departure=departure,
             )
             try:
@@ -277,3 +280,87 @@ def test_a_loop_that_goes_on_after_its_end_is_told_so_again() -> None:
 
     assert world.play(part) == [[(85, 1), (85, 1)]]
     assert committed_steps(world.store) == [1]
+
+
+def test_at_a_step_that_was_just_loaded_nothing_is_saved_and_it_is_there() -> None:
+    world = World(2)
+
+    def part(rank: Rank) -> None:
+        rank.run.maybe_save(1, state_of(1, rank.size), ANYTHING)
+        rank.run.save(2, state_of(2, rank.size), ANYTHING).wait()
+        rank.run.maybe_save(3, state_of(3, rank.size), ANYTHING)
+        step = rank.run.load(LoadRequest(state_of(0, rank.size), ANYTHING, False, False), None)
+        assert step == 2
+        rank.signals.tell()
+        rank.run.maybe_save(2, state_of(2, rank.size), ANYTHING)
+
+    assert ends(world.play(part)) == {(85, 2)}
+    assert committed_steps(world.store) == [2]
+
+
+def test_a_metric_that_no_step_has_yet_does_not_cost_the_last_save() -> None:
+    world = World(2, keep=BestN(1, "loss"))
+    assert ends(world.play(lambda rank: rank.train(100, told=3))) == {(85, 3)}
+
+
+def test_what_may_be_stored_already_does_not_count_against_the_grace() -> None:
+    store = fresh_store()
+    state = {"frozen": plain(1.0, count=3_000_000), "p": plain(1.0, count=3000)}
+    World(1, store=store).play(lambda rank: rank.run.save(1, state, ANYTHING).wait())
+    faults = slowed(0.05)
+    world = World(1, grace_seconds=6.0, store=store, stores={0: FaultyStore(store, faults)})
+
+    def part(rank: Rank) -> None:
+        rank.run.load(LoadRequest(state, ANYTHING, False, False), None)
+        rank.run.maybe_save(2, state, ANYTHING)
+        rank.signals.tell()
+        rank.run.maybe_save(3, state, ANYTHING)
+
+    assert ends(world.play(part)) == {(85, 3)}
+
+
+def test_where_ranks_cannot_agree_a_save_under_way_does_not_outlast_the_grace() -> None:
+    frozen, thawed = threading.Event(), threading.Event()
+    # As a process that was stopped: neither its saves nor its alarm go on.
+    faults = Faults(
+        lambda _: frozen.is_set() and thawed.wait(30.0),
+        names=("upload.write", "put_if_absent", "set", "get_many", "compare_set", "add"),
+        lasting=True,
+    )
+    held = Faults(lambda _: frozen.wait(10.0), names=("upload.write",), lasting=True)
+    store = fresh_store()
+    world = World(
+        2,
+        grace_seconds=3.0,
+        store=store,
+        stores={1: FaultyStore(FaultyStore(store, held), faults)},
+        boards={1: lambda board: FaultyBoard(board, faults)},
+    )
+    seconds: list[float] = []
+
+    def part(rank: Rank) -> None:
+        rank.run.maybe_save(1, state_of(1, rank.size), ANYTHING)
+        rank.run.save(2, state_of(2, rank.size), ANYTHING)
+        if rank.number == 1:
+            frozen.set()
+            thawed.wait(30.0)
+            return
+        frozen.wait(10.0)
+        start = time.monotonic()
+        try:
+            rank.signals.tell()
+            rank.run.maybe_save(3, state_of(3, rank.size), ANYTHING)
+        finally:
+            with suppress(UnavailableError):
+                rank.run.close()
+            seconds.append(time.monotonic() - start)
+            thawed.set()
+
+    left, _ = world.play(part)
+    assert isinstance(left, Preempted) and left.code == 86
+    assert seconds[0] < 10.0, "not as long as it waits for others, which is 20 s"
+
+
+def test_how_a_job_ended_can_be_made_again_elsewhere() -> None:
+    found = copy.copy(Preempted(85, 3, "it is saved"))
+    assert (found.code, found.step, found.why) == (85, 3, "it is saved")

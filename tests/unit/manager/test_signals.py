@@ -57,6 +57,15 @@ def test_a_second_interrupt_is_one() -> None:
     signals.give_back(hand_on=False)
 
 
+def test_one_interrupt_after_another_signal_is_not_the_second() -> None:
+    signals = taken("SIGTERM", "SIGINT")
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signals.give_back(hand_on=False)
+
+
 def test_whoever_handled_a_signal_before_hears_of_it_too_and_is_back_afterwards() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
