@@ -16,7 +16,6 @@ from itertools import pairwise
 import numpy as np
 
 from fuzz import dcp, deepspeed
-from holdfast.cli.screen import printable
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.formats.pickled import unpickled
@@ -47,6 +46,7 @@ from holdfast.repository.part import decode_part, encode_part
 from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.printable import printable
 from holdfast.spec.region import region_boxes
 from holdfast.spec.values import TensorRef
 from holdfast.stores.keys import split_key
