@@ -56,7 +56,7 @@ demo: $(READY)
 	@$(PY) -m demo
 
 test: $(READY)
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .

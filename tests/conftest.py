@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # c10d looks up the names of both ends of every connection, on the key-value store's only thread too, and glibc's
@@ -13,3 +15,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Examples show what is right, not how fast the machine is or what else runs on it.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+_LONG = ("property", "hostile", "distributed", "measured", "crash", "export", "exit_path", "format", "bench")
+"""Folders whose files take long, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long: of several processes that share the files, none is left alone with it at the end."""
+    places = {folder: place for place, folder in enumerate(_LONG)}
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: places.get(item.path.relative_to(tests).parts[0], len(places)))
