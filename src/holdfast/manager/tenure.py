@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import threading
@@ -258,9 +259,15 @@ def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float
         logger.warning("who holds epoch %d cannot be read, so it is watched: %s", number, error)
     if holder is not None:
         if is_this_process(holder):
-            other = _living.get(holder.nonce)
-            if other is not None and not other.is_dropped:
-                raise _taken(store, number, "another CheckpointManager of this very process; close it first")
+            if _is_living(holder):
+                gc.collect()  # One that was let go of may only wait for this.
+            if _is_living(holder):
+                raise _taken(
+                    store,
+                    number,
+                    "another CheckpointManager of this very process: close it first, or let go of what still refers "
+                    "to it (by its frames, an exception that is being handled or the handle of a save that failed)",
+                )
             return
         if is_gone(holder):
             logger.info("epoch %d is taken over at once, its process runs no more: %s", number, holder)
@@ -283,6 +290,11 @@ def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float
             break
         time.sleep(lease_seconds / _LOOKS_PER_LEASE)
     logger.warning("epoch %d is taken over after %.1f s", number, waited)
+
+
+def _is_living(holder: Holder) -> bool:
+    pulse = _living.get(holder.nonce)
+    return pulse is not None and not pulse.is_dropped
 
 
 def _beat_of(store: Store, number: int) -> bytes | None:

@@ -131,6 +131,21 @@ def test_a_manager_that_was_dropped_holds_nothing(store: MemoryStore, tenure_of:
     until(lambda: read_beat(store, 1) == RELEASED)
 
 
+def test_one_that_only_waits_for_the_collector_holds_nothing(
+    store: MemoryStore, tenure_of: Callable[..., Tenure]
+) -> None:
+    dropped = Tenure(store, CLOCK, LONG)
+    dropped.hold("run")
+    cycle: list[object] = [dropped]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del dropped, cycle
+        assert tenure_of().hold("run") == 2
+    finally:
+        gc.enable()
+
+
 def corpse() -> tuple[int, int]:
     """Return id and start of a process that ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
