@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, cast
 
 import numpy as np
@@ -23,7 +23,8 @@ from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
-from holdfast.repository.names import MANIFEST_FILE, step_folder
+from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
+from holdfast.repository.names import MANIFEST_FILE, epoch_key, step_folder
 from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
@@ -44,6 +45,9 @@ EVERYTHING = Selection()
 CLOCK = SystemClock()
 SIZES = {"frozen": 2 * PAGE_BYTES + 100, "slow": PAGE_BYTES, "moving": PAGE_BYTES + 1, "small": 7}
 METRIC = "loss"
+PUBLISHING = ("put_if_absent", "link", "rename_noreplace")
+"""Operations of stores and of systems that make something visible that was not there."""
+
 OTHER = 1 << 30
 """Seeds from here down are of what nobody saves."""
 
@@ -112,7 +116,9 @@ class Held:
     """A step that was committed."""
 
     content: Content
-    loss: float
+    loss: float | None
+    """What it is ranked by; None once a repair could not tell it any more."""
+
     digest: str | None
     """What tells its manifest from another at the step."""
 
@@ -153,6 +159,11 @@ def files_of(store: Store, step: int) -> frozenset[str]:
     return frozenset({step_folder(step) + MANIFEST_FILE, *own, *packs_named_by([manifest])})
 
 
+def loss_of(store: Store, step: int) -> float | None:
+    """Return what a step says that it is ranked by."""
+    return read_manifest(store, step_folder(step)).metrics.get(METRIC)
+
+
 def kept_by(policy: KeepPolicy | SavePolicy, steps: Mapping[int, Held], tagged: set[int]) -> set[int]:
     """Return what a policy keeps, said a second time and otherwise."""
     if isinstance(policy, AnyOf | AllOf):
@@ -165,11 +176,8 @@ def kept_by(policy: KeepPolicy | SavePolicy, steps: Mapping[int, Held], tagged: 
     if isinstance(policy, BestN):
         sign = 1 if policy.mode == "min" else -1
 
-        def better(step: int, other: int) -> bool:
-            mine, others = sign * steps[step].loss, sign * steps[other].loss
-            return others < mine or (others == mine and other > step)
-
-        return {step for step in steps if sum(better(step, other) for other in steps) < policy.n}
+        ranked = sorted((sign * each.loss, -step) for step, each in steps.items() if each.loss is not None)
+        return {-step for _, step in ranked[: policy.n]}
     assert isinstance(policy, Tagged)
     return tagged & set(steps)
 
@@ -191,6 +199,16 @@ def lived_by_another(store: Store, step: int, content: Content, loads: int | Non
     finally:
         other.close()
     return None
+
+
+def bury(store: Store) -> None:
+    """Have the process that holds the newest epoch be one that is gone: ours lives on, where a crash ends it."""
+    number = newest_epoch(store)
+    record = read_epoch(store, number) if number else None
+    if record is not None:
+        gone = replace(record, holder=replace(record.holder, started=record.holder.started + 1))
+        store.delete([epoch_key(number)])
+        put_epoch(store, gone)
 
 
 def is_seen_damaged(store: Store, step: int) -> bool:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.manager.collecting import Collector, CollectReport, collected
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.place import none_allowed
@@ -28,8 +28,8 @@ from holdfast.manager.run import Run
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, manifest_digest
-from holdfast.repository.epochs import RELEASED, newest_epoch, put_beat, put_epoch, read_epoch
-from holdfast.repository.names import MANIFEST_FILE, epoch_key, step_folder
+from holdfast.repository.epochs import RELEASED, newest_epoch, put_beat
+from holdfast.repository.names import MANIFEST_FILE, step_folder
 from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
 from holdfast.spec.policy import KeepPolicy
@@ -50,6 +50,7 @@ from tests.property.life import (
     NO_MISHAP,
     OTHER,
     POLICIES,
+    PUBLISHING,
     SETTINGS,
     SIZES,
     Content,
@@ -57,11 +58,13 @@ from tests.property.life import (
     Mishap,
     Result,
     Switch,
+    bury,
     files_of,
     is_of,
     is_seen_damaged,
     kept_by,
     lived_by_another,
+    loss_of,
     run_on,
     state_of,
 )
@@ -240,7 +243,7 @@ class LifeOfARun(RuleBasedStateMachine):
     @precondition(lambda self: self.is_holding)
     @rule(
         verb=st.sampled_from(("save", "collect")),
-        at=st.integers(1, 45),
+        at=st.integers(-4, 45),
         policy=POLICIES,
         loads=st.none() | CHOICES,
         jump=st.integers(1, 2),
@@ -266,13 +269,14 @@ class LifeOfARun(RuleBasedStateMachine):
         def take_over(operation: Operation) -> None:
             put_beat(self.store, newest_epoch(self.store), RELEASED)  # As if the lease were over.
             self.unsure.setdefault(others_step, []).append((others, 0.0))
-            came.append(
-                lived_by_another(
-                    self.store, others_step, others, self.step_at(loads) if loads is not None and self.held else None
-                )
-            )
+            chosen = self.step_at(loads) if loads is not None and self.held else None
+            came.append(lived_by_another(self.store, others_step, others, chosen))
+            self.settle()
+            if came[-1] is None:
+                self.unsure.clear()  # What is not there by now is under an epoch that is over, and may not come.
 
-        self.switch.now = faults = Faults(take_over, at=at * self.scale)
+        names = None if at > 0 else PUBLISHING  # The moment that an epoch is for.
+        self.switch.now = Faults(take_over, at=at * self.scale if at > 0 else 1 - at, names=names)
         error: CheckpointError | None = None
         may_go: set[int] = set()
         try:
@@ -290,7 +294,6 @@ class LifeOfARun(RuleBasedStateMachine):
         for acknowledged, at_step, saved in ((came[:1] == [None], others_step, others), (error is None, step, content)):
             if acknowledged and (saved is others or verb == "save"):
                 assert self.held[at_step].content == saved, f"step {at_step} was acknowledged, and is another"
-        event(f"epoch lost in {verb}: {faults.met}, {type(error).__name__}")
 
     # What must hold after each of them.
 
@@ -337,15 +340,6 @@ class LifeOfARun(RuleBasedStateMachine):
                 run.close()
             self.settle()
 
-    def bury(self) -> None:
-        """Have the process that holds the newest epoch be one that is gone: ours lives on, where a crash ends it."""
-        number = newest_epoch(self.store)
-        record = read_epoch(self.store, number) if number else None
-        if record is not None:
-            gone = replace(record, holder=replace(record.holder, started=record.holder.started + 1))
-            self.store.delete([epoch_key(number)])
-            put_epoch(self.store, gone)
-
     def next_content(self, changes: frozenset[int]) -> Content:
         """Train on: some tensors are others than before."""
         self.seeds += 1
@@ -365,7 +359,7 @@ class LifeOfARun(RuleBasedStateMachine):
             error = failure
         if mishap.kind == "crash" and faults.met:
             self.end_run()
-            self.bury()
+            bury(self.store)
         self.switch.now = Faults()
         self.settle(may_go)
         return result, error
@@ -393,7 +387,8 @@ class LifeOfARun(RuleBasedStateMachine):
         is_clear = set(self.intact()) == before and self.run is None and mishap is NO_MISHAP
         is_clear &= not list(self.store.list("readers/"))  # Whoever crashed while reading lives on here.
         report, error = self.attempted(mishap, verb, may_go=before - kept)
-        assert error is None or isinstance(error, UnavailableError), error
+        is_ranked = all(each.loss is not None and not each.harmed for each in self.held.values())
+        assert error is None or isinstance(error, UnavailableError if is_ranked else (UnavailableError, InvalidError))
         if report is not None:
             assert set(report.steps) <= before - kept
             assert not is_clear or set(self.held) == kept
@@ -450,10 +445,15 @@ class LifeOfARun(RuleBasedStateMachine):
 
     def look_again(self, step: int) -> None:
         """Take note of the files of a step whose manifest is another than before."""
-        held = self.held[step]
-        held.digest = manifest_digest(self.store, step)
+        held, digest = self.held[step], manifest_digest(self.store, step)
+        if digest != held.digest:
+            self.forget(step)  # A tag is for one manifest, and one that was rebuilt is another.
+            again = read_tags(self.store).of(step, str(digest))
+            self.tags |= dict.fromkeys(again, step)
+            self.taken -= set(again)
+        held.digest = digest
         with suppress(CheckpointError):
-            held.files = files_of(self.store, step)
+            held.files, held.loss = files_of(self.store, step), loss_of(self.store, step)
 
     def forget(self, step: int) -> None:
         """Note that a step is gone: its tags hold nothing any more, and are there all the same."""
