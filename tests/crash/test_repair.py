@@ -15,7 +15,10 @@ from holdfast.manager.place import none_allowed
 from holdfast.manager.repair import Repair, StepRepair
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import read_manifest
 from holdfast.repository.epochs import RELEASED
+from holdfast.repository.names import step_folder
+from holdfast.repository.tags import put_tag, read_tags
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, index_of, largest_pack_of, manifest_of, truncate
 from tests.crash.rig import (
     EVERYTHING,
@@ -51,6 +54,19 @@ def part_of(step: Path) -> Path:
 def root(in_memory: Path) -> Path:
     committed_at(in_memory / "root", OLD, NEW)
     return in_memory / "root"
+
+
+def test_a_manifest_made_again_keeps_the_tags_of_its_step(root: Path) -> None:
+    store = local_store(root)
+    for name in ("release", "paper"):
+        put_tag(store, NEW, name, "now")
+    put_tag(store, OLD, "old", "now")
+    truncate(step_path(root, NEW) / "manifest.json")
+    found = repair(store)
+    assert "given again: 2 tags" in " ".join(found.done), found
+    tags = read_tags(store)
+    assert set(tags.of(NEW, read_manifest(store, step_folder(NEW)).digest)) == {"release", "paper"}
+    assert tags.of(OLD, read_manifest(store, step_folder(OLD)).digest) == ("old",)
 
 
 def test_a_whole_step_is_left_alone(root: Path) -> None:

@@ -447,7 +447,6 @@ class LifeOfARun(RuleBasedStateMachine):
         """Take note of the files of a step whose manifest is another than before."""
         held, digest = self.held[step], manifest_digest(self.store, step)
         if digest != held.digest:
-            self.forget(step)  # A tag is for one manifest, and one that was rebuilt is another.
             again = read_tags(self.store).of(step, str(digest))
             self.tags |= dict.fromkeys(again, step)
             self.taken -= set(again)

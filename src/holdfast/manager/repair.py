@@ -35,6 +35,7 @@ from holdfast.repository.manifest import decode_manifest, encode_manifest
 from holdfast.repository.mending import mended
 from holdfast.repository.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
 from holdfast.repository.quarantine import is_quarantined, keep_as_it_is, lift, quarantined
+from holdfast.repository.tags import given_anew
 from holdfast.repository.verify import Verification
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.damage import Damage
@@ -250,9 +251,17 @@ class Repair:
     def _put_manifest(self, place: Place, overlay: Overlay, manifest: Manifest, done: list[str], said: str) -> Manifest:
         # Under an epoch of its own: what older ones accepted is known by its digest.
         data = encode_manifest(replace(manifest, epoch=self._hold() or manifest.epoch))
+        made = decode_manifest(data, place.url)
+        assert made.step is not None, "a run holds steps"
+        # Before the manifest: one who is killed between them repairs again, and gives them again.
+        tags = given_anew(place.store, made.step, made.digest)
+        for key, record in tags.items():
+            overlay.put(key, record)
         overlay.put(place.manifest_key, data)
         done.append(said)
-        return decode_manifest(data, place.url)
+        if tags:
+            done.append(f"given again: {len(tags)} tag{'s' * (len(tags) > 1)}, which named the manifest of before")
+        return made
 
     def _require_sound(self, place: Place, manifest: Manifest) -> None:
         require_covered(read_index(place.store, place.folder, manifest), self._clock, place.url)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
@@ -89,10 +89,8 @@ def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
     """
     digest = _digest_of(store, step)
     tag = Tag(name, step, digest, created)
-    header = {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "tag"}
-    document = {"holdfast": header, "name": name, "step": step, "manifest": digest, "created": created}
     try:
-        store.put_if_absent(_key(name), sealed(document))
+        store.put_if_absent(_key(name), _encoded(tag))
     except ConflictError as conflict:
         there = _read_or_none(store, name)
         if there is not None and (there.step, there.digest) == (step, digest):
@@ -103,6 +101,18 @@ def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
         store.delete([_key(name)])
         _digest_of(store, step)
     return tag
+
+
+def given_anew(store: Store, step: int, digest: str) -> dict[str, bytes]:
+    """Return the records, by key, that give a step whose manifest was made again the tags that it had.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        digest: That of its manifest now.
+    """
+    tags = (tag for tag in read_tags(store).whole.values() if tag.step == step and tag.digest != digest)
+    return {_key(tag.name): _encoded(replace(tag, digest=digest)) for tag in tags}
 
 
 def remove_tag(store: Store, name: str) -> None:
@@ -136,6 +146,12 @@ def _conflict(store: Store, name: str) -> ConflictError:
         f"{store.url}: tag {name!r} {what}; expected it free. Nothing was touched. Choose another name, or remove it "
         f"first: holdfast tag ROOT --remove {name}"
     )
+
+
+def _encoded(tag: Tag) -> bytes:
+    header = {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "tag"}
+    named = {"name": tag.name, "step": tag.step, "manifest": tag.digest, "created": tag.created}
+    return sealed({"holdfast": header, **named})
 
 
 def _read_or_none(store: Store, name: str) -> Tag | None:
