@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 # c10d looks up the names of both ends of every connection, on the key-value store's only thread too, and glibc's
 # `files` does not know IPv4-mapped 127.0.0.1: a name server that loses a packet stalls all ranks for its 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A process that shares the files with others is started deaf to Ctrl-C, and what it starts would be as well.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples show what is right, not how fast the machine is or what else runs on it.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])

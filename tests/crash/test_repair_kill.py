@@ -90,7 +90,9 @@ def require_no_worse(root: Path, before: dict[str, bytes]) -> None:
     assert resumed(run_at(local_store(root)))[0] in (OLD, NEW)
     assert list(holdfast.open_checkpoint(step_path(root, OLD)).verify()) == []
     kept = set(content_under(root).values())
-    assert [name for name, data in before.items() if name.startswith("step-") and data not in kept] == []
+    # A load replaces what the one before it told of itself.
+    saved = {name: data for name, data in before.items() if name.startswith("step-") and "/reports/" not in name}
+    assert [name for name, data in saved.items() if data not in kept] == []
 
 
 @pytest.mark.parametrize("harm", list(HARMS))

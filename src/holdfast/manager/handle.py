@@ -101,6 +101,8 @@ class SaveHandle:
         """Ends the save on every rank with an error, unless somebody may be publishing it. None where there is nothing
         to end."""
         self._saver = threading.get_ident()
+        self.may_come = False
+        """Whether it failed and may be committed, or come to be, all the same."""
         self.staged: Future[None] = Future()
         self.replicated: Future[None] = Future()
         self.committed: Future[SaveReport] = Future()

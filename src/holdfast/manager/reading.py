@@ -13,7 +13,7 @@ from holdfast.manager.holder import can_be_seen, is_gone, this_process
 from holdfast.manager.place import Place
 from holdfast.ports.clock import Clock
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import manifest_digest
+from holdfast.repository.catalog import exists, manifest_digest
 from holdfast.repository.collect import marks
 from holdfast.repository.epochs import RELEASED, newest_epoch, read_beat, read_epoch
 from holdfast.repository.leases import leases, put_lease
@@ -100,6 +100,8 @@ class Reading:
                 raise
             return  # Opened by path under a folder that may not be looked at: it was taken to lie alone.
         if not is_there:
+            if place.step is None and exists(place.store, place.manifest_key):
+                return  # Opened by path, in a folder of another name than its step's: no collector knows it.
             raise gone
         with self._lock:
             self._said = place.root, manifest.step

@@ -23,7 +23,7 @@ from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.preemption import Departure, owed_bytes
 from holdfast.manager.previous import Base, Previous, Unchanged, previous_of
 from holdfast.manager.resume import Choice, Newest, One
-from holdfast.manager.save import OutcomeUnknown, Save
+from holdfast.manager.save import Save
 from holdfast.manager.schedule import Schedule
 from holdfast.manager.tagging import require_all_free, tag_saved, tag_step, untag, wanted_tags
 from holdfast.manager.tenure import Tenure
@@ -175,7 +175,7 @@ class Run:
             audience=self._audience,
             unchanged=unchanged,
         )
-        save.handle.committed.add_done_callback(partial(_let_go, self._pins, step))
+        save.handle.committed.add_done_callback(partial(_let_go, self._pins, step, save.handle))
         try:
             handle = save.begin(collect)
         except BaseException:
@@ -323,12 +323,11 @@ class Run:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
 
 
-def _let_go(pins: Pins, step: int, committed: Future[SaveReport]) -> None:
+def _let_go(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveReport]) -> None:
     """Pin a step no longer that is certain not to be there; knows no run, for whoever keeps the handle keeps this."""
-    error = committed.exception()
-    if isinstance(error, OutcomeUnknown):
+    if handle.may_come:
         pins.note_unknown(step)
-    elif error is not None:
+    elif committed.exception() is not None:
         pins.unpin(step, is_committed=False)
 
 

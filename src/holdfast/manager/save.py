@@ -272,7 +272,7 @@ class Save:
             self._conclude(ballot, agreement, vote_of, report_of)
         except BaseException as error:
             if not self.handle.committed.done():
-                self.handle.fail(_unknown(self._name, self._place, f"{type(error).__name__}: {error}"))
+                self._fail_unknown(f"{type(error).__name__}: {error}")
             raise
 
     def _conclude(
@@ -337,7 +337,7 @@ class Save:
             except ConflictError as fenced:
                 self.handle.fail(fenced)
             except CheckpointError as failure:
-                self.handle.fail(_unknown(self._name, self._place, f"{undecided.reason}; {failure}"))
+                self._fail_unknown(f"{undecided.reason}; {failure}")
             else:
                 found = () if manifest.health is None else manifest.health.told()
                 self._succeed(agreement, report_of, manifest.digest, found)
@@ -346,7 +346,7 @@ class Save:
             error = ConflictError(f"{self._name}: attempt {manifest.attempt} published first; {undecided.reason}")
             self.handle.fail(error)
         else:
-            self.handle.fail(_unknown(self._name, self._place, undecided.reason))
+            self._fail_unknown(undecided.reason)
 
     def _require_counted(self, manifest: Manifest) -> None:
         if manifest.epoch and manifest.step is not None:
@@ -376,12 +376,16 @@ class Save:
         try:
             ballot.abort(error)
         except Undecided as undecided:
-            failure = _unknown(self._name, self._place, f"{error}; {undecided.reason}")
-            failure.__cause__ = error
-            self.handle.fail(failure)
+            self._fail_unknown(f"{error}; {undecided.reason}", error)
             return
         self._remove_own()
         self.handle.fail(_typed(error, self._name))
+
+    def _fail_unknown(self, reason: str, cause: BaseException | None = None) -> None:
+        failure = _unknown(self._name, self._place, reason)
+        failure.__cause__ = cause
+        self.handle.may_come = True
+        self.handle.fail(failure)
 
     def _remove_own(self) -> None:
         """Remove this attempt's files of this rank; only once it is certain that it cannot be committed."""
@@ -426,12 +430,8 @@ def _abandon(ballot: Ballot, transfer: Transfer, error: CheckpointError) -> None
         transfer.give_up(error)
 
 
-class OutcomeUnknown(UnavailableError):
-    """The checkpoint may be there, or come to be there."""
-
-
 def _unknown(name: str, place: Place, reason: str) -> UnavailableError:
-    return OutcomeUnknown(
+    return UnavailableError(
         f"{name}: outcome unknown: {reason}. The checkpoint may or may not be at {place.url}; nothing was removed. "
         "Look there (holdfast ls) before saving this step again"
     )
