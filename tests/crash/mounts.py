@@ -9,7 +9,7 @@ import signal
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,14 +80,20 @@ def cut_power(mount: Path) -> None:
         os.close(fd)
 
 
-def acted_until_power_cut(mount: Path, at: int, act: Callable[[Faults], None]) -> bool:
-    """Act in another process up to its n-th operation, then cut the power; return whether it said that it was done."""
+def acted_until_power_cut(
+    mount: Path, at: int, act: Callable[[Faults], None], names: Collection[str] | None = None
+) -> bool:
+    """Act in another process up to its n-th operation, of these names only if any are given, then cut the power.
+
+    Returns:
+        Whether it said that it was done.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             torch.set_num_threads(1)
-            act(Faults(_stop_here, at=at))
+            act(Faults(_stop_here, at=at, names=names))
             os.write(writing, b"!")
         finally:
             os._exit(0)

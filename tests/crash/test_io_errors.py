@@ -202,7 +202,9 @@ def test_failed_fsync_is_met_by_data_and_by_folders(template: Path, in_memory: P
     root = in_memory / "root"
     shutil.copytree(template, root)
     faults = Faults(names={"fsync"})
-    run_at(local_store(root, faults)).save(NEW, small_state(NEW), EVERYTHING).wait()
+    run = run_at(local_store(root, faults))
+    run.save(NEW, small_state(NEW), EVERYTHING).wait()
+    run.close()
     paths = [Path(operation.subject) for operation in faults.seen if operation.name == "fsync"]
     assert any(path.suffix == ".safetensors" for path in paths)
     assert any(path.name.startswith(".tmp-") for path in paths)
@@ -252,6 +254,7 @@ def full_file_system(root: Path) -> None:
     assert run.steps() == list(range(1, saved + 1))
     for step in run.steps():
         assert list(holdfast.open_checkpoint(step_path(root, step)).verify()) == []
+    run.close()
 
 
 def test_a_full_tmpfs() -> None:
@@ -282,6 +285,7 @@ def test_a_file_system_mounted_read_only() -> None:
             command("mount", "-o", "remount,rw", mount)
             run.save(NEW, small_state(NEW), EVERYTHING).wait()
             require_loads(run, NEW)
+            run.close()
 
 
 def exhausted() -> list[int]:

@@ -109,12 +109,15 @@ def sweep(template: Path, work: Path, save: Saver, expected: set[int]) -> list[s
 def resume(root: Path, *, committed: bool) -> None:
     """Save the same step again, as the training that resumes from the old one would."""
     run = run_at(local_store(root))
-    _, error = attempted(run, NEW, training_state(NEW))
+    try:
+        _, error = attempted(run, NEW, training_state(NEW))
+    finally:
+        # What holds the root would write into it while it is being removed.
+        run.close()
     if committed:
         assert isinstance(error, ConflictError), error
     else:
         assert error is None, error
-        run.close()
 
 
 @pytest.fixture

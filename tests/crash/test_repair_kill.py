@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,9 +14,9 @@ from holdfast.manager.place import none_allowed
 from holdfast.manager.repair import Repair
 from holdfast.manager.run import Run
 from holdfast.ports.clock import SystemClock
-from holdfast.testing.faults import Faults, Operation, kill_process
+from holdfast.testing.faults import Faults, kill_process
 from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
-from tests.crash.mounts import cut_power, mounted, new_image, workplace
+from tests.crash.mounts import acted_until_power_cut, mounted, new_image, workplace
 from tests.crash.rig import (
     EVERYTHING,
     NEW,
@@ -154,10 +152,6 @@ def test_what_a_repair_cannot_save_is_no_worse_for_being_killed(in_memory: Path)
 # ------------------------------------------------------------------------------------------------- power cuts
 
 
-def stop_here(operation: Operation) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 @pytest.fixture
 def place() -> Iterator[Path]:
     with workplace() as folder:
@@ -180,7 +174,7 @@ def test_a_power_cut_during_a_repair_loses_nothing(place: Path, harm: str) -> No
         image = place / "image"
         shutil.copyfile(template, image)
         with mounted(image, place / "m", options="loop") as mount:
-            returned = repair_until_the_power_goes(mount, at)
+            returned = acted_until_power_cut(mount, at, partial(repair, mount / "root"), CHANGES)
         with mounted(image, place / "m", options="loop") as mount:
             root = mount / "root"
             try:
@@ -195,25 +189,3 @@ def test_a_power_cut_during_a_repair_loses_nothing(place: Path, harm: str) -> No
         acknowledged += returned
     print(f"{len(points)} power cuts: {acknowledged} repairs had returned, 0 steps lost")
     assert 1 <= acknowledged < len(points)
-
-
-def repair_until_the_power_goes(mount: Path, at: int) -> bool:
-    """Repair in another process up to its n-th operation, then cut the power; return whether it was acknowledged."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            repair(mount / "root", Faults(stop_here, at=at, names=CHANGES))
-            os.write(writing, b"!")
-        finally:
-            os._exit(0)
-    os.close(writing)
-    _, status = os.waitpid(child, os.WUNTRACED)
-    try:
-        cut_power(mount)
-    finally:
-        if os.WIFSTOPPED(status):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    with os.fdopen(reading, "rb") as pipe:
-        return pipe.read() == b"!"

@@ -16,9 +16,8 @@ from holdfast.plan.collecting import doomed
 from holdfast.plan.retention import kept
 from holdfast.ports.clock import Clock
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_run_id, step_folders
+from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
 from holdfast.repository.collect import (
-    is_manifest_at,
     is_pack_key,
     look_into,
     mark_keys,
@@ -198,7 +197,7 @@ class Collector:
                 # A save began to refer to one of them: what it needs is found anew.
                 second = self.survey()
                 going = going.confirmed_by(second.doomed)
-            going = replace(going, steps={s: d for s, d in going.steps.items() if is_manifest_at(self._store, s, d)})
+            going = replace(going, steps={s: d for s, d in going.steps.items() if manifest_digest(self._store, s) == d})
             self._tenure.require()
             remove(self._store, going)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from holdfast.engine.in_flight import each_in_flight
@@ -11,7 +12,7 @@ from holdfast.errors import CheckpointError, ConflictError, MissingError, Unavai
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import collector_paused
 from holdfast.manager.health import counted_before
-from holdfast.manager.merge import merged
+from holdfast.manager.merge import Merged, merged
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import software_at_hand
 from holdfast.plan.health import Findings
@@ -68,24 +69,11 @@ def assembled(
     # Known only now: the save before was perhaps still being written when this one began.
     parent = parent_of()
     health = _health(place, note, parent, whole.findings)
+    made = manifest_of(place, attempt, whole, (indexes, overview), str(note["run_id"]), str(note["created"]))
     data = encode_manifest(
-        Manifest(
-            run_id=str(note["run_id"]),
-            step=place.step,
-            attempt=attempt,
-            created=str(note["created"]),
+        replace(
+            made,
             parent=parent,
-            world_size=len(votes),
-            layouts=whole.layouts,
-            software=software_at_hand(),
-            tensors=len(whole.index.tensors),
-            tensor_bytes=sum(tensor.global_bytes for tensor in whole.index.tensors.values()),
-            aliases=whole.aliases,
-            tree=whole.tree,
-            packs=whole.packs,
-            parts=whole.parts,
-            indexes=indexes,
-            overview=overview,
             origin=None if origin is None else str(origin),
             masters=masters if isinstance(masters, dict) else {},
             epoch=epoch_of(note),
@@ -94,6 +82,45 @@ def assembled(
         )
     )
     return data, health
+
+
+def manifest_of(
+    place: Place,
+    attempt: str,
+    whole: Merged,
+    index: tuple[tuple[FileRecord, ...], FileRecord | None],
+    run_id: str,
+    created: str,
+) -> Manifest:
+    """Return what a manifest says of the files of an attempt, and nothing that only who saved it knows.
+
+    Args:
+        place: The checkpoint.
+        attempt: The attempt.
+        whole: What its ranks wrote.
+        index: Records of the files of its index, as `written_index` returns them.
+        run_id: The run.
+        created: When, for people.
+    """
+    indexes, overview = index
+    return Manifest(
+        run_id=run_id,
+        step=place.step,
+        attempt=attempt,
+        created=created,
+        parent=None,
+        world_size=len(whole.parts),
+        layouts=whole.layouts,
+        software=software_at_hand(),
+        tensors=len(whole.index.tensors),
+        tensor_bytes=sum(tensor.global_bytes for tensor in whole.index.tensors.values()),
+        aliases=whole.aliases,
+        tree=whole.tree,
+        packs=whole.packs,
+        parts=whole.parts,
+        indexes=indexes,
+        overview=overview,
+    )
 
 
 def epoch_of(note: Mapping[str, object]) -> int:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from holdfast.engine.slabs import new_slab
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.manager.ballot import Vote
-from holdfast.manager.commit import written_index
+from holdfast.manager.commit import manifest_of, written_index
 from holdfast.manager.merge import Merged, merged
 from holdfast.manager.place import Place
-from holdfast.manager.provenance import software_at_hand
 from holdfast.ports.store import Stored
 from holdfast.repository.catalog import read_file
 from holdfast.repository.digest import digest_of, hex_digest_of
@@ -178,27 +177,10 @@ def rebuilt_manifest(place: Place, damaged: bytes, run_id: str | None, created: 
         raise Unprovable("neither holdfast.json nor what is left of the manifest says which run it belongs to")
     try:
         whole: Merged = merged(place, attempt, votes, chunk_bytes)
-        indexes, overview = written_index(place, attempt, whole.index, settings, [])
+        index = written_index(place, attempt, whole.index, settings, [])
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
-    return Manifest(
-        run_id=run_id,
-        step=place.step,
-        attempt=attempt,
-        created=_line(damaged, "created") or created,
-        parent=None,
-        world_size=len(votes),
-        layouts=whole.layouts,
-        software=software_at_hand(),
-        tensors=len(whole.index.tensors),
-        tensor_bytes=sum(tensor.global_bytes for tensor in whole.index.tensors.values()),
-        aliases=whole.aliases,
-        tree=whole.tree,
-        packs=whole.packs,
-        parts=whole.parts,
-        indexes=indexes,
-        overview=overview,
-    )
+    return manifest_of(place, attempt, whole, index, run_id, _line(damaged, "created") or created)
 
 
 def _votes(place: Place, damaged: bytes) -> tuple[str, list[Vote]]:

@@ -146,15 +146,6 @@ def named_files(manifest: Manifest) -> dict[str, int]:
     }
 
 
-def is_manifest_at(store: Store, step: int, digest: str) -> bool:
-    """Return whether the manifest of a step is still the one with this digest."""
-    try:
-        data = store.get(step_folder(step) + MANIFEST_FILE, MANIFEST_BYTES_MAX)
-    except MissingError:
-        return False
-    return (stated_digest(data) or hex_digest_of(data)) == digest
-
-
 def put_mark(store: Store, run_id: str, nonce: str, epoch: int, going: Doomed, *, is_carried_out: bool) -> Mark:
     """Say what is about to be removed, or that it is now."""
     mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, going.steps)
