@@ -7,8 +7,9 @@
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
-#   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set, holders killed, power cut;
-#                   a training told to end ROUNDS times; lives of runs drawn at random (an hour or less)
+#   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
+#                   saving, collecting, fencing and repairing (ext4; XFS where xfsprogs is installed);
+#                   a training told to end ROUNDS times; lives of runs drawn at random (about an hour)
 #   make clean   remove the environment, caches and runs
 #
 # PYTHON=/path/to/python3 chooses another interpreter for the environment.
@@ -85,6 +86,7 @@ campaign: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign]'
 	@COLLECT_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
 	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py \
+	    tests/crash/test_repair_kill.py tests/crash/test_kill_sweep.py tests/crash/test_power_cut.py \
 	    tests/distributed/test_preemption.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 tests/property/test_life_of_a_run.py
 

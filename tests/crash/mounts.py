@@ -21,6 +21,12 @@ from holdfast.testing.faults import Faults, Operation
 _SHUTDOWN = 0x8004587D
 """FS_IOC_SHUTDOWN of ext4 and XFS."""
 
+FILE_SYSTEMS = ("ext4", "xfs")
+"""Those whose power can be cut; XFS where its tools are installed."""
+
+_MEBIBYTES_MIN = {"xfs": 300}
+"""What mkfs asks for."""
+
 _NOLOGFLUSH = 2
 """Nothing goes to the disk any more, the journal's last transactions included: as when the power goes."""
 
@@ -49,8 +55,13 @@ def new_image(path: Path, mebibytes: int, kind: str = "ext4") -> None:
     if shutil.which(f"mkfs.{kind}") is None:
         pytest.skip(f"needs mkfs.{kind}")
     with path.open("wb") as image:
-        image.truncate(mebibytes << 20)
+        image.truncate(max(mebibytes, _MEBIBYTES_MIN.get(kind, 0)) << 20)
     command(f"mkfs.{kind}", "-q", *(("-F", "-m", "0") if kind == "ext4" else ("-f",)), path)
+
+
+def copy_image(image: Path, to: Path) -> None:
+    """Copy an image without its holes: most of one is never written."""
+    command("cp", "--sparse=always", image, to)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from holdfast.ports.clock import SystemClock
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process, raise_error
-from tests.crash.mounts import acted_until_power_cut, mounted, new_image
+from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import committed_at, in_child, local_store, paths_under, require_whole, run_at
 
 pytestmark = [
@@ -132,19 +132,19 @@ def test_an_error_of_the_system_loses_nothing(in_memory: Path, template: Path, c
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
 def test_power_cut(in_memory: Path, template: Path, kind: str) -> None:
     image, blank, mount = in_memory / "image", in_memory / "blank", in_memory / "m"
     total = Faults()
     shutil.copytree(template, in_memory / "counted")
     over_syscalls(in_memory / "counted", total)
-    new_image(blank, IMAGE_MIB if kind == "ext4" else 300, kind)
+    new_image(blank, IMAGE_MIB, kind)
     with mounted(blank, mount, options="loop", kind=kind):
         shutil.copytree(template, mount / "root")
     points = sorted({1 + round(number * total.counted / (CUTS - 1)) for number in range(CUTS)})
     gone = set()
     for at in points:
-        shutil.copyfile(blank, image)
+        copy_image(blank, image)
         with mounted(image, mount, options="loop", kind=kind):
             returned = acted_until_power_cut(mount, at, partial(over_syscalls, mount / "root"))
         with mounted(image, mount, options="loop", kind=kind):

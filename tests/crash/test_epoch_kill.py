@@ -16,7 +16,7 @@ from holdfast.manager.tenure import Tenure
 from holdfast.ports.clock import SystemClock
 from holdfast.repository.epochs import newest_epoch, standing_fence
 from holdfast.testing.faults import Faults, kill_process
-from tests.crash.mounts import acted_until_power_cut, mounted, new_image
+from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import (
     EVERYTHING,
     NEW,
@@ -104,15 +104,15 @@ def test_killed_anywhere_while_taking_an_epoch(in_memory: Path, before: Callable
     assert at > 40, "it takes many operations to take an epoch"
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
 @pytest.mark.parametrize("before", [released, killed])
 def test_power_cut_while_taking_an_epoch(in_memory: Path, before: Callable[[Path], set[int]], kind: str) -> None:
     template, image, mount = in_memory / "template", in_memory / "image", in_memory / "m"
-    new_image(template, IMAGE_MIB if kind == "ext4" else 300, kind)
+    new_image(template, IMAGE_MIB, kind)
     with mounted(template, mount, options="loop", kind=kind):
         steps = before(mount / "root")
         begun = newest_epoch(local_store(mount / "root"))
-    shutil.copyfile(template, image)
+    copy_image(template, image)
     with mounted(image, mount, options="loop", kind=kind):
         counted = Faults()
         hold(mount / "root", counted)
@@ -120,7 +120,7 @@ def test_power_cut_while_taking_an_epoch(in_memory: Path, before: Callable[[Path
     acknowledged = 0
     # The last one lies behind it: it was taken, and at once the power went.
     for at in sorted({1 + round(number * (total + 1) / (CUTS - 1)) for number in range(CUTS)}):
-        shutil.copyfile(template, image)
+        copy_image(template, image)
         with mounted(image, mount, options="loop", kind=kind):
             returned = acted_until_power_cut(mount, at, partial(hold, mount / "root"))
         with mounted(image, mount, options="loop", kind=kind):

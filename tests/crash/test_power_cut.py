@@ -1,4 +1,4 @@
-"""The power goes at 50 points of a save, on a real ext4: what was acknowledged loads, what is visible is whole."""
+"""The power goes at 50 points of a save, on a real ext4 and XFS: what was acknowledged loads, what is seen is whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ import pytest
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultySyscalls
-from tests.crash.mounts import acted_until_power_cut, cut_power, mounted, new_image, workplace
+from tests.crash.mounts import (
+    FILE_SYSTEMS,
+    acted_until_power_cut,
+    copy_image,
+    cut_power,
+    mounted,
+    new_image,
+    workplace,
+)
 from tests.crash.rig import (
     EVERYTHING,
     NEW,
@@ -46,12 +54,18 @@ def place() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(params=FILE_SYSTEMS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The file system."""
+    return str(request.param)
+
+
 @pytest.fixture
-def template(place: Path) -> Path:
+def template(place: Path, kind: str) -> Path:
     """An image with one committed step, whose file system was unmounted in good order."""
     image = place / "template"
-    new_image(image, IMAGE_MIB)
-    with mounted(image, place / "m", options="loop") as mount:
+    new_image(image, IMAGE_MIB, kind)
+    with mounted(image, place / "m", options="loop", kind=kind) as mount:
         committed_at(mount / "root", OLD)
     return image
 
@@ -77,7 +91,7 @@ def save(root: Path, syscalls: Syscalls, faults: Faults) -> None:
 
 
 @pytest.mark.parametrize("syscalls", [Syscalls(), Buffered()], ids=["direct", "buffered"])
-def test_returned_save_survives_power_cut(place: Path, template: Path, syscalls: Syscalls) -> None:
+def test_returned_save_survives_power_cut(place: Path, template: Path, kind: str, syscalls: Syscalls) -> None:
     total = operations_of_a_save(place, syscalls)
     # The last ones lie behind the save: it returned, and at once the power went.
     points = sorted({1 + round(number * (total + 1) / (POINTS - 1)) for number in range(POINTS)})
@@ -85,10 +99,10 @@ def test_returned_save_survives_power_cut(place: Path, template: Path, syscalls:
     kept = acknowledged = 0
     for at in points:
         image = place / "image"
-        shutil.copyfile(template, image)
-        with mounted(image, place / "m", options="loop") as mount:
+        copy_image(template, image)
+        with mounted(image, place / "m", options="loop", kind=kind) as mount:
             returned = acted_until_power_cut(mount, at, partial(save, mount / "root", syscalls))
-        with mounted(image, place / "m", options="loop") as mount:
+        with mounted(image, place / "m", options="loop", kind=kind) as mount:
             root = mount / "root"
             try:
                 steps = set(run_at(local_store(root)).steps())
@@ -104,15 +118,17 @@ def test_returned_save_survives_power_cut(place: Path, template: Path, syscalls:
                 raise
         acknowledged += returned
         kept += NEW in steps
-    print(f"{len(points)} power cuts: {acknowledged} saves had returned, {kept} new checkpoints survived, 0 lost")
+    print(
+        f"{kind}: {len(points)} power cuts: {acknowledged} saves had returned, {kept} new checkpoints survived, 0 lost"
+    )
     assert acknowledged >= 1
     assert kept >= acknowledged
     assert kept < len(points)
 
 
-def test_the_power_cut_is_a_real_one(place: Path, template: Path) -> None:
+def test_the_power_cut_is_a_real_one(place: Path, template: Path, kind: str) -> None:
     """A file that was written but not synced is gone afterwards, or the test above would test nothing."""
-    with mounted(template, place / "m", options="loop") as mount:
+    with mounted(template, place / "m", options="loop", kind=kind) as mount:
         for name, synced in (("synced", True), ("not-synced", False)):
             with (mount / name).open("wb") as file:
                 file.write(b"x" * 10_000)
@@ -123,6 +139,6 @@ def test_the_power_cut_is_a_real_one(place: Path, template: Path) -> None:
                     os.fsync(folder)
                     os.close(folder)
         cut_power(mount)
-    with mounted(template, place / "m", options="loop") as mount:
+    with mounted(template, place / "m", options="loop", kind=kind) as mount:
         assert (mount / "synced").read_bytes() == b"x" * 10_000
         assert not (mount / "not-synced").exists()

@@ -16,7 +16,7 @@ from holdfast.manager.run import Run
 from holdfast.ports.clock import SystemClock
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
-from tests.crash.mounts import acted_until_power_cut, mounted, new_image, workplace
+from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image, workplace
 from tests.crash.rig import (
     EVERYTHING,
     NEW,
@@ -158,24 +158,25 @@ def place() -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
 @pytest.mark.parametrize("harm", ["manifest-cut", "both"])
-def test_a_power_cut_during_a_repair_loses_nothing(place: Path, harm: str) -> None:
+def test_a_power_cut_during_a_repair_loses_nothing(place: Path, harm: str, kind: str) -> None:
     quarantined_at(place / "counted", HARMS[harm])
     faults = Faults(names=CHANGES)
     repair(place / "counted", faults)
     template = place / "template"
-    new_image(template, IMAGE_MIB)
-    with mounted(template, place / "m", options="loop") as mount:
+    new_image(template, IMAGE_MIB, kind)
+    with mounted(template, place / "m", options="loop", kind=kind) as mount:
         quarantined_at(mount / "root", HARMS[harm])
         before = content_under(mount / "root")
     points = range(1, faults.counted + 2)
     acknowledged = 0
     for at in points:
         image = place / "image"
-        shutil.copyfile(template, image)
-        with mounted(image, place / "m", options="loop") as mount:
+        copy_image(template, image)
+        with mounted(image, place / "m", options="loop", kind=kind) as mount:
             returned = acted_until_power_cut(mount, at, partial(repair, mount / "root"), CHANGES)
-        with mounted(image, place / "m", options="loop") as mount:
+        with mounted(image, place / "m", options="loop", kind=kind) as mount:
             root = mount / "root"
             try:
                 require_no_worse(root, before)
@@ -187,5 +188,5 @@ def test_a_power_cut_during_a_repair_loses_nothing(place: Path, harm: str) -> No
                 error.add_note(f"power cut at operation {at} of {faults.counted}; found {sorted(paths_under(mount))}")
                 raise
         acknowledged += returned
-    print(f"{len(points)} power cuts: {acknowledged} repairs had returned, 0 steps lost")
+    print(f"{kind}: {len(points)} power cuts: {acknowledged} repairs had returned, 0 steps lost")
     assert 1 <= acknowledged < len(points)
