@@ -61,9 +61,15 @@ class Overlay:
             raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}")
         return data
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self,
+        key: str,
+        ranges: Sequence[tuple[int, int]],
+        slabs: Sequence[memoryview],
+        arrived: Callable[[int, memoryview], None] | None = None,
+    ) -> list[memoryview]:
         """As the port says; only packs are read so, which are never replaced."""
-        return self._under.get_ranges(key, ranges, slabs)
+        return self._under.get_ranges(key, ranges, slabs, arrived)
 
     def get_cached(
         self,

@@ -74,14 +74,23 @@ class Readable(Protocol):
         """
         ...
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self,
+        key: str,
+        ranges: Sequence[tuple[int, int]],
+        slabs: Sequence[memoryview],
+        arrived: Callable[[int, memoryview], None] | None = None,
+    ) -> list[memoryview]:
         """Read byte ranges of one object.
 
         Args:
             key: The object.
             ranges: Half-open byte ranges.
             slabs: One writable, page-aligned buffer per range, at least two pages longer than the range, so
-                that a store may read whole pages around it.
+                that a store may read whole pages around it. The same one may serve several ranges where `arrived`
+                takes them.
+            arrived: Told the number and the bytes of each range once it is there, in order, before the next is read:
+                memory that is filled again and again stays in the processor's cache.
         Returns:
             For each range a view of exactly its bytes, somewhere inside its slab.
         Raises:

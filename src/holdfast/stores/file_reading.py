@@ -40,12 +40,18 @@ class FileReading:
                 done += count
             return bytes(data)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self,
+        key: str,
+        ranges: Sequence[tuple[int, int]],
+        slabs: Sequence[memoryview],
+        arrived: Callable[[int, memoryview], None] | None = None,
+    ) -> list[memoryview]:
         """Read byte ranges of one object, through the page cache where they already are, else directly."""
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_ranges(where, size, ranges, slabs)
-            return read_ranges(self._syscalls, fd, ranges, slabs, where)
+            return read_ranges(self._syscalls, fd, ranges, slabs, where, arrived)
 
     def get_cached(
         self,

@@ -20,7 +20,12 @@ longer)."""
 
 
 def read_ranges(
-    syscalls: Syscalls, fd: int, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview], where: str
+    syscalls: Syscalls,
+    fd: int,
+    ranges: Sequence[tuple[int, int]],
+    slabs: Sequence[memoryview],
+    where: str,
+    arrived: Callable[[int, memoryview], None] | None = None,
 ) -> list[memoryview]:
     """Return for each range a view of its bytes inside its slab.
 
@@ -30,15 +35,22 @@ def read_ranges(
         ranges: Half-open byte ranges within the file.
         slabs: One writable buffer per range, two pages longer; page-aligned, or direct reading is refused.
         where: Store and key, for messages.
+        arrived: Told number and bytes of each range once it is there, in order, before the next is read.
     """
-    # All cached bytes first: reading directly needs a flag on the descriptor, which is then set once.
     reads = [_RangeRead(syscalls, fd, bounds, slab, where) for bounds, slab in zip(ranges, slabs, strict=True)]
-    for read in reads:
-        read.take_cached()
-    rest = [read for read in reads if not read.whole]
-    direct = bool(rest) and _try_direct(syscalls, fd)
-    for read in rest:
-        direct = read.take_rest(direct=direct)
+    if arrived is None:
+        # All cached bytes first: reading directly needs a flag on the descriptor, which is then set once.
+        for read in reads:
+            read.take_cached()
+    direct: bool | None = None
+    for number, read in enumerate(reads):
+        if arrived is not None and direct is None:
+            # Until one is not cached: the next will not be either, and asking would have it read ahead.
+            read.take_cached()
+        if not read.whole:
+            direct = read.take_rest(direct=_try_direct(syscalls, fd) if direct is None else direct)
+        if arrived is not None:
+            arrived(number, read.view)
     return [read.view for read in reads]
 
 

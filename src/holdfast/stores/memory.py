@@ -80,15 +80,23 @@ class MemoryStore:
             raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}")
         return data
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self,
+        key: str,
+        ranges: Sequence[tuple[int, int]],
+        slabs: Sequence[memoryview],
+        arrived: Callable[[int, memoryview], None] | None = None,
+    ) -> list[memoryview]:
         """Read byte ranges of one object to the front of each slab."""
         data = memoryview(self._object(key))
         check_ranges(f"{self.url}/{key}", len(data), ranges, slabs)
         views = []
-        for (start, stop), slab in zip(ranges, slabs, strict=True):
+        for number, ((start, stop), slab) in enumerate(zip(ranges, slabs, strict=True)):
             view = slab.cast("B")[: stop - start]
             view[:] = data[start:stop]
             views.append(view)
+            if arrived is not None:
+                arrived(number, view)
         return views
 
     def get_cached(

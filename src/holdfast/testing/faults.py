@@ -225,9 +225,15 @@ class FaultyStore:
         """As the port says."""
         return self._faults.around("get", key, lambda: self._inner.get(key, bytes_max))
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self,
+        key: str,
+        ranges: Sequence[tuple[int, int]],
+        slabs: Sequence[memoryview],
+        arrived: Callable[[int, memoryview], None] | None = None,
+    ) -> list[memoryview]:
         """As the port says."""
-        return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, slabs))
+        return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, slabs, arrived))
 
     def get_cached(
         self,

@@ -304,6 +304,33 @@ class Ranges(_StoreFixture):
         view[:] = b"abcde"
         assert b"abcde" in bytes(slab)
 
+    def test_ranges_may_come_one_by_one_through_the_same_slab(self, store: Store) -> None:
+        seed = random.randrange(1 << 32)
+        chance = random.Random(seed)
+        data = chance.randbytes(9 * PART_BYTES + 1234)
+        fill(store, "folder/key", data)
+        slab = aligned_slab(len(data))
+        for _ in range(50):
+            bounds = [sorted(chance.choices(range(len(data) + 1), k=2)) for _ in range(chance.randrange(5))]
+            ranges = [(start, stop) for start, stop in bounds]
+            came: list[tuple[int, bytes]] = []
+            store.get_ranges("folder/key", ranges, [slab] * len(ranges), lambda n, view: came.append((n, bytes(view))))
+            expected = [(number, data[start:stop]) for number, (start, stop) in enumerate(ranges)]
+            assert came == expected, f"seed {seed}, ranges {ranges}"
+
+    def test_what_takes_a_range_may_end_the_reading(self, store: Store) -> None:
+        store.put("key", b"0123456789")
+        came: list[int] = []
+
+        def refuse(number: int, view: memoryview) -> None:
+            came.append(number)
+            raise CorruptError("not what was saved")
+
+        slab = aligned_slab(10)
+        with pytest.raises(CorruptError, match="not what was saved"):
+            store.get_ranges("key", [(0, 5), (5, 10)], [slab, slab], refuse)
+        assert came == [0]
+
     @pytest.mark.parametrize("bounds", ((0, 4098), (4097, 4098), (1 << 40, (1 << 40) + 1)))
     def test_beyond_the_end_is_corrupt_and_nothing_is_read(self, store: Store, bounds: tuple[int, int]) -> None:
         store.put("folder/key", b"1" * 4097)

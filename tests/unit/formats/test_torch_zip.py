@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,16 @@ class Counted(ForeignFiles):
     read_bytes = 0
     calls = 0
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self,
+        key: str,
+        ranges: Sequence[tuple[int, int]],
+        slabs: Sequence[memoryview],
+        arrived: Callable[[int, memoryview], None] | None = None,
+    ) -> list[memoryview]:
         self.read_bytes += sum(stop - start for start, stop in ranges)
         self.calls += 1
-        return super().get_ranges(key, ranges, slabs)
+        return super().get_ranges(key, ranges, slabs, arrived)
 
 
 def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:

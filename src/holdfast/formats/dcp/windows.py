@@ -81,16 +81,24 @@ class Windows:
         """Return a small file whole."""
         return self._files.get(key, bytes_max)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self,
+        key: str,
+        ranges: Sequence[tuple[int, int]],
+        slabs: Sequence[memoryview],
+        arrived: Callable[[int, memoryview], None] | None = None,
+    ) -> list[memoryview]:
         """Return byte ranges of a file, out of what is held where it holds them all."""
+        held = [self.held(start, stop) for start, stop in ranges] if key == self._key else [b""]
+        if not all(held):
+            return self._files.get_ranges(key, ranges, slabs, arrived)
         found = []
-        for (start, stop), slab in zip(ranges, slabs, strict=True):
-            data = self.held(start, stop) if key == self._key else b""
-            if not data:
-                return self._files.get_ranges(key, ranges, slabs)
-            view = slab[: stop - start]
+        for number, (data, slab) in enumerate(zip(held, slabs, strict=True)):
+            view = slab[: len(data)]
             view[:] = data
             found.append(view)
+            if arrived is not None:
+                arrived(number, view)
         return found
 
     def get_cached(
