@@ -31,9 +31,9 @@ class Settings:
     """Bytes of one write in flight. Larger windows leave the processor's cache before they are hashed."""
 
     read_window_bytes: int = 16 * MIB
-    """Bytes that one thread reads at a turn, at most. Larger than for writing: what lies in the page cache goes where it
-    belongs chunk by chunk anyhow, what does not comes a MiB at a time, and each turn costs a hand-over between threads
-    (measured: 1.2 times as fast as 4 MiB)."""
+    """Bytes that one thread reads at a turn, at most. Larger than for writing: what lies in the page cache goes where
+    it belongs chunk by chunk anyhow, what does not comes a MiB at a time, and each turn costs a hand-over between
+    threads (measured: 1.2 times as fast as 4 MiB)."""
 
     windows_in_flight: int = 4
     """Writes or reads in flight per rank: enough to keep an NVMe queue busy."""
