@@ -23,7 +23,7 @@ from holdfast.manager.resolve import index_for, resolve
 from holdfast.manager.resume import Choice, Damage, One, PassedOver, damage_in
 from holdfast.manager.sameness import same_content
 from holdfast.manager.soundness import RequireStored
-from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.plan.intersect import load_plan
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
@@ -351,8 +351,7 @@ def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings
                 f"{len(differing)} tensors have another dtype than was saved: {', '.join(differing[:20])}. "
                 "Expected the same; pass cast=True to convert"
             )
-    wanted = [WantedBoxes(each.stored_fqn, each.boxes) for each in restoration.wanted]
-    return load_plan(wanted, index.pieces_near, settings.read_window_bytes)
+    return load_plan(restoration.wanted, index.pieces_near, settings.read_window_bytes)
 
 
 def _require_filled(filling: Collection[str], restoration: Restoration, place: Place) -> None:

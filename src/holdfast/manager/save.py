@@ -143,8 +143,9 @@ class Save:
             transfer.begin(collected, awaited=self._awaited)
             report_of = self._report_of(plan, is_new, collected, agreement, transfer)
 
-            def vote_of() -> Vote:
-                return self._write_part(agreement, part_of(packs, transfer.written()))
+            def vote_of() -> tuple[Vote, RankPart]:
+                part = part_of(packs, transfer.written())
+                return self._write_part(agreement, part), part
 
             self._queued_seconds = self._account.seconds
             self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report_of)
@@ -261,7 +262,7 @@ class Save:
         turn: threading.Lock,
         ballot: Ballot,
         agreement: Agreement,
-        vote_of: Callable[[], Vote],
+        vote_of: Callable[[], tuple[Vote, RankPart]],
         report_of: Callable[[], SaveReport],
     ) -> None:
         """Vote, commit or wait for who does; runs in the background and never leaves a handle undecided."""
@@ -276,7 +277,11 @@ class Save:
             raise
 
     def _conclude(
-        self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report_of: Callable[[], SaveReport]
+        self,
+        ballot: Ballot,
+        agreement: Agreement,
+        vote_of: Callable[[], tuple[Vote, RankPart]],
+        report_of: Callable[[], SaveReport],
     ) -> None:
         try:
             digest = self._decide(ballot, agreement, vote_of)
@@ -290,16 +295,17 @@ class Save:
         else:
             self._succeed(agreement, report_of, digest, ballot.unhealthy)
 
-    def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
+    def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], tuple[Vote, RankPart]]) -> str:
         """Return the digest of the manifest once it is published."""
-        own = vote_of()
+        vote, part = vote_of()
         with self._account.phase("vote"):
-            completes = ballot.vote(own)
+            completes = ballot.vote(vote)
         if not completes:
+            del part
             with self._account.phase("wait"):
                 return ballot.await_result()
         try:
-            digest, health = self._publish(ballot.votes(), agreement)
+            digest, health = self._publish(ballot.votes(), agreement, part)
         except PublishFailed as failure:
             ballot.announce_failure(failure, certain=False)
             raise Undecided(str(failure), storage_knows=False) from failure
@@ -314,11 +320,11 @@ class Save:
             sweep(self._place, agreement.attempt, self._name, epoch_of(agreement.note))
         return digest
 
-    def _publish(self, votes: list[Vote], agreement: Agreement) -> tuple[str, Health | None]:
-        place = self._place
+    def _publish(self, votes: list[Vote], agreement: Agreement, own: RankPart) -> tuple[str, Health | None]:
+        place, note, settings = self._place, agreement.note, self._job.settings
         with self._account.phase("index"):
             data, health = assembled(
-                place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
+                place, agreement.attempt, votes, note, self._parent_of, settings, self._own_keys, own
             )
         with self._account.phase("publish"):
             return published(place, data, epoch_of(agreement.note)), health

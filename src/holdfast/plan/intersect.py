@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
+from typing import Protocol
 
 from holdfast.spec.box import Box
 from holdfast.spec.chunking import chunk_count, chunk_range
@@ -23,8 +24,22 @@ class WantedBoxes:
     """Regions, global coordinates."""
 
 
+class Wants(Protocol):
+    """Whatever says so: nobody makes a hundred thousand values only to be asked."""
+
+    @property
+    def stored_fqn(self) -> str:
+        """Name in the checkpoint."""
+        ...
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Regions, global coordinates."""
+        ...
+
+
 def load_plan(
-    wanted: Sequence[WantedBoxes], pieces_near: Callable[[str, Box], Sequence[Piece]], run_bytes_max: int
+    wanted: Sequence[Wants], pieces_near: Callable[[str, Box], Sequence[Piece]], run_bytes_max: int
 ) -> LoadPlan:
     """Return the reads that fill every wanted box: each chunk that meets one, once, whole, and no other.
 
@@ -38,6 +53,16 @@ def load_plan(
     for number, each in enumerate(wanted):
         for box in each.boxes:
             for piece in pieces_near(each.stored_fqn, box):
+                region, count = piece.region, piece.bytes
+                if (region is box or region == box) and 0 < count <= piece.chunk_bytes:
+                    # Nearly every tiny tensor, and there may be a hundred thousand of them.
+                    key = piece.pack, piece.offset, count, piece.tensor.itemsize
+                    known = chunks.get(key)
+                    if known is None:
+                        chunks[key] = piece, 0, [Part(number, box, box, 0)]
+                    else:
+                        known[2].append(Part(number, box, box, 0))
+                    continue
                 for chunk_number, part in _parts(number, piece, box):
                     start = chunk_number * piece.chunk_bytes
                     chunk_bytes = min(piece.bytes - start, piece.chunk_bytes)
@@ -53,16 +78,8 @@ def load_plan(
     return LoadPlan(tuple(_runs(reads, run_bytes_max)))
 
 
-def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterable[tuple[int, Part]]:
-    """Return, by chunk, the parts of a piece that a wanted box takes from it."""
-    region = piece.region
-    if (region is wanted or region == wanted) and 0 < piece.bytes <= piece.chunk_bytes:
-        # Nearly every tiny tensor, and there may be a hundred thousand of them.
-        return ((0, Part(wanted_number, wanted, wanted, 0)),)
-    return _parts_cut(wanted_number, piece, wanted)
-
-
-def _parts_cut(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
+def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
+    """Yield, by chunk, the parts of a piece that a wanted box takes from it."""
     itemsize, shape = piece.tensor.itemsize, piece.tensor.global_shape
     first, last = elements_spanned(piece.region, shape, wanted)
     for number in range(first * itemsize // piece.chunk_bytes, chunk_count(last * itemsize, piece.chunk_bytes)):

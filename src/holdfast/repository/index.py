@@ -211,16 +211,32 @@ class Merging:
         """Return the number here of each tensor of a table; thousands of ranks share a few tables."""
         known = self._tables.get(id(table))
         if known is None:
-            for tensor in table.specs.values():
-                know(self._tensors, tensor, where)
-            numbers = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.specs]
-            known = self._tables[id(table)] = table, np.array(numbers, dtype=np.int64)
+            if not self._tables:
+                # As they are: until another table comes, nothing need be looked up.
+                numbers = np.arange(len(table.specs))
+            else:
+                self._look_up_first()
+                for tensor in table.specs.values():
+                    know(self._tensors, tensor, where)
+                found = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.specs]
+                numbers = np.array(found, dtype=np.int64)
+            known = self._tables[id(table)] = table, numbers
         return known[1]
+
+    def _look_up_first(self) -> None:
+        """Know the tensors of the first table, if they are not known yet."""
+        if len(self._tables) == 1:
+            ((first, _),) = self._tables.values()
+            self._tensors.update(first.specs)
+            self._numbers.update(first.numbers)
 
     def merged(self) -> Index:
         """Return all as one; nothing can be added any more."""
-        whole = TensorTable.of(self._tensors.values())
-        number_of = np.fromiter(map(whole.numbers.__getitem__, self._numbers), np.int64, len(self._numbers))
+        if len(self._tables) == 1:
+            ((whole, number_of),) = self._tables.values()
+        else:
+            whole = TensorTable.of(self._tensors.values())
+            number_of = np.fromiter(map(whole.numbers.__getitem__, self._numbers), np.int64, len(self._numbers))
         parts = [*self._blocks, *self._parts]
         self._blocks.clear()
         self._parts.clear()

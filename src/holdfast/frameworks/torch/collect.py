@@ -20,7 +20,7 @@ from holdfast.frameworks.torch.gradients import (
     require_optimizer_boundary,
     says_it_accumulates,
 )
-from holdfast.frameworks.torch.held import Held, Ranks, held_of, is_meta, is_ordinary, memory_of
+from holdfast.frameworks.torch.held import Held, Ranks, held_if_plain, held_of, is_meta, is_ordinary, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
 from holdfast.frameworks.torch.selection import selected, selected_whole
@@ -239,6 +239,8 @@ class _Collector:
 
     def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> tuple[Held, Sequence[torch.Tensor]]:
         """Return what this rank holds of a tensor, and the tensors that stand in the state for it."""
+        if declared is None and (plain := held_if_plain(tensor)) is not None:
+            return plain, (tensor,)
         memory = memory_of(tensor, declared, fqn)
         for each in memory:
             if not is_ordinary(each):

@@ -104,6 +104,18 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     return _declared(Sharded(local_tensors, shape, starts), fqn, ranks)
 
 
+def held_if_plain(tensor: torch.Tensor) -> Held | None:
+    """Return what this rank holds of an ordinary tensor that says nothing of a layout, all of it; None of any other.
+
+    Asked first of every tensor of which nothing is declared: there may be a hundred thousand, nearly all of them such.
+    """
+    if type(tensor) is DTensor or not is_ordinary(tensor):
+        return None
+    shape = tuple(tensor.shape)
+    local = tensor.detach() if tensor.requires_grad else tensor
+    return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
+
+
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, or what a DTensor holds here, is a dense one with memory: nearly all are.
 

@@ -22,6 +22,7 @@ from holdfast.frameworks.torch.gradients import (
 from holdfast.frameworks.torch.held import (
     Held,
     Ranks,
+    held_if_plain,
     held_of,
     is_meta,
     is_ordinary,
@@ -134,13 +135,15 @@ class TorchRestoration:
             self.held.pop(self._lacked[id(tensor)], None)
         if self._is_first_of_tie(fqn, stored, tensor, held):
             target = TorchTarget(held, spec.dtype)
-            self.held[fqn] = sum([part.local.nbytes for part in held.parts])
+            self.held[fqn] = target.local_bytes
             dtype = storable_dtype(tensor, fqn)
             self.wanted.append(Wanted(stored, dtype, held.global_shape, target.boxes, target, fqn))
         return True
 
     def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Held:
         """Return what this rank holds of a tensor that is to be filled."""
+        if declared is None and (plain := held_if_plain(tensor)) is not None:
+            return plain
         for each in memory_of(tensor, declared, fqn):
             if not is_ordinary(each):
                 require_storable(each, fqn)

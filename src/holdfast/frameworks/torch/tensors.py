@@ -271,15 +271,22 @@ class TorchTarget:
 
     def __init__(self, held: Held, stored_dtype: str) -> None:
         self._stored = torch_dtype(stored_dtype)
-        self._boxes = _boxes(held)
-        on_gpu = bool(held.parts) and held.parts[0].local.is_cuda
-        # Other threads fill it, which have streams of their own: it comes after what the caller's stream was given.
-        self._stream = torch.cuda.current_stream(held.parts[0].local.device) if on_gpu else None
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
+        parts = held.parts
+        self.boxes: tuple[Box, ...]
         """What is wanted, global coordinates."""
-        return tuple([box for box, _ in self._boxes])
+        self.local_bytes: int
+        """Bytes of the memory to be filled."""
+        if len(parts) == 1 and isinstance(parts[0].region, Box):
+            # Nearly all are, and there may be a hundred thousand of them.
+            region, local = parts[0].region, parts[0].local
+            self._boxes, self.boxes, self.local_bytes = [(region, local)], (region,), local.nbytes
+        else:
+            self._boxes = _boxes(held)
+            self.boxes = tuple([box for box, _ in self._boxes])
+            self.local_bytes = sum([part.local.nbytes for part in parts])
+        on_gpu = bool(parts) and parts[0].local.is_cuda
+        # Other threads fill it, which have streams of their own: it comes after what the caller's stream was given.
+        self._stream = torch.cuda.current_stream(parts[0].local.device) if on_gpu else None
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
@@ -360,6 +367,9 @@ def tensor_of(array: object, dtype: str) -> torch.Tensor:
     return torch.from_numpy(bits).view(torch_dtype(dtype))
 
 
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+"""Kinds that hold what they show in memory of their own."""
+
 Note = TypeVar("Note")
 
 
@@ -372,9 +382,11 @@ class Ties(Generic[Note]):
 
     def first(self, tensor: torch.Tensor, note: Note) -> Note:
         """Return what was noted of the first tensor that is these elements of this memory; `note` if it is this one."""
-        if local_shards_of(tensor) is not None:
-            return self._first.setdefault(storage_key(tensor), note)
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = tensor
+        if type(tensor) not in _DENSE:
+            if local_shards_of(tensor) is not None:
+                return self._first.setdefault(storage_key(tensor), note)
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         # Where no other begins, nothing more need be asked. Who is kept here keeps its address from being given anew.
         other, others_note = self._at.setdefault(local.data_ptr(), (tensor, note))
         if other is tensor:
