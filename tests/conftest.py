@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, settings
 # `files` does not know IPv4-mapped 127.0.0.1: a name server that loses a packet stalls all ranks for its 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# A process that shares the files with others is started deaf to Ctrl-C, and what it starts would be as well.
-if "PYTEST_XDIST_WORKER" in os.environ:
+# What is started in a shell's background, and whoever shares the files with others, is deaf to Ctrl-C, and what it
+# starts would be as well.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN or "PYTEST_XDIST_WORKER" in os.environ:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples show what is right, not how fast the machine is or what else runs on it.

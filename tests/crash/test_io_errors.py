@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ class Recorded:
 def template(in_memory: Path) -> Path:
     """A root with one committed step."""
     root = in_memory / "template"
-    run = run_at(local_store(root))
+    run = run_at(local_store(root), settings=replace(SETTINGS, lease_seconds=1.0))
     run.save(OLD, small_state(OLD), EVERYTHING).wait()
     run.close()
     return root
@@ -134,7 +134,8 @@ def require_errors_survived(
         shutil.copytree(template, root)
         action = Recorded(code)
         faults = Faults(action, at=opening + at, names=names, lasting=lasting)
-        run = run_at(local_store(root, faults), settings=settings)
+        # Who cannot read signs of life looks for them fifty times a lease.
+        run = run_at(local_store(root, faults), settings=replace(settings, lease_seconds=1.0))
         try:
             failure = one_failed_save(root, run, faults, action, lasting=lasting, names=names)
         except BaseException as error:
