@@ -256,7 +256,7 @@ class _Collector:
             InvalidError: The two are stated to be different parts.
         """
         fqn, held, memory = named
-        if 0 not in tensor.shape:
+        if tensor.numel():
             first, first_held, first_memory = self._ties.first(tensor, named)
         elif declared is None:
             return fqn

@@ -112,7 +112,8 @@ class TorchRestoration:
             if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
                 self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
-        master = self._catalog.tensors.get(self._catalog.masters.get(stored, ""))
+        masters = self._catalog.masters
+        master = self._catalog.tensors.get(masters.get(stored, "")) if masters else None
         if master is not None and spec.dtype != master.dtype == dtype_name(tensor.dtype):
             self._used.add(stored)
             stored, spec = master.fqn, master
@@ -179,7 +180,7 @@ class TorchRestoration:
         Raises:
             InvalidError: It would be filled twice, with different content.
         """
-        if 0 in tensor.shape:
+        if not tensor.numel():
             return True
         first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held))
         if first_fqn == fqn:

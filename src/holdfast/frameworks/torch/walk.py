@@ -151,7 +151,10 @@ def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> N
                 "holds modules, optimizers or tensors"
             )
         path = _joined(node.path, key)
-        if isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, torch.Tensor):  # First, for most are.
+            found.loose[path] = (branch, value)
+            node.children[key] = TensorNode(path, value)
+        elif isinstance(value, torch.optim.Optimizer):
             _require_own_state(value, path)
             found.optimizers.append((node, key, value))
             # Keeps the order of the dict: the node is put in once every parameter has its name.
@@ -161,9 +164,6 @@ def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> N
             found.declared |= child.declared
             found.elsewhere |= {each for each, shard in child.declared.items() if not holds_any(shard)}
             node.children[key] = child
-        elif isinstance(value, torch.Tensor):
-            found.loose[path] = (branch, value)
-            node.children[key] = TensorNode(path, value)
         elif isinstance(value, Sharded):
             tensors = tensors_of(value, path)
             tensor = tensors[0]
