@@ -20,6 +20,7 @@ from holdfast import ConflictError, MissingError, Settings, api
 from holdfast.frameworks.alone import AloneComm
 from holdfast.manager.job import Job
 from holdfast.manager.run import Run
+from holdfast.policies import LatestN
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import committed_steps
@@ -93,6 +94,11 @@ def test_managers_ignore_it(late: Path) -> None:
             manager.load(state, LATE)
         assert manager.load(state) == NEXT
         assert torch.equal(state["weights"], torch.full((5000,), float(NEXT)))  # type: ignore[arg-type]
+
+
+def test_it_is_collected_and_not_told_as_a_step(late: Path) -> None:
+    assert api.collect(late, keep=LatestN(1), grace_seconds=0).steps == (FIRST,)
+    assert not (path_of(late, LATE) / "manifest.json").exists()
 
 
 def test_it_is_not_resumed_from_where_it_would_be_the_newest(late: Path) -> None:

@@ -19,8 +19,7 @@ from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
 
 _SETTLED_BYTES = MIB
 """What is read past the page cache before it is settled. Memory that is filled again and again stays in the processor's
-cache (measured: with four reads of 16 MiB in flight a load comes to 0.7 of the disk's speed, with four of one MiB to
-0.83)."""
+cache (docs/architecture.md, Amendments, has the measurements)."""
 
 
 def carry_out(
@@ -100,13 +99,25 @@ class _Reading:
         groups = list(_neighbours(chunks, _SETTLED_BYTES))
         ranges = [(group[0].offset, group[-1].offset + group[-1].bytes) for group in groups]
 
-        def settle_group(number: int, data: memoryview) -> None:
-            for chunk in groups[number]:
-                raw = data[chunk.offset - ranges[number][0] :][: chunk.bytes]
-                settle(chunk, raw, self._stored.url, self._targets)
+        unsettled: list[Exception] = []
 
-        with pack_expected(self._run, self._stored):
-            self._stored.files.get_ranges(self._stored.key, ranges, [slab] * len(ranges), settle_group)
+        def settle_group(number: int, data: memoryview) -> None:
+            try:
+                for chunk in groups[number]:
+                    raw = data[chunk.offset - ranges[number][0] :][: chunk.bytes]
+                    settle(chunk, raw, self._stored.url, self._targets)
+            except Exception as error:
+                unsettled.append(error)
+                raise
+
+        try:
+            with pack_expected(self._run, self._stored):
+                self._stored.files.get_ranges(self._stored.key, ranges, [slab] * len(ranges), settle_group)
+        except Exception:
+            if unsettled:
+                # A target's own error is none of the store's, whatever the store made of it.
+                raise unsettled[0] from None
+            raise
 
     def _home(self, chunk: ChunkRead) -> list[memoryview]:
         """Return the targets' own memory for all of a chunk, in its order; empty where a slab must come between."""

@@ -72,7 +72,7 @@ class CollectReport:
     """Steps that stay, each with why."""
 
     steps: tuple[int, ...]
-    """Steps that were removed, or would be."""
+    """Steps that were removed, or would be; none that never counted, which nobody has seen."""
 
     files: int
     """Files that were removed, or would be, manifests left out."""
@@ -325,7 +325,8 @@ def _require_all_listed(store: Store, first: Survey, second: Survey, under_way: 
 
 
 def _report(survey: Survey, going: Doomed) -> CollectReport:
-    return CollectReport(survey.reasons, tuple(sorted(going.steps)), len(going.files), sum(going.files.values()))
+    steps = tuple(sorted(going.steps.keys() & survey.standing.keys()))
+    return CollectReport(survey.reasons, steps, len(going.files), sum(going.files.values()))
 
 
 def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectReport:

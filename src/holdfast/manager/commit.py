@@ -25,7 +25,6 @@ from holdfast.repository.index_file import encode_index
 from holdfast.repository.manifest import encode_manifest, stated_digest
 from holdfast.repository.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
 from holdfast.repository.overview import Overview, encode_overview, split
-from holdfast.repository.part import RankPart
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.repository.reachable import packs_named_by
@@ -47,7 +46,6 @@ def assembled(
     parent_of: Callable[[], Parent | None],
     settings: Settings,
     written: list[str],
-    own: RankPart | None = None,
 ) -> tuple[bytes, Health | None]:
     """Merge what every rank wrote, prove it whole, write its index, and return the manifest that names it all.
 
@@ -61,12 +59,11 @@ def assembled(
         parent_of: Returns the checkpoint that this one continues.
         settings: Chunks of the index, and how many go into one file of it.
         written: Told the key of every file before it is written.
-        own: The part that this rank voted for.
     Raises:
         InvalidError: The parts do not make a whole.
         CorruptError: A part or pack is not what its rank voted for.
     """
-    whole = merged(place, attempt, votes, settings.chunk_bytes, own)
+    whole = merged(place, attempt, votes, settings.chunk_bytes)
     indexes, overview = written_index(place, attempt, whole.index, settings, written)
     origin, masters, metrics = note.get("origin"), note.get("masters"), note.get("metrics")
     # Known only now: the save before was perhaps still being written when this one began.

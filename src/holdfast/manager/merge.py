@@ -53,15 +53,11 @@ class Merged:
     """What the ranks found of its health."""
 
 
-def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int, own: RankPart | None = None) -> Merged:
-    """Read every rank's part, prove the whole, and return it.
+def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> Merged:
+    """Read every rank's part, this rank's own too, prove the whole, and return it.
 
-    Args:
-        place: Where the checkpoint goes.
-        attempt: The attempt.
-        votes: Every rank's vote, by rank.
-        chunk_bytes: Bytes of a chunk.
-        own: The part that this rank voted for, which need not be decoded; what is stored must still be what it wrote.
+    Whatever cannot be read back is refused here, and not by the load that needs it.
+
     Raises:
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
         CorruptError: A part or pack is not what its rank voted for.
@@ -74,7 +70,7 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int, 
     findings = Findings()
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
     files = each_in_flight(lambda record: read_file(place.store, place.folder, attempt, record), records)
-    for rank, part in enumerate(_decoded(records, files, own)):
+    for rank, part in enumerate(_decoded(records, files)):
         require_own(part, rank, attempt, place.url)
         merging.add(part.index, f"{place.url}: rank {rank}")
         packs += part.packs
@@ -101,19 +97,15 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int, 
     return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance, findings)
 
 
-def _decoded(records: Sequence[FileRecord], files: Iterator[bytes], own: RankPart | None) -> Iterator[RankPart]:
+def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:
     """Yield the parts that files hold."""
-    at_hand = {} if own is None else {part_name(own.rank): own}
     tables = TensorTables()
     for first in range(0, len(records), _DECODED_AT_ONCE):
         some = records[first : first + _DECODED_AT_ONCE]
         # Read first, for Python's collector is not to be held off while storage is waited for.
         read = list(islice(files, len(some)))
         with collector_paused():
-            parts = [
-                at_hand.get(record.name) or decode_part(data, record.name, tables)
-                for record, data in zip(some, read, strict=True)
-            ]
+            parts = [decode_part(data, record.name, tables) for record, data in zip(some, read, strict=True)]
         yield from parts
 
 

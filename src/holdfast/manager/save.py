@@ -143,9 +143,8 @@ class Save:
             transfer.begin(collected, awaited=self._awaited)
             report_of = self._report_of(plan, is_new, collected, agreement, transfer)
 
-            def vote_of() -> tuple[Vote, RankPart]:
-                part = part_of(packs, transfer.written())
-                return self._write_part(agreement, part), part
+            def vote_of() -> Vote:
+                return self._write_part(agreement, part_of(packs, transfer.written()))
 
             self._queued_seconds = self._account.seconds
             self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report_of)
@@ -262,7 +261,7 @@ class Save:
         turn: threading.Lock,
         ballot: Ballot,
         agreement: Agreement,
-        vote_of: Callable[[], tuple[Vote, RankPart]],
+        vote_of: Callable[[], Vote],
         report_of: Callable[[], SaveReport],
     ) -> None:
         """Vote, commit or wait for who does; runs in the background and never leaves a handle undecided."""
@@ -277,11 +276,7 @@ class Save:
             raise
 
     def _conclude(
-        self,
-        ballot: Ballot,
-        agreement: Agreement,
-        vote_of: Callable[[], tuple[Vote, RankPart]],
-        report_of: Callable[[], SaveReport],
+        self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report_of: Callable[[], SaveReport]
     ) -> None:
         try:
             digest = self._decide(ballot, agreement, vote_of)
@@ -295,17 +290,16 @@ class Save:
         else:
             self._succeed(agreement, report_of, digest, ballot.unhealthy)
 
-    def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], tuple[Vote, RankPart]]) -> str:
+    def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
         """Return the digest of the manifest once it is published."""
-        vote, part = vote_of()
+        own = vote_of()
         with self._account.phase("vote"):
-            completes = ballot.vote(vote)
+            completes = ballot.vote(own)
         if not completes:
-            del part
             with self._account.phase("wait"):
                 return ballot.await_result()
         try:
-            digest, health = self._publish(ballot.votes(), agreement, part)
+            digest, health = self._publish(ballot.votes(), agreement)
         except PublishFailed as failure:
             ballot.announce_failure(failure, certain=False)
             raise Undecided(str(failure), storage_knows=False) from failure
@@ -320,11 +314,11 @@ class Save:
             sweep(self._place, agreement.attempt, self._name, epoch_of(agreement.note))
         return digest
 
-    def _publish(self, votes: list[Vote], agreement: Agreement, own: RankPart) -> tuple[str, Health | None]:
-        place, note, settings = self._place, agreement.note, self._job.settings
+    def _publish(self, votes: list[Vote], agreement: Agreement) -> tuple[str, Health | None]:
+        place = self._place
         with self._account.phase("index"):
             data, health = assembled(
-                place, agreement.attempt, votes, note, self._parent_of, settings, self._own_keys, own
+                place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
             )
         with self._account.phase("publish"):
             return published(place, data, epoch_of(agreement.note)), health

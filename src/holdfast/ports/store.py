@@ -92,7 +92,8 @@ class Readable(Protocol):
             arrived: Told the number and the bytes of each range once it is there, in order, before the next is read:
                 memory that is filled again and again stays in the processor's cache.
         Returns:
-            For each range a view of exactly its bytes, somewhere inside its slab.
+            For each range a view of exactly its bytes, somewhere inside its slab; of ranges that share one, all but
+            the last show other bytes by then.
         Raises:
             MissingError: No such key.
             CorruptError: The object ends before a range does.

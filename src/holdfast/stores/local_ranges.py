@@ -46,7 +46,7 @@ def read_ranges(
     for number, read in enumerate(reads):
         if arrived is not None and direct is None:
             # Until one is not cached: the next will not be either, and asking would have it read ahead.
-            read.take_cached()
+            read.take_cached(PAGE_BYTES if number == 0 else _QUESTION_BYTES_MAX)
         if not read.whole:
             direct = read.take_rest(direct=_try_direct(syscalls, fd) if direct is None else direct)
         if arrived is not None:
@@ -71,14 +71,15 @@ def take_cached(
     buffers: Sequence[memoryview],
     where: str,
     arrived: Callable[[memoryview], None] | None = None,
+    question_bytes: int = PAGE_BYTES,
 ) -> int:
     """Read from `start` on what the page cache holds into one buffer after the other; return how many bytes came.
 
     Asking for what is not there makes the kernel read it ahead, and the direct read that follows then competes
     with that (measured: less than half the speed). So the first question is one page long, and each next one
-    twice the last.
+    twice the last; where what lies before was there, `question_bytes` may begin with more.
     """
-    position, question_bytes = start, PAGE_BYTES
+    position = start
     for buffer in buffers:
         taken = 0
         while taken < buffer.nbytes:
@@ -125,9 +126,11 @@ class _RangeRead:
         """Whether every byte has arrived."""
         return self._position >= self._stop
 
-    def take_cached(self) -> None:
+    def take_cached(self, question_bytes: int = PAGE_BYTES) -> None:
         """Take from the front of the range what the page cache holds."""
-        self._position += take_cached(self._syscalls, self._fd, self._start, [self.view], self._where)
+        self._position += take_cached(
+            self._syscalls, self._fd, self._start, [self.view], self._where, question_bytes=question_bytes
+        )
 
     def take_rest(self, *, direct: bool) -> bool:
         """Read what is missing; return whether direct reading still works."""

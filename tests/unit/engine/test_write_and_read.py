@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from holdfast.engine.slabs import Slabs, new_slab
 from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget
 from holdfast.engine.write import PackWriter, WrittenPack
-from holdfast.errors import CorruptError, UnavailableError
+from holdfast.errors import CorruptError, MissingError, UnavailableError
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
@@ -33,6 +34,7 @@ from holdfast.repository.pack import header_of
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
 from holdfast.spec.plan import Piece, PlannedPack
+from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, Operation, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
@@ -222,6 +224,31 @@ def test_damage_in_what_lies_at_hand_is_found() -> None:
             plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", shards[0].shard.pieces[0])],
             replace(SMALL, in_place_bytes_min=1),
         )  # fmt: skip
+
+
+class Refusing(HostTarget):
+    """Takes nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("uint8", Box((0,), (3 * PAGE_BYTES,)))
+        self.error = error
+
+    def memory(self, part: Box) -> memoryview | None:
+        return None
+
+    def place(self, part: Box, source: memoryview, source_box: Box) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [TimeoutError("the device is late"), MissingError("no such device"), OSError("lost")])
+def test_an_error_of_a_target_is_not_taken_for_one_of_the_store(tmp_path: Path, error: Exception) -> None:
+    store = LocalStore(tmp_path, settings=SMALL)
+    shards = shards_of([3 * PAGE_BYTES])
+    pieces = pieces_of(shards, write(store, shards, SMALL), SMALL.chunk_bytes)
+    plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
+    with pytest.raises(type(error)) as raised:
+        carry_out(plan, packs_under(store, "0123456789abcdef/"), [Refusing(error)], SMALL)
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("operation", ("upload", "upload.write", "upload.complete"))
