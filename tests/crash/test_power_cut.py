@@ -1,4 +1,4 @@
-"""The power goes at 50 points of a save, on a real ext4 and XFS: what was acknowledged loads, what is seen is whole."""
+"""The power goes at 50 points of a save, on a real file system: what was acknowledged loads, what is seen is whole."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class _Collector:
             InvalidError: The two are stated to be different parts.
         """
         fqn, held, memory = named
-        if tensor.numel():
+        if 0 not in tensor.shape:
             first, first_held, first_memory = self._ties.first(tensor, named)
         elif declared is None:
             return fqn

@@ -180,7 +180,7 @@ class TorchRestoration:
         Raises:
             InvalidError: It would be filled twice, with different content.
         """
-        if not tensor.numel():
+        if 0 in tensor.shape:
             return True
         first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held))
         if first_fqn == fqn:
