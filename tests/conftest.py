@@ -15,7 +15,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # What is started in a shell's background, and whoever shares the files with others, is deaf to Ctrl-C, and what it
 # starts would be as well.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN or "PYTEST_XDIST_WORKER" in os.environ:
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples show what is right, not how fast the machine is or what else runs on it.

@@ -92,27 +92,24 @@ class _Reading:
             with self._copying, pack_expected(run, self._stored):
                 arrived = self._take_cached(homes, slab)
         if arrived < len(run.chunks):
-            self._settle_rest(run.chunks[arrived:], slab)
+            self._settle_rest(ReadRun.of(run.pack, run.chunks[arrived:]), slab)
 
-    def _settle_rest(self, chunks: Sequence[ChunkRead], slab: memoryview) -> None:
-        """Read chunks through the front of the slab, a few at a time, and settle them."""
-        groups = list(_neighbours(chunks, _SETTLED_BYTES))
-        ranges = [(group[0].offset, group[-1].offset + group[-1].bytes) for group in groups]
-
+    def _settle_rest(self, rest: ReadRun, slab: memoryview) -> None:
+        """Read what is left of the run through the front of the slab, a few chunks at a time, and settle it."""
+        parts = list(_parted(rest, _SETTLED_BYTES))
+        ranges = [(part.start, part.stop) for part in parts]
         unsettled: list[Exception] = []
 
-        def settle_group(number: int, data: memoryview) -> None:
+        def settle_part(number: int, data: memoryview) -> None:
             try:
-                for chunk in groups[number]:
-                    raw = data[chunk.offset - ranges[number][0] :][: chunk.bytes]
-                    settle(chunk, raw, self._stored.url, self._targets)
+                settle_all(parts[number], data, self._stored.url, self._targets)
             except Exception as error:
                 unsettled.append(error)
                 raise
 
         try:
-            with pack_expected(self._run, self._stored):
-                self._stored.files.get_ranges(self._stored.key, ranges, [slab] * len(ranges), settle_group)
+            with pack_expected(rest, self._stored):
+                self._stored.files.get_ranges(self._stored.key, ranges, [slab] * len(ranges), settle_part)
         except Exception:
             if unsettled:
                 # A target's own error is none of the store's, whatever the store made of it.
@@ -161,14 +158,14 @@ class _Reading:
         return len(run.chunks)
 
 
-def _neighbours(chunks: Sequence[ChunkRead], bytes_max: int) -> Iterator[Sequence[ChunkRead]]:
-    """Yield chunks that follow one another, as many together as fit."""
-    first = 0
+def _parted(run: ReadRun, bytes_max: int) -> Iterator[ReadRun]:
+    """Yield a run in parts, as many chunks in each as fit."""
+    chunks, first = run.chunks, 0
     for number, chunk in enumerate(chunks):
         if number > first and chunk.offset + chunk.bytes - chunks[first].offset > bytes_max:
-            yield chunks[first:number]
+            yield ReadRun.of(run.pack, chunks[first:number])
             first = number
-    yield chunks[first:]
+    yield ReadRun.of(run.pack, chunks[first:])
 
 
 class _Hashing:

@@ -179,7 +179,7 @@ class JobExchange:
                     kept += chunks
                     continue
                 _close(kept, run.pack, alone)
-                part = _run_of(run.pack, chunks)
+                part = ReadRun.of(run.pack, chunks)
                 if reader == rank:
                     ranks = self.groups[self.group_of[segment]]
                     others = tuple(ranks[ranks != rank].tolist())
@@ -189,10 +189,6 @@ class JobExchange:
             _close(kept, run.pack, alone)
         rounds = (ExchangeRound(tuple(give), tuple(take)) for give, take in zip(gives, takes, strict=True))
         return ExchangePlan(tuple(rounds), LoadPlan(tuple(alone)))
-
-
-def _run_of(pack: str, chunks: Sequence[ChunkRead]) -> ReadRun:
-    return ReadRun(pack, chunks[0].offset, chunks[-1].offset + chunks[-1].bytes, tuple(chunks))
 
 
 def _overlap(run: ReadRun, chunk: ChunkRead) -> CorruptError:
@@ -205,7 +201,7 @@ def _overlap(run: ReadRun, chunk: ChunkRead) -> CorruptError:
 
 def _close(kept: list[ChunkRead], pack: str, runs: list[ReadRun]) -> None:
     if kept:
-        runs.append(_run_of(pack, kept))
+        runs.append(ReadRun.of(pack, tuple(kept)))
         kept.clear()
 
 

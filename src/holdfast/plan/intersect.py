@@ -100,8 +100,7 @@ def _runs(reads: list[tuple[str, ChunkRead]], run_bytes_max: int) -> list[ReadRu
 
     def close() -> None:
         if current:
-            last = current[-1]
-            runs.append(ReadRun(pack, current[0].offset, last.offset + last.bytes, tuple(current)))
+            runs.append(ReadRun.of(pack, tuple(current)))
             current.clear()
 
     for name, read in reads:

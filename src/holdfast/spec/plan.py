@@ -168,6 +168,11 @@ class ReadRun:
     chunks: tuple[ChunkRead, ...]
     """The chunks, in file order, without gaps."""
 
+    @staticmethod
+    def of(pack: str, chunks: tuple[ChunkRead, ...]) -> ReadRun:
+        """Return chunks of a pack that follow one another as one run."""
+        return ReadRun(pack, chunks[0].offset, chunks[-1].offset + chunks[-1].bytes, chunks)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:

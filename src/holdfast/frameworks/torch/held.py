@@ -93,10 +93,10 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
         return _declared(declared, fqn, ranks)
     if isinstance(tensor, DTensor):
         return _of_dtensor(tensor, fqn, ranks)
-    shape = tuple(tensor.shape)
     shards = local_shards_of(tensor)
     if shards is None:
-        return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
+        return _whole(tensor)
+    shape = tuple(tensor.shape)
     starts = [tuple(each.metadata.shard_offsets) for each in shards]
     local_tensors = [each.tensor for each in shards]
     if not shards:
@@ -111,9 +111,13 @@ def held_if_plain(tensor: torch.Tensor) -> Held | None:
     """
     if type(tensor) is DTensor or not is_ordinary(tensor):
         return None
+    return _whole(tensor)
+
+
+def _whole(tensor: torch.Tensor) -> Held:
+    """Return what is held of a tensor of which this rank holds all."""
     shape = tuple(tensor.shape)
-    local = tensor.detach() if tensor.requires_grad else tensor
-    return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
+    return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
