@@ -218,20 +218,26 @@ def settle_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Tar
     Raises:
         CorruptError: A chunk is not what was saved; what came before it is placed.
     """
+    start = run.start
     for chunk in run.chunks:
-        settle(chunk, data[chunk.offset - run.start :][: chunk.bytes], where, targets)
+        at = chunk.offset - start
+        settle(chunk, data[at : at + chunk.bytes], where, targets)
 
 
 def settle(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
     """Check a chunk and copy what is wanted of it."""
+    expected = chunk.expected
     # Another system's checkpoint that is read in place says nothing of its chunks.
-    if chunk.expected and (found := digest_of(raw)) != chunk.expected:
+    if expected and (found := digest_of(raw)) != expected:
         raise CorruptError(
             f"{chunk.piece.tensor.fqn}: {where}: bytes "
             f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {found.hex()}; expected "
-            f"{chunk.expected.hex()}. Read another copy or another step"
+            f"{expected.hex()}. Read another copy or another step"
         )
     itemsize = chunk.piece.tensor.itemsize
     for part in chunk.parts:
-        source = raw[part.source_start : part.source_start + part.source_box.numel * itemsize]
+        source_bytes = part.source_box.numel * itemsize
+        source = raw
+        if source_bytes != len(raw):
+            source = raw[part.source_start : part.source_start + source_bytes]
         targets[part.wanted_number].place(part.box, source, part.source_box)

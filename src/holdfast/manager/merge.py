@@ -93,7 +93,8 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
         for (mesh, placements), count in sorted(layouts.items())
     )
-    stored = {alias: fqn for alias, fqn in aliases.items() if fqn in index.tensors and alias not in index.tensors}
+    numbers = index.table.numbers
+    stored = {alias: fqn for alias, fqn in aliases.items() if fqn in numbers and alias not in numbers}
     return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance, findings)
 
 

@@ -55,10 +55,9 @@ def uncovered_names(index: Index, seed: int) -> list[str]:
         index: The index.
         seed: Any number; one that nobody can foretell proves it of crafted pieces too.
     """
-    pieces = index.pieces
-    wrong = uncovered_tensors(index.table.shapes, pieces.tensors, pieces.flat, pieces.starts, pieces.stops, seed)
-    names = list(index.tensors)
-    return [names[number] for number in wrong]
+    at, table = index.pieces, index.table
+    wrong = uncovered_tensors(table.ndims, table.lengths, at.tensors, at.flat, at.starts, at.stops, seed)
+    return [table.fqns[number] for number in wrong]
 
 
 def stored_by(index: Index | SplitIndex, short: Mapping[str, tuple[int, CheckpointError]]) -> RequireStored:

@@ -60,12 +60,13 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
 
 
 def uncovered_tensors(
-    shapes: Sequence[tuple[int, ...]], tensor: Ints, flat: NDArray[np.bool_], start: Ints, stop: Ints, seed: int
+    ndims: Ints, lengths: Ints, tensor: Ints, flat: NDArray[np.bool_], start: Ints, stop: Ints, seed: int
 ) -> list[int]:
     """Return the tensors that their pieces, boxes and flat ranges alike, do not cover exactly once.
 
     Args:
-        shapes: Global shape of each tensor.
+        ndims: Dimensions of each tensor.
+        lengths: Global shapes, one tensor after the other.
         tensor: For each piece the number of its tensor, ascending.
         flat: Whether a piece is a flat range.
         start, stop: Coordinates of all pieces one after the other: one for a flat range, for a box as many as its
@@ -74,15 +75,16 @@ def uncovered_tensors(
     Returns:
         Numbers of the tensors at fault, ascending.
     """
-    ndims = np.array([len(shape) for shape in shapes], dtype=np.int64)
     widths = np.where(flat, 1, ndims[tensor])
-    count = np.bincount(tensor, minlength=len(shapes))
-    flats = np.bincount(tensor[flat], minlength=len(shapes))
-    doubtful = np.ones(len(shapes), dtype=bool)
-    doubtful[_whole_in_one(shapes, tensor, (count == 1) & (flats == 0), widths, start, stop)] = False
+    count = np.bincount(tensor, minlength=len(ndims))
+    flats = np.bincount(tensor[flat], minlength=len(ndims))
+    doubtful = np.ones(len(ndims), dtype=bool)
+    doubtful[_whole_in_one(ndims, lengths, tensor, (count == 1) & (flats == 0), widths, start, stop)] = False
     chosen = np.flatnonzero(doubtful)
     if not len(chosen):
         return []
+    ends = np.cumsum(ndims)
+    shapes = {each: tuple(lengths[ends[each] - ndims[each] : ends[each]].tolist()) for each in chosen.tolist()}
     # Where all pieces are flat ranges, the tensor is a line; where some are, these become boxes.
     lines, mixed = flats == count, (flats > 0) & (flats < count)
     taken = doubtful[tensor] & ~(flat & mixed[tensor])
@@ -138,7 +140,8 @@ def _one(columns: Sequence[Ints]) -> Ints:
 
 
 def _whole_in_one(
-    shapes: Sequence[tuple[int, ...]],
+    ndims: Ints,
+    lengths: Ints,
     tensor: Ints,
     alone: NDArray[np.bool_],
     widths: Ints,
@@ -149,8 +152,7 @@ def _whole_in_one(
     of_one = alone[tensor]
     at = np.repeat(of_one, widths)
     numbers = np.repeat(tensor[of_one], widths[of_one])
-    lengths = [length for number in np.flatnonzero(alone).tolist() for length in shapes[number]]
-    short = (start[at] != 0) | (stop[at] != np.array(lengths, dtype=np.int64))
+    short = (start[at] != 0) | (stop[at] != lengths[np.repeat(alone, ndims)])
     whole = alone.copy()
     whole[numbers[short]] = False
     return np.flatnonzero(whole)

@@ -35,7 +35,6 @@ from holdfast.repository.overview import Overview, decode_overview
 from holdfast.repository.publish import publish
 from holdfast.repository.tensors import TensorTable
 from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest
-from holdfast.spec.tensor import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +264,7 @@ def index_from(manifest: Manifest, files: list[bytes], where: str, overview: Ove
             raise CorruptError(f"{where}{manifest.attempt}: two index files list one tensor: one repeats the other")
         index = _merged(indexes, None, f"{where}{manifest.attempt}")
     require_places(index, manifest, where)
-    _require_totals(index.tensors, manifest, where)
+    _require_totals(index.table, manifest, where)
     return index
 
 
@@ -276,7 +275,7 @@ def overview_from(manifest: Manifest, data: bytes, where: str) -> Overview:
         CorruptError: It is not an overview, or claims more than the packs can hold.
     """
     overview = decode_overview(data, len(manifest.indexes), f"{where}{manifest.attempt}/{OVERVIEW_FILE}")
-    _require_totals(overview.table.specs, manifest, where)
+    _require_totals(overview.table, manifest, where)
     pack_bytes = sum(pack.bytes for pack in manifest.packs)
     # Who reads little of the index must not be made to allocate what the rest of it would have to hold.
     if manifest.tensor_bytes > pack_bytes:
@@ -330,14 +329,13 @@ def require_places(index: Index, manifest: Manifest, where: str) -> None:
         raise CorruptError(f"{where}{manifest.attempt}/{name}: two pieces hold byte {byte}; expected one")
 
 
-def _require_totals(tensors: Mapping[str, TensorSpec], manifest: Manifest, where: str) -> None:
+def _require_totals(table: TensorTable, manifest: Manifest, where: str) -> None:
     for alias, fqn in manifest.aliases.items():
-        if fqn not in tensors or alias in tensors:
+        if fqn not in table.numbers or alias in table.numbers:
             raise CorruptError(f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor")
-    tensor_bytes = sum(tensor.global_bytes for tensor in tensors.values())
-    if (len(tensors), tensor_bytes) != (manifest.tensors, manifest.tensor_bytes):
+    if (table.count, table.bytes) != (manifest.tensors, manifest.tensor_bytes):
         raise CorruptError(
-            f"{where}{manifest.attempt}: {len(tensors)} tensors of {tensor_bytes} bytes in the index; "
+            f"{where}{manifest.attempt}: {table.count} tensors of {table.bytes} bytes in the index; "
             f"the manifest says {manifest.tensors} of {manifest.tensor_bytes}. Read another copy"
         )
 

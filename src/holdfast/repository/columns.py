@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from holdfast.errors import CorruptError
 
 Ints = NDArray[np.int64]
+Number = TypeVar("Number", np.int64, np.float64)
 
 _WIDTHS = ("<u1", "<u2", "<u4", "<u8")
 assert sys.byteorder == "little", "columns are stored little-endian and read without a swap"
@@ -63,4 +65,19 @@ def positions(first: Ints, numbers: Ints) -> Ints:
     total = int(ends[-1]) if len(ends) else 0
     found: Ints = np.repeat(begin - (ends - counts), counts)
     found += np.arange(total)  # In place: there may be tens of millions.
+    return found
+
+
+def products(counts: Ints, factors: NDArray[Number]) -> NDArray[Number]:
+    """Return the product of each of several runs that lie one after the other; 1 of an empty one.
+
+    Args:
+        counts: Factors of each run.
+        factors: Those of all runs.
+    """
+    first = firsts(counts)
+    found = np.ones(len(counts), dtype=factors.dtype)
+    for place in range(int(counts.max()) if len(counts) else 0):
+        longer = np.flatnonzero(counts > place)
+        found[longer] *= factors[first[longer] + place]
     return found

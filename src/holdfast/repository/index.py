@@ -60,12 +60,12 @@ class Index:
         found = self._pieces_of.get(fqn)
         if found is not None or fqn not in self.table.specs:
             return found or ()
-        if self.pieces.count > min(_MADE_AT_ONCE_MAX, _FEW * len(self.table.specs)):
+        if self.pieces.count > min(_MADE_AT_ONCE_MAX, _FEW * self.table.count):
             made = self._pieces_of[fqn] = self._made(self.pieces.between(*self._run_of(fqn)))
             return made
         pieces, first = self._made(self.pieces), self._first.tolist()
         self._pieces_of = {
-            each: pieces[begin:end] for each, begin, end in zip(self.table.specs, first, first[1:], strict=False)
+            each: pieces[begin:end] for each, begin, end in zip(self.table.fqns, first, first[1:], strict=False)
         }
         return self._pieces_of[fqn]
 
@@ -86,7 +86,7 @@ class Index:
 
     def all_pieces(self) -> Iterator[Piece]:
         """Yield every piece, by FQN."""
-        for fqn in self.table.specs:
+        for fqn in self.table.fqns:
             yield from self.pieces_of(fqn)
 
     def pieces_in(self, pack: str) -> list[Piece]:
@@ -107,7 +107,7 @@ class Index:
     @cached_property
     def _first(self) -> Ints:
         """For each tensor, and one past the last: number of its first piece."""
-        return np.searchsorted(self.pieces.tensors, np.arange(len(self.table.specs) + 1))
+        return np.searchsorted(self.pieces.tensors, np.arange(self.table.count + 1))
 
     @cached_property
     def _pack_numbers(self) -> dict[str, int]:
@@ -213,12 +213,12 @@ class Merging:
         if known is None:
             if not self._tables:
                 # As they are: until another table comes, nothing need be looked up.
-                numbers = np.arange(len(table.specs))
+                numbers = np.arange(table.count)
             else:
                 self._look_up_first()
                 for tensor in table.specs.values():
                     know(self._tensors, tensor, where)
-                found = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.specs]
+                found = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.fqns]
                 numbers = np.array(found, dtype=np.int64)
             known = self._tables[id(table)] = table, numbers
         return known[1]

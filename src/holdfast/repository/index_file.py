@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError
-from holdfast.repository.columns import Ints, packed, unpacked
+from holdfast.repository.columns import Ints, packed, products, unpacked
 from holdfast.repository.index import Index
 from holdfast.repository.names import is_file_url, is_pack_name, step_of_pack
-from holdfast.repository.pieces import Bools, PieceColumns, bounds_of, numels
+from holdfast.repository.pieces import Bools, PieceColumns, bounds_of
 from holdfast.repository.tensors import Column, TensorTable, TensorTables, decode_tensors
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.spec.chunking import DIGEST_BYTES
@@ -117,7 +117,7 @@ def index_of(
     count = len(tensors)
     packs = unpacked(document.piece_packs, where, count)
     offsets = unpacked(document.piece_offsets, where, count)
-    if count and (int(tensors.max()) >= len(table.specs) or int(packs.max()) >= len(document.packs)):
+    if count and (int(tensors.max()) >= table.count or int(packs.max()) >= len(document.packs)):
         raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
     if (tensors[1:] < tensors[:-1]).any():
         raise CorruptError(f"{where}: pieces are not in the order of their tensors")
@@ -134,7 +134,7 @@ def index_of(
     starts = unpacked(document.piece_starts, where, coordinates)
     stops = unpacked(document.piece_stops, where, coordinates)
     _require_inside(table, tensors, flat, widths, starts, stops, where)
-    piece_bytes = numels(widths, starts, stops) * table.itemsizes[tensors]
+    piece_bytes = products(widths, stops - starts) * table.itemsizes[tensors]
     chunks = np.zeros(count, dtype=np.int64) if unhashed else -(-piece_bytes // document.chunk_bytes)
     _require_digests(table, tensors, chunks, len(document.digests), where)
     digests = memoryview(document.digests)
@@ -153,7 +153,7 @@ def _require_inside(
     outside = (starts > stops) | (stops > bounds_of(table, tensors, flat, widths))
     if outside.any():
         at = int(outside.argmax())
-        spec = list(table.specs.values())[int(np.repeat(tensors, widths)[at])]
+        spec = table.specs[table.fqns[int(np.repeat(tensors, widths)[at])]]
         raise CorruptError(
             f"{where}: {spec.fqn}: a piece from {int(starts[at])} to {int(stops[at])}; expected it inside "
             f"{spec.global_shape}"
@@ -168,7 +168,7 @@ def _require_digests(table: TensorTable, tensors: Ints, chunks: Ints, digest_byt
     """
     # No single piece first, so that the sum over all cannot wrap around.
     if len(chunks) and int(chunks.max()) * DIGEST_BYTES > digest_bytes:
-        fqn = list(table.specs)[int(tensors[int(chunks.argmax())])]
+        fqn = table.fqns[int(tensors[int(chunks.argmax())])]
         raise CorruptError(f"{where}: {fqn}: digests end before the pieces do")
     expected = int(chunks.sum()) * DIGEST_BYTES
     if expected != digest_bytes:

@@ -117,7 +117,7 @@ def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
         chunks_max: Chunks of one file, more or less: a band of a run of tensors stays together.
     """
     pieces, table = index.pieces, index.table
-    count = len(table.specs)
+    count = table.count
     files = max(int(pieces.first_chunk[-1]) // chunks_max, 1)
     # More bands than most tensors have pieces would leave most of them empty.
     bands = 1 << max(min(BANDS_MAX, files, pieces.count // count).bit_length() - 1, 0)
@@ -201,6 +201,6 @@ def decode_overview(data: bytes, files: int, where: str) -> Overview:
     table = decode_tensors(found.fqns, found.dtypes, found.dtype_numbers, found.ndims, found.shapes, where)
     columns = (found.file_tensors_first, found.file_tensors_stop, found.file_bands_first, found.file_bands_stop)
     spans = np.stack([unpacked(column, where, files) for column in columns], axis=1)
-    if (spans[:, 0] > spans[:, 1]).any() or (spans[:, 1] > len(table.specs)).any() or (spans[:, 2] > spans[:, 3]).any():
+    if (spans[:, 0] > spans[:, 1]).any() or (spans[:, 1] > table.count).any() or (spans[:, 2] > spans[:, 3]).any():
         raise CorruptError(f"{where}: an index file of a range of tensors or bands that cannot be. Read another copy")
     return Overview(found.chunk_bytes, table, found.bands, spans)

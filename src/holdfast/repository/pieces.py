@@ -139,17 +139,6 @@ _NONE = PieceColumns(
 """No piece at all."""
 
 
-def numels(widths: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Return the elements of each piece, from its coordinates."""
-    first = firsts(widths)
-    lengths = stops - starts
-    found = np.ones(len(widths), dtype=np.int64)
-    for dim in range(int(widths.max()) if len(widths) else 0):
-        deeper = np.flatnonzero(widths > dim)
-        found[deeper] *= lengths[first[deeper] + dim]
-    return found
-
-
 def bounds_of(table: TensorTable, tensors: Ints, flat: Bools, widths: Ints) -> Ints:
     """Return what no coordinate of a piece may exceed: the length of its dimension, or the elements of its tensor."""
     bounds = table.lengths[positions(table.first_length, tensors[~flat])]

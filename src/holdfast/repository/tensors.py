@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
 
 import numpy as np
 
 from holdfast.errors import CorruptError
-from holdfast.repository.columns import Ints, firsts, packed, positions, unpacked
+from holdfast.repository.columns import Ints, firsts, packed, positions, products, unpacked
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.tensor import TensorSpec
 
@@ -24,75 +24,94 @@ _TENSOR_BYTES_MAX = 1 << 62
 """Bytes of one tensor, its empty dimensions counted as one: what numpy and torch can address."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class TensorTable:
-    """Tensors numbered by FQN, ascending."""
+    """Tensors numbered by FQN, ascending: columns, and what is asked by name once it is asked for."""
 
-    specs: Mapping[str, TensorSpec]
-    """Every tensor by FQN, ascending."""
+    def __init__(
+        self, fqns: list[str], dtypes: Sequence[str], dtype_numbers: Ints, ndims: Ints, lengths: Ints
+    ) -> None:
+        """Hold columns that have been checked.
 
-    numbers: Mapping[str, int]
-    """Number of each FQN."""
-
-    ndims: Ints
-    """Dimensions of each."""
-
-    first_length: Ints
-    """For each, and one past the last: where its shape begins in `lengths`."""
-
-    lengths: Ints
-    """Shapes, one tensor after the other."""
-
-    itemsizes: Ints
-    """Bytes of an element of each."""
-
-    numels: Ints
-    """Elements of each."""
+        Args:
+            fqns: FQN of each tensor, ascending.
+            dtypes: Element types.
+            dtype_numbers: Which of them each tensor has.
+            ndims: Dimensions of each.
+            lengths: Shapes, one tensor after the other.
+        """
+        self.fqns, self.ndims, self.lengths = fqns, ndims, lengths
+        self._dtypes, self._dtype_numbers = dtypes, dtype_numbers
+        self.first_length = firsts(ndims)
+        """For each, and one past the last: where its shape begins in `lengths`."""
 
     @staticmethod
     def of(tensors: Iterable[TensorSpec]) -> TensorTable:
         """Return the table of tensors; no two of one FQN."""
         specs = sorted(tensors, key=attrgetter("fqn"))
         shapes = [spec.global_shape for spec in specs]
-        ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
-        by_fqn = {spec.fqn: spec for spec in specs}
-        return TensorTable(
-            specs=by_fqn,
-            numbers=dict(zip(by_fqn, range(len(by_fqn)), strict=True)),
-            ndims=ndims,
-            first_length=firsts(ndims),
-            lengths=np.fromiter(chain.from_iterable(shapes), np.int64, int(ndims.sum())),
-            itemsizes=np.fromiter([DTYPES[spec.dtype].itemsize for spec in specs], np.int64, len(specs)),
-            numels=np.fromiter(map(math.prod, shapes), np.int64, len(specs)),
-        )
+        names = [spec.dtype for spec in specs]
+        dtypes = sorted(set(names))
+        number_of = {name: number for number, name in enumerate(dtypes)}
+        ndims = np.fromiter(map(len, shapes), np.int64, len(specs))
+        lengths = np.fromiter(chain.from_iterable(shapes), np.int64, int(ndims.sum()))
+        numbers = np.fromiter(map(number_of.__getitem__, names), np.int64, len(specs))
+        table = TensorTable([spec.fqn for spec in specs], dtypes, numbers, ndims, lengths)
+        table.specs = dict(zip(table.fqns, specs, strict=True))
+        return table
+
+    @property
+    def count(self) -> int:
+        """How many tensors there are."""
+        return len(self.fqns)
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor by FQN, ascending."""
+        lengths = self.lengths.tolist()
+        names = map(self._dtypes.__getitem__, self._dtype_numbers.tolist())
+        stops = self.first_length.tolist()
+        return {
+            fqn: TensorSpec(fqn, dtype, tuple(lengths[begin:stop]))
+            for fqn, dtype, (begin, stop) in zip(self.fqns, names, pairwise(stops), strict=True)
+        }
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """Number of each FQN."""
+        return dict(zip(self.fqns, range(self.count), strict=True))
+
+    @cached_property
+    def itemsizes(self) -> Ints:
+        """Bytes of an element of each."""
+        return np.array([DTYPES[name].itemsize for name in self._dtypes], dtype=np.int64)[self._dtype_numbers]
+
+    @cached_property
+    def numels(self) -> Ints:
+        """Elements of each."""
+        return products(self.ndims, self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum((self.numels * self.itemsizes).tolist())
 
     def taken(self, chosen: Ints) -> TensorTable:
         """Return the table of some of the tensors, by their numbers, ascending."""
-        specs = list(self.specs.values())
-        by_fqn = {spec.fqn: spec for spec in map(specs.__getitem__, chosen.tolist())}
-        ndims = self.ndims[chosen]
         return TensorTable(
-            specs=by_fqn,
-            numbers=dict(zip(by_fqn, range(len(by_fqn)), strict=True)),
-            ndims=ndims,
-            first_length=firsts(ndims),
-            lengths=self.lengths[positions(self.first_length, chosen)],
-            itemsizes=self.itemsizes[chosen],
-            numels=self.numels[chosen],
+            [self.fqns[number] for number in chosen.tolist()],
+            self._dtypes,
+            self._dtype_numbers[chosen],
+            self.ndims[chosen],
+            self.lengths[positions(self.first_length, chosen)],
         )
 
     def encoded(self) -> tuple[list[str], list[str], Column, Column, Column]:
         """Return FQNs, dtypes, and the columns of dtype numbers, dimensions and shapes; inverse of `decode_tensors`."""
-        names = [spec.dtype for spec in self.specs.values()]
-        dtypes = sorted(set(names))
-        number_of = {name: number for number, name in enumerate(dtypes)}
-        dtype_numbers = packed([number_of[name] for name in names])
-        return list(self.specs), dtypes, dtype_numbers, packed(self.ndims), packed(self.lengths)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Global shape of each tensor, by number."""
-        return [spec.global_shape for spec in self.specs.values()]
+        used = np.unique(self._dtype_numbers).tolist()
+        dtypes = sorted({self._dtypes[number] for number in used})
+        renumbered = np.zeros(len(self._dtypes), dtype=np.int64)
+        renumbered[used] = [dtypes.index(self._dtypes[number]) for number in used]
+        return self.fqns, dtypes, packed(renumbered[self._dtype_numbers]), packed(self.ndims), packed(self.lengths)
 
 
 class TensorTables:
@@ -127,31 +146,28 @@ def decode_tensors(
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
         raise CorruptError(f"{where}: dtype {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
-    dtype_of = unpacked(numbers, where, count).tolist()
-    ndim_of = unpacked(ndims, where, count).tolist()
-    if (dtype_of and max(dtype_of) >= len(dtypes)) or (ndim_of and max(ndim_of) > NDIM_MAX):
+    dtype_of = unpacked(numbers, where, count)
+    ndim_of = unpacked(ndims, where, count)
+    if count and (int(dtype_of.max()) >= len(dtypes) or int(ndim_of.max()) > NDIM_MAX):
         raise CorruptError(f"{where}: a tensor names a dtype that is not listed or has over {NDIM_MAX} dimensions")
-    all_lengths = unpacked(shapes, where, sum(ndim_of))
-    lengths = all_lengths.tolist()
-    tensors: dict[str, TensorSpec] = {}
-    numels: list[int] = []
-    at = 0
-    for fqn, dtype, ndim in zip(fqns, dtype_of, ndim_of, strict=True):
-        shape = tuple(lengths[at : at + ndim])
-        at += ndim
-        numel = math.prod(shape) or math.prod(length or 1 for length in shape)
-        if numel * DTYPES[dtypes[dtype]].itemsize >= _TENSOR_BYTES_MAX:
-            raise CorruptError(f"{where}: {fqn}: {dtypes[dtype]} of shape {shape}; expected under 2**62 bytes")
-        numels.append(numel if all(shape) else 0)
-        tensors[fqn] = TensorSpec(fqn, dtypes[dtype], shape)
-    itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.int64)
-    widths = np.array(ndim_of, dtype=np.int64)
-    return TensorTable(
-        specs=tensors,
-        numbers=dict(zip(fqns, range(count), strict=True)),
-        ndims=widths,
-        first_length=firsts(widths),
-        lengths=all_lengths,
-        itemsizes=itemsizes[np.array(dtype_of, dtype=np.int64)],
-        numels=np.array(numels, dtype=np.int64),
-    )
+    lengths = unpacked(shapes, where, int(ndim_of.sum()))
+    table = TensorTable(fqns, dtypes, dtype_of, ndim_of, lengths)
+    _require_addressable(table, where)
+    return table
+
+
+def _require_addressable(table: TensorTable, where: str) -> None:
+    """Refuse tensors of more bytes than anybody can address.
+
+    Raises:
+        CorruptError: Names the first.
+    """
+    # Whoever is near the limit is reckoned again, exactly: whole numbers of numpy's would wrap around.
+    lengths = np.maximum(table.lengths, 1).astype(np.float64)
+    likely = products(table.ndims, lengths) * table.itemsizes
+    for number in np.flatnonzero(likely >= _TENSOR_BYTES_MAX / 2).tolist():
+        spec = table.specs[table.fqns[number]]
+        if math.prod(length or 1 for length in spec.global_shape) * spec.itemsize >= _TENSOR_BYTES_MAX:
+            raise CorruptError(
+                f"{where}: {spec.fqn}: {spec.dtype} of shape {spec.global_shape}; expected under 2**62 bytes"
+            )
