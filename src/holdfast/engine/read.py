@@ -15,11 +15,15 @@ from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs, Stored
 from holdfast.repository.digest import digest_of, new_digest
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
+from holdfast.spec.box import Box
+from holdfast.spec.plan import ChunkRead, LoadPlan, Part, ReadRun
 
 _SETTLED_BYTES = MIB
 """What is read past the page cache before it is settled. Memory that is filled again and again stays in the processor's
 cache (docs/architecture.md, Amendments, has the measurements)."""
+
+_TINY_BYTES_MAX = 4096
+"""Chunks of so few bytes are placed together, where each is all that one target wants of it."""
 
 
 def carry_out(
@@ -216,16 +220,38 @@ def settle_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Tar
     """Check every chunk of a run and copy what is wanted of it.
 
     Raises:
-        CorruptError: A chunk is not what was saved; what came before it is placed.
+        CorruptError: A chunk is not what was saved; what came before it may be placed.
     """
-    start = run.start
+    tiny: list[tuple[Target, Box, tuple[int, int]]] = []
     for chunk in run.chunks:
-        at = chunk.offset - start
-        settle(chunk, data[at : at + chunk.bytes], where, targets)
+        start = chunk.offset - run.start
+        stop = start + chunk.bytes
+        raw, part = data[start:stop], chunk.parts[0]
+        if chunk.bytes <= _TINY_BYTES_MAX and len(chunk.parts) == 1 and _is_all(chunk, part):
+            _require_digest(chunk, raw, where)
+            tiny.append((targets[part.wanted_number], part.box, (start, stop)))
+        else:
+            settle(chunk, raw, where, targets)
+    if tiny:
+        own, boxes, ranges = zip(*tiny, strict=True)
+        own[0].place_together(own, boxes, data, ranges)
+
+
+def _is_all(chunk: ChunkRead, part: Part) -> bool:
+    """Return whether a part is known at a glance to be the whole piece, of which the chunk is the only one."""
+    return part.box is chunk.piece.region and part.box is part.source_box and chunk.bytes == chunk.piece.bytes
 
 
 def settle(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
     """Check a chunk and copy what is wanted of it."""
+    _require_digest(chunk, raw, where)
+    itemsize = chunk.piece.tensor.itemsize
+    for part in chunk.parts:
+        source = raw[part.source_start : part.source_start + part.source_box.numel * itemsize]
+        targets[part.wanted_number].place(part.box, source, part.source_box)
+
+
+def _require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
     expected = chunk.expected
     # Another system's checkpoint that is read in place says nothing of its chunks.
     if expected and (found := digest_of(raw)) != expected:
@@ -234,10 +260,3 @@ def settle(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Targ
             f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {found.hex()}; expected "
             f"{expected.hex()}. Read another copy or another step"
         )
-    itemsize = chunk.piece.tensor.itemsize
-    for part in chunk.parts:
-        source_bytes = part.source_box.numel * itemsize
-        source = raw
-        if source_bytes != len(raw):
-            source = raw[part.source_start : part.source_start + source_bytes]
-        targets[part.wanted_number].place(part.box, source, part.source_box)

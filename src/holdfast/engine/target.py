@@ -6,11 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import UnavailableError
+from holdfast.ports.framework import Target
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
 
 
-class HostTarget:
+class HostTarget(Target):
     """A box of a tensor as a numpy array."""
 
     def __init__(self, dtype: str, box: Box) -> None:

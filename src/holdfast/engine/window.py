@@ -19,6 +19,7 @@ from holdfast.engine.slabs import Slabs
 from holdfast.errors import CheckpointError
 from holdfast.ports.clock import Clock
 from holdfast.ports.destination import OutputFile
+from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
 from holdfast.spec.box import Box
@@ -203,7 +204,7 @@ def _target(fill: Fill, memory: memoryview, stored: str) -> WindowTarget:
     return WindowTarget(fill, stored, element, cut=element)
 
 
-class WindowTarget:
+class WindowTarget(Target):
     """A box of a tensor in the memory of a window, cast to what the file has."""
 
     def __init__(self, fill: Fill, stored: str, memory: memoryview, cut: memoryview | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
+from typing import Self
 
 from holdfast.settings import Settings
 
@@ -15,33 +15,53 @@ _holders = 0
 _was_enabled = False
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector from running in this process for the length of a block.
+class CollectorPause:
+    """Keeps the cyclic garbage collector from running in this process from `begin` to `end`, or for a block.
 
     A plan for 20,000 tensors makes hundreds of thousands of values that all live until it is carried out. The
     collector takes that growth for garbage and walks every object of the training process several times
-    (measured: half the time of such a save). Reference counting goes on; blocks may nest and overlap in threads.
+    (measured: half the time of such a save). Reference counting goes on; pauses may nest and overlap in threads, and
+    each may be ended twice, by whichever thread. What lives when it ends is walked once.
     """
-    global _holders, _was_enabled
-    held = False
-    try:
+
+    def __init__(self) -> None:
+        self._holds = False
+
+    def begin(self) -> None:
+        """Hold the collector off."""
+        global _holders, _was_enabled
+        try:
+            with _lock:
+                if self._holds:
+                    return
+                if not _holders:
+                    _was_enabled = gc.isenabled()
+                self._holds, _holders = True, _holders + 1
+                gc.disable()
+        except BaseException:  # Ctrl-C: whoever began for a block is not in it yet, and would never end.
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Let the collector go on, unless it is held off elsewhere."""
+        global _holders
         with _lock:
-            if not _holders:
-                _was_enabled = gc.isenabled()
-            held, _holders = True, _holders + 1
-            gc.disable()
-        yield
-    finally:
-        with _lock:
-            _holders -= held
+            _holders = max(_holders - self._holds, 0)  # None in a child that was forked meanwhile.
+            self._holds = False
             if not _holders and _was_enabled:
                 gc.enable()
 
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
 
-def collector_paused_for(data_bytes: int, settings: Settings) -> AbstractContextManager[None]:
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def collector_paused_for(data_bytes: int, settings: Settings) -> CollectorPause | nullcontext[None]:
     """Keep the collector from running while little data moves: what fits one window takes less time than its plan."""
-    return collector_paused() if data_bytes <= settings.window_bytes else nullcontext()
+    return CollectorPause() if data_bytes <= settings.window_bytes else nullcontext()
 
 
 def _start_afresh() -> None:

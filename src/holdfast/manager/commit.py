@@ -10,7 +10,7 @@ from functools import partial
 from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError
 from holdfast.manager.ballot import Vote
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import CollectorPause
 from holdfast.manager.health import counted_before
 from holdfast.manager.merge import Merged, merged
 from holdfast.manager.place import Place
@@ -150,7 +150,7 @@ def written_index(
         written: Told the key of every file before it is written.
         whole: Whether it goes into one file, however large.
     """
-    with collector_paused():
+    with CollectorPause():
         indexes, overview = ([index], None) if whole else _files_of(index, settings.index_chunks_max)
     folder = f"{place.folder}{attempt}/"
 
@@ -164,7 +164,7 @@ def written_index(
     if overview is not None:
         files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
     written += [folder + name for name, _ in files]
-    with collector_paused():
+    with CollectorPause():
         records = list(each_in_flight(put, files))
     return tuple(records[: len(indexes)]), records[-1] if overview is not None else None
 

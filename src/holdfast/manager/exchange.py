@@ -9,7 +9,7 @@ from functools import partial
 
 from holdfast.engine.exchange import Moved, Weighing, carry_out_exchange
 from holdfast.engine.read import carry_out
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import CollectorPause
 from holdfast.plan.exchange import (
     PROBE_ROUNDS,
     JobExchange,
@@ -111,7 +111,7 @@ def carried_out(
 
 
 def _planned(job: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:
-    with collector_paused():
+    with CollectorPause():
         return job.plan_of(rank, plan, pack_numbers)
 
 

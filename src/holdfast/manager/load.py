@@ -6,7 +6,6 @@ import json
 import logging
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +13,7 @@ from holdfast.engine.exchange import Moved
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.account import Account
 from holdfast.manager.audience import Audience
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import CollectorPause
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.job import error_text, raise_together
 from holdfast.manager.place import Place
@@ -136,6 +135,7 @@ def load(
     home: Place,
     choice: Choice,
     request: LoadRequest,
+    pause: CollectorPause,
     audience: Audience | None = None,
 ) -> Loaded | None:
     """Fill a state from a checkpoint; a collective of every rank.
@@ -148,6 +148,8 @@ def load(
         home: Where checkpoints lie, on every rank.
         choice: Asked on rank 0 for the place there to load from.
         request: What and how.
+        pause: Holds the collector off until it is known that much data moves; the caller ends it once what was made for
+            thousands of tensors is gone again, so that it is never walked.
         audience: Who hears of it.
     Returns:
         What was loaded, or None if there was nothing to load.
@@ -162,12 +164,10 @@ def load(
     with reading(clock, settings.lease_seconds) as lease:
         while True:
             try:
-                with ExitStack() as pause:
-                    # Until it is known that much data moves: what is made for thousands of tensors is never walked.
-                    pause.enter_context(collector_paused())
-                    done = _load(
-                        comm, clock, settings, framework, home, choice, request, pause, wrong, account, lease, filling
-                    )
+                pause.begin()
+                done = _load(
+                    comm, clock, settings, framework, home, choice, request, pause, wrong, account, lease, filling
+                )
                 choice.settle()
                 return done
             except _Damaged as damaged:
@@ -200,7 +200,7 @@ def _load(
     home: Place,
     choice: Choice,
     request: LoadRequest,
-    pause: ExitStack,
+    pause: CollectorPause,
     wrong: Damage | None,
     account: Account,
     lease: Reading,
@@ -240,7 +240,7 @@ def _load(
     filling.update(wanted.fqn for wanted in restoration.wanted)
     try:
         if plan.bytes > settings.window_bytes:
-            pause.close()
+            pause.end()
         begun, told = account.enter("exchange" if agreed is not None else "read"), account.moving(plan.bytes)
         moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings, told)
         if moved.exchanging_seconds:
@@ -287,9 +287,12 @@ def load_checkpoint(
     comm: Comm, clock: Clock, settings: Settings, framework: Framework, place: Place, request: LoadRequest
 ) -> LoadReport:
     """Fill a state from the one checkpoint at a place. Arguments and errors as `load`."""
-    done = load(comm, clock, settings, framework, place, One(lambda: place), request)
-    assert done is not None, "a place was chosen"
-    return done.report
+    with CollectorPause() as pause:
+        done = load(comm, clock, settings, framework, place, One(lambda: place), request, pause)
+        assert done is not None, "a place was chosen"
+        report = done.report
+        del done
+    return report
 
 
 def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) -> Mapping[str, Value]:

@@ -9,7 +9,7 @@ from itertools import islice
 from holdfast.engine.in_flight import each_in_flight
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.manager.ballot import Vote
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import CollectorPause
 from holdfast.manager.place import Place
 from holdfast.manager.soundness import uncovered_names
 from holdfast.plan.health import Findings
@@ -84,7 +84,7 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
             if not isinstance(tree, Group):
                 raise CorruptError(f"{place.url}: the part of rank {rank} holds no state; expected its root")
             trees.append(tree)
-    with collector_paused():
+    with CollectorPause():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, place.url)
     packs = _each_once(packs, place.url)
@@ -105,7 +105,7 @@ def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[
         some = records[first : first + _DECODED_AT_ONCE]
         # Read first, for Python's collector is not to be held off while storage is waited for.
         read = list(islice(files, len(some)))
-        with collector_paused():
+        with CollectorPause():
             parts = [decode_part(data, record.name, tables) for record, data in zip(some, read, strict=True)]
         yield from parts
 

@@ -13,6 +13,7 @@ from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.manager.audience import Audience
 from holdfast.manager.collecting import Background, Collector, Pins
+from holdfast.manager.collector import CollectorPause
 from holdfast.manager.commit import vacated
 from holdfast.manager.distrust import Distrust
 from holdfast.manager.handle import SaveHandle, SaveReport
@@ -198,16 +199,18 @@ class Run:
         if step is not None:
             require_step(step)
             choice = One(partial(self._choose, step))
-        done = load(
-            job.comm,
-            job.clock,
-            job.settings,
-            self._framework,
-            self._home,
-            choice,
-            request,
-            self._audience,
-        )
+        with CollectorPause() as pause:
+            done = load(
+                job.comm,
+                job.clock,
+                job.settings,
+                self._framework,
+                self._home,
+                choice,
+                request,
+                pause,
+                self._audience,
+            )
         if done is None:
             return None
         place, manifest, self.load_report = done.place, done.manifest, done.report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Unavai
 from holdfast.manager.account import Account
 from holdfast.manager.audience import Audience
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import CollectorPause
 from holdfast.manager.commit import PublishedLate, PublishFailed, assembled, epoch_of, published, sweep
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.health import Watch
@@ -72,6 +72,9 @@ class Save:
         self._queued_seconds = 0.0
         self._own_keys: list[str] = []
         self._awaited = awaited
+        self._pause = CollectorPause()
+        """Holds Python's collector off: what is made for thousands of tiny tensors is never walked while it is needed.
+        Until much data is known to move or another rank is waited for, and past the call only where that is awaited."""
         self.handle = SaveHandle(self._name, awaited=awaited)
         self.handle.committed.add_done_callback(self._account.fail_with)
 
@@ -90,16 +93,17 @@ class Save:
             )
         self._account.begin(self._place.step, self._place.url)
         try:
-            with ExitStack() as pause:
-                # Until it is known that much data moves: what is made for thousands of tiny tensors is never walked.
-                pause.enter_context(collector_paused())
-                self._begin(collect, pause)
+            self._pause.begin()
+            if not self._begin(collect) or not self._awaited:
+                self._pause.end()
         except BaseException as error:
+            self._pause.end()
             self._account.fail(error)
             raise
         return self.handle
 
-    def _begin(self, collect: Callable[[], Collected], pause: ExitStack) -> None:
+    def _begin(self, collect: Callable[[], Collected]) -> bool:
+        """Do this rank's share; return whether the rest goes on in the background."""
         try:
             opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
@@ -119,7 +123,7 @@ class Save:
             raise
         except (CheckpointError, TimeoutError) as error:
             self.handle.fail(_typed(error, self._name))
-            return
+            return False
         ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
         # Whoever takes it ends the save: the background, or this call where it does not come so far.
         turn = threading.Lock()
@@ -128,7 +132,7 @@ class Save:
             with self._account.phase("plan"):
                 plan, is_new = self._plan(collected, digests, agreement)
             if plan.bytes > self._job.settings.window_bytes:
-                pause.close()
+                self._pause.end()
             with self._account.phase("compare"):
                 sources = [each.source for each in collected.shards]
                 plan = self._unchanged.left_of(plan, sources, agreement.note)
@@ -148,6 +152,7 @@ class Save:
 
             self._queued_seconds = self._account.seconds
             self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report_of)
+            return True
         except BaseException as error:
             if turn.acquire(blocking=False):
                 if transfer is not None:
@@ -156,6 +161,7 @@ class Save:
             if not isinstance(error, Exception):
                 # Ctrl-C is the caller's, but the other ranks must not wait for this one.
                 raise
+            return False
 
     def _survey(self) -> Mapping[str, object]:
         """Look at the place before anybody writes, on rank 0."""
@@ -223,7 +229,7 @@ class Save:
         per_rank = digests.per_rank_bytes
 
         def part_of(packs: Sequence[PlannedPack], written: Sequence[WrittenPack]) -> RankPart:
-            with collector_paused():
+            with CollectorPause():
                 listing = Listing(job.settings.chunk_bytes, tensors)
                 for pack, each in zip(packs, written, strict=True):
                     listing.add_pack(pack.plan, len(pack.header), each.digests)
@@ -249,7 +255,7 @@ class Save:
 
     def _write_part(self, agreement: Agreement, part: RankPart) -> Vote:
         with self._account.phase("part"):
-            with collector_paused():
+            with CollectorPause():
                 data = encode_part(part)
             key = self._key(agreement, part_name(part.rank))
             self._own_keys.append(key)
@@ -274,6 +280,8 @@ class Save:
             if not self.handle.committed.done():
                 self._fail_unknown(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._pause.end()
 
     def _conclude(
         self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report_of: Callable[[], SaveReport]
@@ -296,6 +304,7 @@ class Save:
         with self._account.phase("vote"):
             completes = ballot.vote(own)
         if not completes:
+            self._pause.end()
             with self._account.phase("wait"):
                 return ballot.await_result()
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Details, Statement
@@ -68,13 +67,15 @@ class Digests:
             repr((settings.chunk_bytes, settings.pack_header_bytes_max)),
             repr(sorted(self._collected.aliases.items())),
         ]
-        layouts: dict[int, str] = {}
+        # Thousands of tensors lie in a few ways, of which each is written once.
+        written: dict[tuple[object, ...], str] = {}
         for shard in (each.shard for each in self._collected.shards):
-            tensor = shard.tensor
-            layout = layouts.get(id(shard.layout))
-            if layout is None:
-                layout = layouts[id(shard.layout)] = repr(shard.layout)
-            lies = _written(tensor.dtype, tensor.global_shape, layout, shard.role, shard.holders is None)
+            tensor, is_plain = shard.tensor, shard.holders is None
+            way = (tensor.dtype, tensor.global_shape, id(shard.layout), id(shard.role), is_plain)
+            lies = written.get(way)
+            if lies is None:
+                lies = repr((tensor.dtype, tensor.global_shape, repr(shard.layout), shard.role, is_plain))
+                written[way] = lies
             lines.append(f"{tensor.fqn}\0{lies}")
         # No name holds a NUL, so that none can pass for two.
         return "\0".join(lines).encode("utf-8", "surrogatepass")
@@ -97,11 +98,6 @@ class Digests:
 
     def _sample(self, each: LocalShard) -> bytes:
         return short_digest_of(each.source.sample(self._settings.sample_blocks, self._settings.sample_block_bytes))
-
-
-@lru_cache(maxsize=1024)
-def _written(*lies: str | tuple[int, ...] | Role | bool) -> str:
-    return repr(lies)
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:

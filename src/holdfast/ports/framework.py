@@ -83,6 +83,21 @@ class Target(Protocol):
         """
         ...
 
+    @classmethod
+    def place_together(
+        cls, targets: Sequence[Self], boxes: Sequence[Box], source: memoryview, ranges: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copy boxes to several targets of one state, one to each: where it can be less work for tiny ones.
+
+        Args:
+            targets: Where each box goes.
+            boxes: As the part for `place`.
+            source: Where the row-major bytes of every box lie, in the dtype that was saved.
+            ranges: Half-open byte range of each box in `source`.
+        """
+        for target, box, (start, stop) in zip(targets, boxes, ranges, strict=True):
+            target.place(box, source[start:stop], box)
+
     def memory(self, part: Box) -> memoryview | None:
         """Return the memory in which the row-major bytes of `part`, as they are stored, would lie as one run.
 

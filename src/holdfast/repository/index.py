@@ -259,7 +259,8 @@ def know(tensors: dict[str, TensorSpec], tensor: TensorSpec, where: str) -> None
         InvalidError: It is known with another dtype or shape.
     """
     known = tensors.setdefault(tensor.fqn, tensor)
-    if known is not tensor and known != tensor:
+    # Not as wholes: the one plan of many saves holds other values than each of these, a hundred thousand perhaps.
+    if known is not tensor and (known.dtype != tensor.dtype or known.global_shape != tensor.global_shape):
         raise InvalidError(
             f"{where}: {tensor.fqn} is {tensor.dtype} {list(tensor.global_shape)} here and "
             f"{known.dtype} {list(known.global_shape)} on another rank; expected one tensor"

@@ -27,9 +27,7 @@ _TENSOR_BYTES_MAX = 1 << 62
 class TensorTable:
     """Tensors numbered by FQN, ascending: columns, and what is asked by name once it is asked for."""
 
-    def __init__(
-        self, fqns: list[str], dtypes: Sequence[str], dtype_numbers: Ints, ndims: Ints, lengths: Ints
-    ) -> None:
+    def __init__(self, fqns: list[str], dtypes: Sequence[str], dtype_numbers: Ints, ndims: Ints, lengths: Ints) -> None:
         """Hold columns that have been checked.
 
         Args:

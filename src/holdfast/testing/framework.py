@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import InvalidError
-from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Wanted
+from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Target, Wanted
 from holdfast.spec.box import Box
 from holdfast.spec.placement import boxes_at, coordinate_of, replica_ranks
 from holdfast.spec.region import FlatRange, Region, contains, region_boxes
@@ -106,7 +106,7 @@ class _ArraySource:
 
 
 @dataclass(frozen=True, slots=True)
-class _ArrayTarget:
+class _ArrayTarget(Target):
     array: NDArray[np.generic]
     held: tuple[Box, ...]
 

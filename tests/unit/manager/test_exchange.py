@@ -19,6 +19,7 @@ from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, off
 from holdfast.manager.load import LoadReport, LoadRequest
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import SystemClock
+from holdfast.ports.framework import Target
 from holdfast.ports.store import Store, packs_under
 from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.repository.names import step_folder
@@ -312,7 +313,7 @@ def plan_of(store: Store, fqns: Sequence[str]) -> tuple[LoadPlan, Manifest]:
     return load_plan(wanted, index.pieces_near, ALWAYS.read_window_bytes), manifest
 
 
-class Filled:
+class Filled(Target):
     """A target that counts what is placed in it."""
 
     def __init__(self) -> None:

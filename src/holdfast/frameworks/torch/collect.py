@@ -23,7 +23,7 @@ from holdfast.frameworks.torch.gradients import (
 from holdfast.frameworks.torch.held import Held, Ranks, held_if_plain, held_of, is_meta, is_ordinary, memory_of
 from holdfast.frameworks.torch.naming import require_fqn
 from holdfast.frameworks.torch.optimizers import collect_optimizer
-from holdfast.frameworks.torch.selection import selected, selected_whole
+from holdfast.frameworks.torch.selection import selected, selected_whole, takes_all
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.tensors import (
     Ties,
@@ -79,6 +79,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
 class _Collector:
     def __init__(self, selection: Selection, ranks: Ranks, root: DictNode) -> None:
         self._selection, self._ranks, self._root = selection, ranks, root
+        self._takes_all = takes_all(selection)
         self.shards: list[LocalShard] = []
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
@@ -213,7 +214,7 @@ class _Collector:
             declared: Its layout, where it does not carry one itself.
             fenced: Whether it changes behind the fence only, as parameters that an optimizer of the state steps do.
         """
-        if not self._takes_part(fqn):
+        if not (self._takes_all or self._takes_part(fqn)):
             return False
         require_fqn(fqn)
         if fqn in self._names:
@@ -256,7 +257,8 @@ class _Collector:
             InvalidError: The two are stated to be different parts.
         """
         fqn, held, memory = named
-        if 0 not in tensor.shape:
+        # What is whole has the shape that was asked for already; asked once more, torch makes it anew.
+        if 0 not in (held.global_shape if held.holders is None else tensor.shape):
             first, first_held, first_memory = self._ties.first(tensor, named)
         elif declared is None:
             return fqn

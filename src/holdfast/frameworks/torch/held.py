@@ -109,9 +109,7 @@ def held_if_plain(tensor: torch.Tensor) -> Held | None:
 
     Asked first of every tensor of which nothing is declared: there may be a hundred thousand, nearly all of them such.
     """
-    if type(tensor) is DTensor or not is_ordinary(tensor):
-        return None
-    return _whole(tensor)
+    return None if type(tensor) is DTensor or not is_ordinary(tensor) else _whole(tensor)
 
 
 def _whole(tensor: torch.Tensor) -> Held:

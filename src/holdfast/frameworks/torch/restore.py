@@ -32,7 +32,7 @@ from holdfast.frameworks.torch.held import (
 from holdfast.frameworks.torch.naming import extra_state_owners
 from holdfast.frameworks.torch.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizer_restore import OptimizerRestoration
-from holdfast.frameworks.torch.selection import selected, selected_whole
+from holdfast.frameworks.torch.selection import selected, selected_whole, takes_all
 from holdfast.frameworks.torch.tensors import (
     Ties,
     TorchTarget,
@@ -71,6 +71,7 @@ class TorchRestoration:
         ranks: Ranks,
     ) -> None:
         self._catalog, self._selection = catalog, selection
+        self._takes_all = takes_all(selection)
         self._ranks = ranks
         self.wanted: list[Wanted] = []
         self.held: dict[str, int] = {}
@@ -103,7 +104,7 @@ class TorchRestoration:
         Raises:
             InvalidError: The tensor cannot be filled as it is.
         """
-        if not self.takes_part(fqn):
+        if not (self._takes_all or self.takes_part(fqn)):
             return True
         stored = self._catalog.aliases.get(fqn, fqn)
         spec = self._catalog.tensors.get(stored)
@@ -180,7 +181,8 @@ class TorchRestoration:
         Raises:
             InvalidError: It would be filled twice, with different content.
         """
-        if 0 in tensor.shape:
+        # What is whole has the shape that was asked for already; asked once more, torch makes it anew.
+        if 0 in (held.global_shape if held.holders is None else tensor.shape):
             return True
         first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held))
         if first_fqn == fqn:

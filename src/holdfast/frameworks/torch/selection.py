@@ -8,9 +8,14 @@ from fnmatch import fnmatchcase
 from holdfast.ports.framework import Selection
 
 
+def takes_all(selection: Selection) -> bool:
+    """Return whether every name takes part."""
+    return selection.only is None and not selection.skip
+
+
 def selected(selection: Selection, name: str) -> bool:
     """Return whether a name takes part: a pattern speaks of the names it matches and of all that stands under them."""
-    if selection.only is None and not selection.skip:
+    if takes_all(selection):
         return True
     names = [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
 
