@@ -10,6 +10,7 @@ from holdfast.manager.place import Place
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.repository import values
 from holdfast.repository.digest import short_digest_of
+from holdfast.repository.tensors import require_listable
 from holdfast.spec.tensor import Role
 from holdfast.spec.values import Group, Value
 
@@ -21,7 +22,7 @@ class Digests:
         """Take samples and encode the values.
 
         Raises:
-            InvalidError: A value is outside the closed set.
+            InvalidError: A value is outside the closed set, or a tensor is larger than an index can say.
         """
         self._collected, self._place, self._settings = collected, place, job.settings
         self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
@@ -74,6 +75,7 @@ class Digests:
             way = (tensor.dtype, tensor.global_shape, id(shard.layout), id(shard.role), is_plain)
             lies = written.get(way)
             if lies is None:
+                require_listable(tensor)
                 lies = repr((tensor.dtype, tensor.global_shape, repr(shard.layout), shard.role, is_plain))
                 written[way] = lies
             lines.append(f"{tensor.fqn}\0{lies}")

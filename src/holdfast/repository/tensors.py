@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, InvalidError
 from holdfast.repository.columns import Ints, firsts, packed, positions, products, unpacked
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.tensor import TensorSpec
@@ -112,6 +112,29 @@ class TensorTable:
         return self.fqns, dtypes, packed(renumbered[self._dtype_numbers]), packed(self.ndims), packed(self.lengths)
 
 
+def require_listable(tensor: TensorSpec) -> None:
+    """Refuse a tensor that no index may list.
+
+    Raises:
+        InvalidError: It has too many dimensions or bytes.
+    """
+    shape = tensor.global_shape
+    if len(shape) > NDIM_MAX:
+        raise InvalidError(
+            f"{tensor.fqn}: {len(shape)} dimensions; expected at most {NDIM_MAX}. Reshape it, or leave it out with "
+            "skip="
+        )
+    if not _is_addressable(tensor):
+        raise InvalidError(
+            f"{tensor.fqn}: {tensor.dtype} of shape {list(shape)}; expected under 2**62 bytes, empty dimensions "
+            "counted as one. Leave it out with skip="
+        )
+
+
+def _is_addressable(tensor: TensorSpec) -> bool:
+    return math.prod(length or 1 for length in tensor.global_shape) * tensor.itemsize < _TENSOR_BYTES_MAX
+
+
 class TensorTables:
     """Tables decoded before: thousands of ranks list the same few."""
 
@@ -165,7 +188,7 @@ def _require_addressable(table: TensorTable, where: str) -> None:
     likely = products(table.ndims, lengths) * table.itemsizes
     for number in np.flatnonzero(likely >= _TENSOR_BYTES_MAX / 2).tolist():
         spec = table.specs[table.fqns[number]]
-        if math.prod(length or 1 for length in spec.global_shape) * spec.itemsize >= _TENSOR_BYTES_MAX:
+        if not _is_addressable(spec):
             raise CorruptError(
                 f"{where}: {spec.fqn}: {spec.dtype} of shape {spec.global_shape}; expected under 2**62 bytes"
             )

@@ -190,15 +190,17 @@ def new_state_tensor(
 ) -> torch.Tensor:
     """Return room for a state tensor that the optimizer has not made yet.
 
-    A tensor shaped like the parameter lies as the parameter does. One of another shape is what `new_zeros` of the
-    parameter makes, as in Adafactor: of a DTensor a replicated one. A step count lies in host memory unless the group
-    is capturable or fused, everything else where the parameter does, as in `Optimizer.load_state_dict`.
+    What it holds is whatever the memory held: all of it is filled before the optimizer gets it, and zeroing a gigabyte
+    first takes longer than to read it. A tensor shaped like the parameter lies as the parameter does. One of another
+    shape is what `new_empty` of the parameter makes, as in Adafactor: of a DTensor a replicated one. A step count lies
+    in host memory unless the group is capturable or fused, everything else where the parameter does, as in
+    `Optimizer.load_state_dict`.
     """
     counts_steps = key == "step" and not shape
     if tuple(parameter.shape) == shape and not counts_steps:
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+        return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     if shape and isinstance(parameter, DTensor):
-        return parameter.detach().new_zeros(shape, dtype=dtype)
+        return parameter.detach().new_empty(shape, dtype=dtype)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     on_host = counts_steps and not group.get("capturable") and not group.get("fused")
-    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else local.device)
+    return torch.empty(shape, dtype=dtype, device="cpu" if on_host else local.device)
