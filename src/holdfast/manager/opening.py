@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
@@ -91,6 +91,12 @@ class Agreement:
     def holders_of(self, fqn: str) -> tuple[int, ...]:
         """Return the ranks that hold a plain tensor of this rank."""
         return self.shared.get(fqn, self.own_class)
+
+    def holders_of_each(self, fqns: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the ranks that hold each of this rank's plain tensors."""
+        found = dict.fromkeys(fqns, self.own_class)
+        found.update((fqn, ranks) for fqn, ranks in self.shared.items() if fqn in found)
+        return found
 
 
 class Opening:

@@ -171,7 +171,7 @@ class Save:
         """Decide what this rank writes, or find that it was decided before; return whether it was not."""
         rank, settings = self._job.comm.rank, self._job.settings
         shards = [each.shard for each in collected.shards]
-        holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
+        holders = agreement.holders_of_each([each.tensor.fqn for each in shards if each.holders is None])
 
         def plan() -> SavePlan:
             owned = owned_by(rank, shards, holders, settings.chunk_bytes)

@@ -90,8 +90,8 @@ class _Collector:
         self.sides: dict[SideStream, None] = {}
         """Where copies off the GPUs are queued that the state lies on."""
         self._stepped = _stepped(root)
-        self._numbers: dict[str, int] = {}
-        self._names: set[str] = set()
+        self._numbers: dict[str, int | None] = {}
+        """By name, which of the shards a tensor is; None of a tied one, and where this rank has no part in it."""
         self._ties: Ties[_Named] = Ties()
         self._nowhere: dict[int, _Named] = {}
         """Declared tensors of which this rank has no element, by identity."""
@@ -217,16 +217,15 @@ class _Collector:
         if not (self._takes_all or self._takes_part(fqn)):
             return False
         require_fqn(fqn)
-        if fqn in self._names:
+        if fqn in self._numbers:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
-        self._names.add(fqn)
         held, memory = self._held(fqn, tensor, declared)
+        number = None
         first = self._first_of_tie(tensor, declared, (fqn, held, memory))
         if first != fqn:
             self.aliases[fqn] = first
-            if not fenced and first in self._numbers:
-                number = self._numbers[first]
-                self.shards[number] = replace(self.shards[number], fenced=False)
+            if not fenced and (tied := self._numbers[first]) is not None:
+                self.shards[tied] = replace(self.shards[tied], fenced=False)
         elif held.on_mesh:
             spec = TensorSpec(fqn, storable_dtype(tensor, fqn), held.global_shape)
             regions = tuple([part.region for part in held.parts])
@@ -234,8 +233,9 @@ class _Collector:
             source = TorchSource(held.parts, memory)
             if source.side is not None:
                 self.sides[source.side] = None
-            self._numbers[fqn] = len(self.shards)
+            number = len(self.shards)
             self.shards.append(LocalShard(shard, source, fenced))
+        self._numbers[fqn] = number
         return True
 
     def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> tuple[Held, Sequence[torch.Tensor]]:

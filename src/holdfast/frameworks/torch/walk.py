@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -104,11 +104,14 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     root = DictNode("", state)
     found = _Found(rank_of_global)
     _fill(root, found, set())
+    if not found.optimizers:
+        return root
     tensors = {path: node.tensors for path, node in found.modules.items()}
+    loose = dict(_loose(root))
     for parent, key, optimizer in found.optimizers:
         path = _joined(parent.path, key)
         _require_unlisted(optimizer, path, found.listed)
-        names = named_parameters_of(optimizer, path, tensors, found.loose)
+        names = named_parameters_of(optimizer, path, tensors, loose)
         view = OptimizerView(
             optimizer, path, names, found.declared, frozenset(found.elsewhere), ties_of(names, tensors)
         )
@@ -134,14 +137,22 @@ class _Found:
     rank_of_global: RankOfGlobal
     optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = field(default_factory=list)
     modules: dict[str, ModuleNode] = field(default_factory=dict)
-    loose: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     declared: dict[int, Sharded] = field(default_factory=dict)
     elsewhere: set[int] = field(default_factory=set)
     listed: dict[int, str] = field(default_factory=dict)
     """Path of the list in a declaration that a tensor stands in, by the tensor's identity."""
 
 
-def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> None:
+def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+    """Yield every tensor that stands in a dict: its path, the top-level key that it lies under if any, and itself."""
+    for key, child in node.children.items():
+        if isinstance(child, TensorNode):
+            yield child.path, (branch, child.tensor)
+        elif isinstance(child, DictNode):
+            yield from _loose(child, branch or key)
+
+
+def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
     if id(node.mapping) in above:
         raise InvalidError(f"{node.path}: the dict holds itself; a state must be a tree")
     for key, value in node.mapping.items():
@@ -152,7 +163,6 @@ def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> N
             )
         path = _joined(node.path, key)
         if isinstance(value, torch.Tensor):  # First, for most are.
-            found.loose[path] = (branch, value)
             node.children[key] = TensorNode(path, value)
         elif isinstance(value, torch.optim.Optimizer):
             _require_own_state(value, path)
@@ -167,14 +177,13 @@ def _fill(node: DictNode, found: _Found, above: set[int], branch: str = "") -> N
         elif isinstance(value, Sharded):
             tensors = tensors_of(value, path)
             tensor = tensors[0]
-            found.loose[path] = (branch, tensor)
             if isinstance(value.tensor, list | tuple):
                 found.listed |= dict.fromkeys(map(id, tensors), path)
             found.declared[id(tensor)] = value
             node.children[key] = TensorNode(path, tensor, value)
         elif isinstance(value, dict) and _is_branch(value):
             child_node = DictNode(path, value)
-            _fill(child_node, found, above | {id(node.mapping)}, branch or key)
+            _fill(child_node, found, above | {id(node.mapping)})
             node.children[key] = child_node
         elif not isinstance(value, type) and isinstance(value, Stateful):
             node.children[key] = StatefulNode(path, value)
