@@ -17,7 +17,7 @@ from holdfast.manager.load import LoadRequest
 from holdfast.ports.framework import Selection
 from holdfast.testing.faults import Operation
 from tests.distributed.faulty import SETTINGS, Trigger, run_with, state_of
-from tests.distributed.launch import write_whole
+from tests.distributed.forked import write_whole
 
 
 def main(root: Path, scratch: Path) -> None:

@@ -29,7 +29,8 @@ from tests.distributed.faulty import (
     save,
     state_of,
 )
-from tests.distributed.launch import World, write_whole
+from tests.distributed.forked import write_whole
+from tests.distributed.launch import World
 from tests.distributed.networks import NormNet, adamw, sharded, train
 
 # ------------------------------------------------------------------------------------- nobody dies, two ranks

@@ -1,6 +1,6 @@
 """Worlds of real gloo processes that run a list of cases and leave what came of each as JSON.
 
-Starting torch costs seconds, so one world runs many cases, in order, with a barrier before each. A case is a
+A world costs a second, so one world runs many cases, in order, with a barrier before each. A case is a
 function `case(world, **arguments)` named `module:function`; it returns something JSON can hold. A world whose ranks
 are meant to die runs one case, and nothing waits for the dead.
 """
@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.distributed.forked import Work, start_ranks, write_whole
+
 PORT_WAIT_SECONDS = 60.0
 GLOO_TIMEOUT_SECONDS = 60.0
 """After this a rank that waits for one that failed gives up; a healthy case needs a second."""
@@ -101,19 +101,9 @@ class Launch:
         spec = {"size": size, "host": store_host, "cases": [asdict(case) | {"name": case.key()} for case in cases]}
         (scratch / "spec.json").write_text(json.dumps(spec))
         self._deadline = time.monotonic() + deadline_seconds
-        self.processes = [self._start(rank) for rank in range(size)]
-
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        with (self.scratch / f"log.{rank}").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.launch", str(self.scratch), str(rank)],
-                cwd=REPOSITORY,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.processes = start_ranks(
+            [Work.of_rank(rank, scratch, "tests.distributed.launch:main", scratch, rank) for rank in range(size)]
+        )
 
     def __enter__(self) -> Launch:
         return self
@@ -188,36 +178,19 @@ def logs_of(scratch: Path, size: int) -> str:
     return "\n".join(parts)
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a child: one thread, loopback only, our sources first."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    paths = [str(REPOSITORY), str(REPOSITORY / "src"), *filter(None, [kept.get("PYTHONPATH")])]
-    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
-    return {**kept, **fixed, "PYTHONFAULTHANDLER": "1", **more}
-
-
 def run_world(size: int, cases: Sequence[Case], scratch: Path, *, deadline_seconds: float = 120.0) -> Results:
     """Run a world in which nobody dies."""
     with Launch(size, cases, scratch, deadline_seconds=deadline_seconds) as launch:
         return launch.join()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file that appears whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
-
-
-def _main(scratch: Path, rank: int) -> None:
+def main(scratch_folder: str, rank_number: str) -> None:
+    """Be one rank of a world: join it, run its cases, leave what came of each."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    scratch, rank = Path(scratch_folder), int(rank_number)
     spec = json.loads((scratch / "spec.json").read_text())
     size, hosts = spec["size"], spec["host"] == "rank0" and rank == 0
     timeout = timedelta(seconds=GLOO_TIMEOUT_SECONDS)
@@ -252,7 +225,3 @@ def _main(scratch: Path, rank: int) -> None:
     else:
         # Taking gloo down would wait for ranks that are dead on purpose.
         os._exit(0)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))

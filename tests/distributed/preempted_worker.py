@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from tests.distributed.launch import write_whole
+from tests.distributed.forked import write_whole
 
 EVERY = 40
 """Steps from one save to the next."""
@@ -48,7 +48,10 @@ def joined(scratch: Path, rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def main(root: Path, scratch: Path, grace_seconds: float, steps: int, looked_at: set[int]) -> None:
+def main(*arguments: str) -> None:
+    """Train with what `preempting.training` says."""
+    root, scratch, grace_seconds, steps = Path(arguments[0]), Path(arguments[1]), float(arguments[2]), int(arguments[3])
+    looked_at = {int(each) for each in arguments[4].split(",") if each}
     torch.set_num_threads(1)
     torch.manual_seed(7)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -85,5 +88,4 @@ def main(root: Path, scratch: Path, grace_seconds: float, steps: int, looked_at:
 
 
 if __name__ == "__main__":
-    looked_at = {int(each) for each in sys.argv[5].split(",") if each}
-    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), looked_at)
+    main(*sys.argv[1:])

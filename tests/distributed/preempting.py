@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import holdfast
-from tests.distributed.launch import REPOSITORY, environment
+from tests.distributed.forked import REPOSITORY, Forked, Work, environment, start_ranks
 
 Told = Literal["one", "all", "launcher"]
 """Who is sent SIGTERM: a rank, every rank, or torchrun, which tells its ranks."""
+
+Process = Forked | subprocess.Popen[bytes]
 
 WORLD_SIZE = 2
 PATIENCE_SECONDS = 120.0
@@ -61,36 +63,43 @@ def training(
     steps: int = FOREVER,
     looked_at: str = "",
     torchrun: bool = False,
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+) -> Iterator[Sequence[Process]]:
     """Start the ranks, or torchrun; whatever still lives in the end is killed."""
     scratch.mkdir(parents=True)
-    worker = ["tests.distributed.preempted_worker", *map(str, (root, scratch, grace_seconds, steps, looked_at))]
-    processes = []
-    for rank in range(1 if torchrun else WORLD_SIZE):
-        command = [sys.executable, "-m", *worker]
-        if torchrun:
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD_SIZE}"]
-            command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--module", *worker]
-        with (scratch / f"log.{rank}").open("wb") as log:
-            ranks = {} if torchrun else {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=REPOSITORY,
-                    env=environment(**ranks),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+    arguments = [*map(str, (root, scratch, grace_seconds, steps, looked_at))]
+    processes: Sequence[Process]
+    if torchrun:
+        processes = [_agent("tests.distributed.preempted_worker", arguments, scratch / "log.0")]
+    else:
+        world = [{"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)} for rank in range(WORLD_SIZE)]
+        main = "tests.distributed.preempted_worker:main"
+        processes = start_ranks(
+            [Work.of_rank(rank, scratch, main, *arguments, **each) for rank, each in enumerate(world)]
+        )
     try:
         yield processes
     finally:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _agent(module: str, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD_SIZE}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--module", module, *arguments]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def interrupted(root: Path, scratch: Path, told: Told, chance: random.Random, *, grace_seconds: float) -> Ending:
@@ -141,7 +150,7 @@ def _judge_root(root: Path, code: int, step: int, logs: str) -> None:
         assert list(newest.verify()) == [], logs
 
 
-def _wait_for_beginning(scratch: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+def _wait_for_beginning(scratch: Path, processes: Sequence[Process]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not all((scratch / f"begun.{rank}").exists() for rank in range(WORLD_SIZE)):
         assert time.monotonic() < deadline and all(each.poll() is None for each in processes), _logs(scratch)

@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from tests.distributed.faulty import state_of
-from tests.distributed.launch import REPOSITORY, environment
+from tests.distributed.forked import REPOSITORY, environment
 
 
 def test_an_elastic_restart_saves_the_step_again_and_no_vote_of_the_first_life_counts(tmp_path: Path) -> None:

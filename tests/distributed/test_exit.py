@@ -14,7 +14,7 @@ import holdfast
 from holdfast.errors import UnavailableError
 from holdfast.testing.faults import raise_error
 from tests.distributed.faulty import Trigger, run_with, save, state_of
-from tests.distributed.launch import REPOSITORY, environment
+from tests.distributed.forked import REPOSITORY, environment
 
 FALLS_OFF_THE_END = """
 import sys, time

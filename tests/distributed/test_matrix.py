@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import REPOSITORY, Case, run_world
+from tests.distributed.forked import REPOSITORY
+from tests.distributed.launch import Case, run_world
 from tests.distributed.matrix import cases
 from tests.distributed.matrix.layouts import KINDS
 

@@ -15,7 +15,8 @@ from holdfast.repository.reports import reports_in
 from holdfast.settings import Settings
 from holdfast.spec.events import RankReport
 from holdfast.stores.local import LocalStore
-from tests.distributed.launch import Case, environment, run_world
+from tests.distributed.forked import environment
+from tests.distributed.launch import Case, run_world
 from tests.unit.manager.traced import require_sound
 
 RANKS = 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from tests.distributed.launch import REPOSITORY, environment
+from tests.distributed.forked import REPOSITORY, environment
 from tests.distributed.preempting import Told, interrupted, require_never_broken, trained_through
 
 ROUNDS = int(os.environ.get("PREEMPTION_ROUNDS", "5"))

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import holdfast
-from tests.distributed.launch import Case, Results, environment, run_world
+from tests.distributed.forked import environment
+from tests.distributed.launch import Case, Results, run_world
 from tests.interop.deepspeed_training import BATCH, Model, groups_of, words_of
 from tests.unit.formats.deepspeed.assembled import assembled, listing_of
 

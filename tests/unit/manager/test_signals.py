@@ -14,7 +14,7 @@ from holdfast.errors import InvalidError
 from holdfast.manager.signals import Signals
 from holdfast.ports.clock import SystemClock
 from holdfast.spec.preemption import Preemption
-from tests.distributed.launch import REPOSITORY, environment
+from tests.distributed.forked import REPOSITORY, environment
 
 
 @pytest.fixture(autouse=True)
