@@ -16,6 +16,8 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
+# The suite starts hundreds of processes: each would compile all of Holdfast anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test check bench bench-interop bench-scale fuzz campaign clean
 
 TORCH := torch==2.13.0
