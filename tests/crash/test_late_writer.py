@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,10 +52,9 @@ def manager_at(root: Path) -> holdfast.CheckpointManager:
     return holdfast.CheckpointManager(root, process_group=False, settings=SETTINGS)
 
 
-@pytest.fixture
-def stopped(tmp_path: Path) -> Iterator[tuple[Path, Writer]]:
-    """A root with one step, and a process that was stopped the moment before its second would be published."""
-    root = tmp_path / "run"
+@contextmanager
+def stopped_before_publishing(root: Path) -> Iterator[Writer]:
+    """Save one step at a root, by a process that is stopped the moment before its second would be published."""
     with writers(1, LEASE_SECONDS) as (writer,):
         writer.tell("race", root, FIRST, 0)
         assert writer.answer()["said"] == "committed"
@@ -62,6 +63,14 @@ def stopped(tmp_path: Path) -> Iterator[tuple[Path, Writer]]:
         writer.tell("stop", root, LATE)
         writer.wait_until_stopped()
         assert not (path_of(root, LATE) / "manifest.json").exists()
+        yield writer
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[tuple[Path, Writer]]:
+    """A root with one step, and a process that was stopped the moment before its second would be published."""
+    root = tmp_path / "run"
+    with stopped_before_publishing(root) as writer:
         yield root, writer
 
 
@@ -74,15 +83,21 @@ def goes_on(writer: Writer) -> None:
     assert f"host {os.uname().nodename}, process {os.getpid()}, since 20" in message or "another writer" in message
 
 
-@pytest.fixture
-def late(stopped: tuple[Path, Writer]) -> Path:
+@pytest.fixture(scope="module")
+def published_late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with a step, one published too late, and one of the new writer, which has closed its manager."""
-    root, writer = stopped
-    with manager_at(root) as manager:
+    root = tmp_path_factory.mktemp("late") / "run"
+    with stopped_before_publishing(root) as writer, manager_at(root) as manager:
         manager.save(NEXT, state_by(NEXT)).wait()
         goes_on(writer)
     assert (path_of(root, LATE) / "manifest.json").exists(), "it was published, late"
     return root
+
+
+@pytest.fixture
+def late(published_late: Path, tmp_path: Path) -> Path:
+    """A copy of that root, for one test to do with as it likes."""
+    return Path(shutil.copytree(published_late, tmp_path / "run", symlinks=True))
 
 
 def test_managers_ignore_it(late: Path) -> None:
