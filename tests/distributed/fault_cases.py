@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -257,7 +258,9 @@ def stopped_committer(world: World, root: str) -> dict[str, object]:
     calm = run_with(root, settings=PATIENT)
     save(calm, 1).wait(timeout=60)
     calm.close()
-    run = run_with(root, store=Trigger(stop, ["put_if_absent"], "manifest.json", armed=True))
+    # The launcher's new job waits for the end of this one's lease.
+    settings = replace(SETTINGS, lease_seconds=3.0)
+    run = run_with(root, store=Trigger(stop, ["put_if_absent"], "manifest.json", armed=True), settings=settings)
     handle = save(run, 2)
     try:
         handle.wait(timeout=120)

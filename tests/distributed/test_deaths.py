@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,27 +62,17 @@ DEATHS = {
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Results]]]:
-    """Every death in a world of its own, a few at a time: their ranks mostly wait for the dead."""
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Results]]:
+    """Every death in a world of its own, all at a time: their ranks mostly wait for the dead."""
     base = tmp_path_factory.mktemp("deaths")
-    results: dict[str, tuple[Path, Results]] = {}
-    names = list(DEATHS)
-    for first in range(0, len(names), 5):
-        with ExitStack() as stack:
-            launched = {}
-            for number, name in enumerate(names[first : first + 5], first):
-                death = DEATHS[name]
-                root = base / f"run-{number}"
-                case = Case(f"{CASES}:{death.function}", {"root": str(root), **dict(death.arguments)}, "death")
-                launched[name] = (
-                    root,
-                    stack.enter_context(
-                        Launch(death.size, [case], base / f"world-{number}", store_host=death.host, deadline_seconds=75)
-                    ),
-                )
-            for name, (root, launch) in launched.items():
-                results[name] = (root, launch.join())
-    yield results
+    with ExitStack() as stack:
+        launched = {}
+        for number, (name, death) in enumerate(DEATHS.items()):
+            root = base / f"run-{number}"
+            case = Case(f"{CASES}:{death.function}", {"root": str(root), **dict(death.arguments)}, "death")
+            world = Launch(death.size, [case], base / f"world-{number}", store_host=death.host, deadline_seconds=75)
+            launched[name] = root, stack.enter_context(world)
+        return {name: (root, launch.join()) for name, (root, launch) in launched.items()}
 
 
 def loaded(root: Path, step: int) -> dict[str, object]:
