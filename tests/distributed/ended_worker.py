@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+# Once, rather than by each child that saves.
+import torch.distributed.tensor
+
 import holdfast
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.faulty import GRACE_SECONDS, PATIENT, TIMEOUT_SECONDS
-from tests.distributed.launch import Case, Results, run_world
+from tests.distributed.launch import Case, Launch, Results
 
 CASES = "tests.distributed.fault_cases"
 STORE_FAULTS = {
@@ -22,14 +23,20 @@ def case(function: str, name: str, root: Path, **arguments: object) -> Case:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    """Worlds by the names of their cases: those that mostly wait for a rank, and one for the others, at a time."""
     root = tmp_path_factory.mktemp("absences")
-    cases = [
+    waiting = [
+        [
+            case("one_never_calls", f"absent-{rank}", root, absent=rank),
+            case("one_calls_late", f"late-{rank}", root, late=rank),
+        ]
+        for rank in (0, 1)
+    ]
+    others = [
         case("skewed_steps", "skewed", root),
         case("skewed_paths", "paths", root),
         case("all_refuse_at_once", "all-refuse", root),
-        *(case("one_never_calls", f"absent-{rank}", root, absent=rank) for rank in (0, 1)),
-        *(case("one_calls_late", f"late-{rank}", root, late=rank) for rank in (0, 1)),
         *(case("one_cannot_give_its_state", f"stateless-{rank}", root, failing=rank) for rank in (0, 1)),
         *(
             case("one_store_fails", f"store-{rank}-{number}", root, failing=rank, operation=name, ending=ending)
@@ -42,17 +49,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
         # Last: it replaces torch.distributed's functions, the launcher's own barrier among them.
         case("saving_runs_no_collective", "no-collective", root),
     ]
-    return run_world(2, cases, root / "world", deadline_seconds=150)
+    with ExitStack() as stack:
+        launched = [
+            (cases, stack.enter_context(Launch(2, cases, root / f"world-{number}", deadline_seconds=150)))
+            for number, cases in enumerate([*waiting, others])
+        ]
+        joined = [(cases, launch.join()) for cases, launch in launched]
+    return {each.key(): results for cases, results in joined for each in cases}
 
 
-def dicts(results: Results, name: str) -> list[dict]:  # type: ignore[type-arg]
-    values = results.values(name)
+def dicts(worlds: dict[str, Results], name: str) -> list[dict]:  # type: ignore[type-arg]
+    values = worlds[name].values(name)
     assert all(isinstance(value, dict) for value in values)
     return values  # type: ignore[return-value]
 
 
-def test_skewed_steps_are_refused_on_every_rank_naming_ranks_and_steps(world: Results) -> None:
-    for value in dicts(world, "skewed"):
+def test_skewed_steps_are_refused_on_every_rank_naming_ranks_and_steps(worlds: dict[str, Results]) -> None:
+    for value in dicts(worlds, "skewed"):
         assert value["skewed"]["error"] == "InvalidError"
         assert "step 10 on ranks [0]" in value["skewed"]["message"]
         assert "step 11 on ranks [1]" in value["skewed"]["message"]
@@ -60,22 +73,24 @@ def test_skewed_steps_are_refused_on_every_rank_naming_ranks_and_steps(world: Re
         assert value["steps"] == [20]
 
 
-def test_skewed_paths_are_refused_on_every_rank(world: Results) -> None:
-    for said in world.values("paths"):
+def test_skewed_paths_are_refused_on_every_rank(worlds: dict[str, Results]) -> None:
+    for said in worlds["paths"].values("paths"):
         assert isinstance(said, str)
         assert "[1]" in said and "path" in said
 
 
-def test_a_wrong_state_on_every_rank_leaves_them_counting_together(world: Results) -> None:
-    for value in dicts(world, "all-refuse"):
+def test_a_wrong_state_on_every_rank_leaves_them_counting_together(worlds: dict[str, Results]) -> None:
+    for value in dicts(worlds, "all-refuse"):
         assert [each["error"] for each in value["refused"]] == ["InvalidError", "InvalidError"]
         assert value["after"]["said"] == "committed", value["after"]
         assert value["steps"] == [3]
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_rank_that_never_calls_save_fails_the_others_within_the_timeout(world: Results, absent: int) -> None:
-    values = dicts(world, f"absent-{absent}")
+def test_a_rank_that_never_calls_save_fails_the_others_within_the_timeout(
+    worlds: dict[str, Results], absent: int
+) -> None:
+    values = dicts(worlds, f"absent-{absent}")
     lonely = values[1 - absent]["lonely"]
     assert (lonely["said"], lonely["error"]) == ("aborted", "UnavailableError"), lonely
     assert f"[{absent}]" in lonely["message"] or f"rank {absent}" in lonely["message"]
@@ -86,8 +101,8 @@ def test_a_rank_that_never_calls_save_fails_the_others_within_the_timeout(world:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_calls_late_joins_when_the_save_is_tried_again(world: Results, late: int) -> None:
-    values = dicts(world, f"late-{late}")
+def test_a_rank_that_calls_late_joins_when_the_save_is_tried_again(worlds: dict[str, Results], late: int) -> None:
+    values = dicts(worlds, f"late-{late}")
     assert values[1 - late]["first"]["said"] == "aborted", values[1 - late]
     for value in values:
         assert value["retried"]["said"] == "committed", value["retried"]
@@ -96,8 +111,10 @@ def test_a_rank_that_calls_late_joins_when_the_save_is_tried_again(world: Result
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_whose_state_raises_ends_the_save_on_every_rank_at_once(world: Results, failing: int) -> None:
-    for rank, value in enumerate(dicts(world, f"stateless-{failing}")):
+def test_a_rank_whose_state_raises_ends_the_save_on_every_rank_at_once(
+    worlds: dict[str, Results], failing: int
+) -> None:
+    for rank, value in enumerate(dicts(worlds, f"stateless-{failing}")):
         assert value["failed"]["said"] == "aborted", value["failed"]
         assert "no state today" in value["failed"]["message"]
         if rank != failing:
@@ -109,8 +126,10 @@ def test_a_rank_whose_state_raises_ends_the_save_on_every_rank_at_once(world: Re
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("number", range(len(STORE_FAULTS)), ids=list(STORE_FAULTS))
-def test_a_rank_whose_store_fails_aborts_the_save_on_every_rank(world: Results, failing: int, number: int) -> None:
-    values = dicts(world, f"store-{failing}-{number}")
+def test_a_rank_whose_store_fails_aborts_the_save_on_every_rank(
+    worlds: dict[str, Results], failing: int, number: int
+) -> None:
+    values = dicts(worlds, f"store-{failing}-{number}")
     assert values[failing]["met"] >= 1
     for rank, value in enumerate(values):
         assert value["first"]["said"] == "committed"
@@ -122,8 +141,8 @@ def test_a_rank_whose_store_fails_aborts_the_save_on_every_rank(world: Results, 
         assert value["steps"] == [1, 2]
 
 
-def test_a_failure_before_publishing_is_known_to_have_left_nothing(world: Results) -> None:
-    values = dicts(world, "unpublished")
+def test_a_failure_before_publishing_is_known_to_have_left_nothing(worlds: dict[str, Results]) -> None:
+    values = dicts(worlds, "unpublished")
     assert sum(value["met"] for value in values) >= 1
     for value in values:
         assert value["failed"]["said"] == "aborted", value["failed"]
@@ -131,8 +150,8 @@ def test_a_failure_before_publishing_is_known_to_have_left_nothing(world: Result
         assert value["steps"] == [1, 3]
 
 
-def test_a_reply_lost_in_the_act_of_publishing_is_never_called_an_abort(world: Results) -> None:
-    values = dicts(world, "reply-lost")
+def test_a_reply_lost_in_the_act_of_publishing_is_never_called_an_abort(worlds: dict[str, Results]) -> None:
+    values = dicts(worlds, "reply-lost")
     assert sum(value["met"] for value in values) >= 1
     for value in values:
         assert value["failed"]["said"] in ("unknown", "committed"), value["failed"]
@@ -140,24 +159,24 @@ def test_a_reply_lost_in_the_act_of_publishing_is_never_called_an_abort(world: R
         assert value["steps"] == [1, 2, 3]
 
 
-def test_saves_begun_one_after_the_other_all_commit(world: Results) -> None:
-    for value in dicts(world, "in-flight"):
+def test_saves_begun_one_after_the_other_all_commit(worlds: dict[str, Results]) -> None:
+    for value in dicts(worlds, "in-flight"):
         assert value["said"] == [True] * 4
         assert value["steps"] == [1, 2, 3, 4]
 
 
-def test_saving_runs_no_collective(world: Results) -> None:
-    for value in dicts(world, "no-collective"):
+def test_saving_runs_no_collective(worlds: dict[str, Results]) -> None:
+    for value in dicts(worlds, "no-collective"):
         assert value["forbidden"] == "aborted", "the test must forbid collectives"
         assert value["said"] == ["committed"] * 3, value["messages"]
         assert value["ran"] == []
 
 
-def test_every_failure_came_within_the_timeout_and_its_grace(world: Results) -> None:
+def test_every_failure_came_within_the_timeout_and_its_grace(worlds: dict[str, Results]) -> None:
     said = [
         each
         for name in ("skewed", "absent-0", "absent-1", "late-0", "late-1", "stateless-0", "stateless-1")
-        for value in dicts(world, name)
+        for value in dicts(worlds, name)
         for each in value.values()
         if isinstance(each, dict) and "said" in each
     ]
