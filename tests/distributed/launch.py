@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -182,6 +182,19 @@ def run_world(size: int, cases: Sequence[Case], scratch: Path, *, deadline_secon
     """Run a world in which nobody dies."""
     with Launch(size, cases, scratch, deadline_seconds=deadline_seconds) as launch:
         return launch.join()
+
+
+def run_worlds(
+    size: int, worlds: Sequence[Sequence[Case]], scratch: Path, *, deadline_seconds: float = 120.0
+) -> dict[str, Results]:
+    """Run worlds that mostly wait, at one time; return them by the names of their cases."""
+    with ExitStack() as stack:
+        launched = [
+            stack.enter_context(Launch(size, cases, scratch / f"world-{number}", deadline_seconds=deadline_seconds))
+            for number, cases in enumerate(worlds)
+        ]
+        joined = [launch.join() for launch in launched]
+    return {case.key(): results for cases, results in zip(worlds, joined, strict=True) for case in cases}
 
 
 def main(scratch_folder: str, rank_number: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.faulty import GRACE_SECONDS, PATIENT, TIMEOUT_SECONDS
-from tests.distributed.launch import Case, Launch, Results
+from tests.distributed.launch import Case, Results, run_worlds
 
 CASES = "tests.distributed.fault_cases"
 STORE_FAULTS = {
@@ -49,13 +48,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         # Last: it replaces torch.distributed's functions, the launcher's own barrier among them.
         case("saving_runs_no_collective", "no-collective", root),
     ]
-    with ExitStack() as stack:
-        launched = [
-            (cases, stack.enter_context(Launch(2, cases, root / f"world-{number}", deadline_seconds=150)))
-            for number, cases in enumerate([*waiting, others])
-        ]
-        joined = [(cases, launch.join()) for cases, launch in launched]
-    return {each.key(): results for cases, results in joined for each in cases}
+    return run_worlds(2, [*waiting, others], root, deadline_seconds=150)
 
 
 def dicts(worlds: dict[str, Results], name: str) -> list[dict]:  # type: ignore[type-arg]
