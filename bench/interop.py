@@ -8,6 +8,7 @@ the page cache has forgotten. Each contender runs in every round, in turn. What 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import resource
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import holdfast
 from bench import conditions, report
 from bench.foreign import SHAPES, Parameters
 from bench.job import ROOT
@@ -70,9 +72,13 @@ def made(kind: str, folder: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return what every contender runs with; DeepSpeed builds what it needs with tools beside this interpreter."""
+    """Return what every contender runs with; DeepSpeed builds what it needs with tools beside this interpreter.
+
+    Every package has its byte code, as whoever installs one has: a source tree has none where nobody may write it.
+    """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    own = {"PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 class Contender:
@@ -129,8 +135,6 @@ def say(**found: float) -> None:
 def load_ours(kind: str, source: str) -> None:
     """Fill a model and its optimizer from a DeepSpeed checkpoint where it lies."""
     import torch
-
-    import holdfast
 
     start = time.perf_counter()
     model = Parameters(SHAPES[kind]())
@@ -245,6 +249,7 @@ def main() -> None:
         WORKS[name](*arguments)
         return
     chosen.folder.mkdir(parents=True, exist_ok=True)
+    compileall.compile_dir(Path(holdfast.__file__).parent, quiet=1)
     zero, dcp_hf = made("zero1", chosen.folder), made("dcp_hf", chosen.folder)
     dcp = made("dcp", chosen.folder)
     python = sys.executable
