@@ -12,6 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.collecting import CollectReport, collected
 from holdfast.manager.collecting import planned as collection_planned
+from holdfast.manager.collector import CollectorPause
 from holdfast.manager.differences import differences
 from holdfast.manager.export import ExportReport, ExportRequest, carry_out_export
 from holdfast.manager.handle import SaveHandle, SaveReport
@@ -109,7 +110,8 @@ def save(
         ConflictError: A checkpoint is there; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    report = _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=True).wait()
+    with CollectorPause() as pause:
+        report = _begin(path, state, selection_of(only, skip, grads), process_group, settings, pause).wait()
     assert report is not None, "committed comes with a report"
     return report
 
@@ -139,7 +141,7 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
             lives in the handle.
     """
-    return _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=False)
+    return _begin(path, state, selection_of(only, skip, grads), process_group, settings, None)
 
 
 def _begin(
@@ -148,13 +150,12 @@ def _begin(
     selection: Selection,
     process_group: wiring.ProcessGroup,
     settings: Settings,
-    *,
-    awaited: bool,
+    pause: CollectorPause | None,
 ) -> SaveHandle:
     require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
     store = wiring.store_at(path, settings)
-    return save_checkpoint(job, wiring.framework_of(job.comm), store, state, selection, awaited=awaited)
+    return save_checkpoint(job, wiring.framework_of(job.comm), store, state, selection, pause)
 
 
 def load(

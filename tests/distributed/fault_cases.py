@@ -102,6 +102,14 @@ def all_refuse_at_once(world: World, root: str) -> dict[str, object]:
     return {"refused": refused, "after": said_of_save(run, 3), "steps": run.steps()}
 
 
+def one_is_beyond_the_format(world: World, root: str) -> dict[str, object]:
+    """One rank alone holds a tensor that no index may list."""
+    run = run_with(root, settings=PATIENT)
+    state = {"a": torch.ones(3), "t": torch.ones((1,) * (65 if world.rank else 1))}
+    refused = said_of(lambda: run.save(1, state, Selection()))
+    return {"refused": refused, "after": said_of_save(run, 2), "steps": run.steps()}
+
+
 def one_store_fails(world: World, root: str, failing: int, operation: str, ending: str) -> dict[str, object]:
     trigger = Trigger(raise_error(UnavailableError), [operation], ending)
     run = run_with(root, store=trigger, settings=PATIENT)

@@ -36,6 +36,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         case("skewed_steps", "skewed", root),
         case("skewed_paths", "paths", root),
         case("all_refuse_at_once", "all-refuse", root),
+        case("one_is_beyond_the_format", "beyond", root),
         *(case("one_cannot_give_its_state", f"stateless-{rank}", root, failing=rank) for rank in (0, 1)),
         *(
             case("one_store_fails", f"store-{rank}-{number}", root, failing=rank, operation=name, ending=ending)
@@ -77,6 +78,14 @@ def test_a_wrong_state_on_every_rank_leaves_them_counting_together(worlds: dict[
         assert [each["error"] for each in value["refused"]] == ["InvalidError", "InvalidError"]
         assert value["after"]["said"] == "committed", value["after"]
         assert value["steps"] == [3]
+
+
+def test_a_tensor_that_no_index_may_list_is_refused_by_name_on_every_rank(worlds: dict[str, Results]) -> None:
+    for value in dicts(worlds, "beyond"):
+        assert value["refused"]["error"] == "InvalidError"
+        assert "t: 65 dimensions; expected at most 64" in value["refused"]["message"]
+        assert value["after"]["said"] == "committed", value["after"]
+        assert value["steps"] == [2]
 
 
 @pytest.mark.parametrize("absent", [0, 1])

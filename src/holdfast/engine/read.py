@@ -222,6 +222,7 @@ def settle_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Tar
     Raises:
         CorruptError: A chunk is not what was saved; what came before it may be placed.
     """
+    assert len(data) >= run.stop - run.start, "all of a run has been read"
     tiny: list[tuple[Target, Box, tuple[int, int]]] = []
     for chunk in run.chunks:
         start = chunk.offset - run.start

@@ -46,10 +46,15 @@ class CollectorPause:
         """Let the collector go on, unless it is held off elsewhere."""
         global _holders
         with _lock:
-            _holders = max(_holders - self._holds, 0)  # None in a child that was forked meanwhile.
-            self._holds = False
-            if not _holders and _was_enabled:
+            if not self._holds:
+                return
+            if _holders <= 1 and _was_enabled:
                 gc.enable()
+            _holders = max(_holders - 1, 0)  # None holds it in a child that was forked meanwhile.
+            self._holds = False
+
+    def __del__(self) -> None:
+        self.end()  # Ctrl-C at the very entry of `__exit__` must not hold it off for good.
 
     def __enter__(self) -> Self:
         self.begin()

@@ -43,6 +43,7 @@ class Job:
         """Plans of earlier saves."""
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
+        self._last: Future[None] | None = None
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
 
@@ -72,7 +73,13 @@ class Job:
     def in_background(self, work: object, *arguments: object) -> Future[None]:
         """Run the rest of saves one after the other, away from the training thread; interpreter exit waits for them."""
         assert callable(work)
-        return self._commits.submit(work, *arguments)
+        self._last = self._commits.submit(work, *arguments)
+        return self._last
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is in the background: the next one need not wait its turn."""
+        return self._last is None or self._last.done()
 
     def copy_in_background(self, work: Callable[[], None]) -> None:
         """Have copies made, those of one save after those of the one before.

@@ -60,7 +60,24 @@ class Save:
         inherited: Mapping[str, object] | None = None,
         audience: Audience | None = None,
         unchanged: Unchanged | None = None,
+        pause: CollectorPause | None = None,
     ) -> None:
+        """Prepare a save.
+
+        Args:
+            job: The ranks that save together.
+            place: Where the checkpoint goes.
+            writer: Writes packs there.
+            claim: Looks at the place before anybody writes, on rank 0; returns what every rank is to be told.
+            parent_of: Asked for the step that this one follows, once all is written.
+            on_commit: Told the place, the run's id and the manifest's digest.
+            awaited: Whether the caller waits for the commit whatever comes.
+            inherited: What every rank is to be told besides.
+            audience: Who hears of it.
+            unchanged: What is stored already.
+            pause: Of who awaits: holds Python's collector off past the call, and is ended early where storage or other
+                ranks may take long. None: for the length of the call.
+        """
         self._job, self._place, self._writer = job, place, writer
         self._inherited = {} if inherited is None else inherited
         self._unchanged = unchanged or Unchanged(place, None, writer, job.settings)
@@ -72,9 +89,9 @@ class Save:
         self._queued_seconds = 0.0
         self._own_keys: list[str] = []
         self._awaited = awaited
-        self._pause = CollectorPause()
-        """Holds Python's collector off: what is made for thousands of tiny tensors is never walked while it is needed.
-        Until much data is known to move or another rank is waited for, and past the call only where that is awaited."""
+        self._own_pause = CollectorPause()
+        self._pause = pause or self._own_pause
+        """Until much data is known to move: what is made for thousands of tiny tensors is not walked meanwhile."""
         self.handle = SaveHandle(self._name, awaited=awaited)
         self.handle.committed.add_done_callback(self._account.fail_with)
 
@@ -94,16 +111,15 @@ class Save:
         self._account.begin(self._place.step, self._place.url)
         try:
             self._pause.begin()
-            if not self._begin(collect) or not self._awaited:
-                self._pause.end()
+            self._begin(collect)
         except BaseException as error:
-            self._pause.end()
             self._account.fail(error)
             raise
+        finally:
+            self._own_pause.end()
         return self.handle
 
-    def _begin(self, collect: Callable[[], Collected]) -> bool:
-        """Do this rank's share; return whether the rest goes on in the background."""
+    def _begin(self, collect: Callable[[], Collected]) -> None:
         try:
             opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
@@ -123,7 +139,7 @@ class Save:
             raise
         except (CheckpointError, TimeoutError) as error:
             self.handle.fail(_typed(error, self._name))
-            return False
+            return
         ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
         # Whoever takes it ends the save: the background, or this call where it does not come so far.
         turn = threading.Lock()
@@ -151,8 +167,9 @@ class Save:
                 return self._write_part(agreement, part_of(packs, transfer.written()))
 
             self._queued_seconds = self._account.seconds
+            if not self._job.is_idle:
+                self._pause.end()
             self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report_of)
-            return True
         except BaseException as error:
             if turn.acquire(blocking=False):
                 if transfer is not None:
@@ -161,7 +178,6 @@ class Save:
             if not isinstance(error, Exception):
                 # Ctrl-C is the caller's, but the other ranks must not wait for this one.
                 raise
-            return False
 
     def _survey(self) -> Mapping[str, object]:
         """Look at the place before anybody writes, on rank 0."""
@@ -280,8 +296,6 @@ class Save:
             if not self.handle.committed.done():
                 self._fail_unknown(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            self._pause.end()
 
     def _conclude(
         self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report_of: Callable[[], SaveReport]
@@ -417,10 +431,18 @@ def save_checkpoint(
     store: Store,
     state: Mapping[str, object],
     selection: Selection,
-    *,
-    awaited: bool,
+    pause: CollectorPause | None,
 ) -> SaveHandle:
-    """Begin to save the one checkpoint that `store` is to hold. Errors as `Save.begin`."""
+    """Begin to save the one checkpoint that `store` is to hold.
+
+    Args:
+        job, framework: Who saves.
+        store: Where.
+        state, selection: What.
+        pause: Of who awaits the commit whatever comes, as for `Save`; None if nobody does.
+    Raises:
+        InvalidError: As `Save.begin`.
+    """
 
     def claim(place: Place) -> dict[str, object]:
         place.require_empty()
@@ -428,7 +450,7 @@ def save_checkpoint(
 
     place = Place(store, "", None)
     writer = PackWriter(store, job.settings)
-    save = Save(job, place, writer, claim, lambda: None, lambda *_: None, awaited=awaited)
+    save = Save(job, place, writer, claim, lambda: None, lambda *_: None, awaited=pause is not None, pause=pause)
     return save.begin(lambda: framework.collect(state, selection))
 
 

@@ -30,9 +30,10 @@ class Digests:
         own = dict(collected.per_rank)
         self.per_rank_bytes = values.dumps(values.encode(own, "")) if own else None
         """What this rank keeps as its own, encoded; None if nothing."""
+        # First, for what no index may list cannot always be sampled.
+        layout = self._layout()
         # Alone there is nobody to compare with.
         self._samples = dict(self._sampled()) if job.comm.world_size > 1 else {}
-        layout = self._layout()
         self._layout_fingerprint = short_digest_of(layout)
         self.shards = short_digest_of(layout, self._held())
         """Fingerprint of the layout and of what this rank holds of it."""

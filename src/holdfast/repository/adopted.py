@@ -15,7 +15,7 @@ from holdfast.repository.columns import Ints
 from holdfast.repository.index import Index, in_order
 from holdfast.repository.index_file import decode_unhashed, encode_index
 from holdfast.repository.pieces import PieceColumns
-from holdfast.repository.tensors import NDIM_MAX, TensorTable
+from holdfast.repository.tensors import NDIM_MAX, TensorTable, is_addressable
 from holdfast.settings import MIB
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
@@ -27,8 +27,6 @@ from holdfast.spec.values import Group
 
 CHUNK_BYTES = 1 * MIB
 """What another system's pieces are cut to: the unit of reading."""
-
-_TENSOR_BYTES_MAX = 1 << 62
 
 
 def encode_adopted(manifest: Manifest, index: Index) -> list[bytes]:
@@ -161,7 +159,7 @@ def _require_possible(fqn: str, spec: TensorSpec, where: str) -> None:
     shape = spec.global_shape
     if len(shape) > NDIM_MAX or any(length < 0 for length in shape):
         raise CorruptError(f"{where}: {fqn}: shape {str(shape)[:200]}; expected up to {NDIM_MAX} lengths of 0 and more")
-    if math.prod(length or 1 for length in shape) * spec.itemsize >= _TENSOR_BYTES_MAX:
+    if not is_addressable(spec):
         raise CorruptError(f"{where}: {fqn}: {spec.dtype} of shape {shape}; expected under 2**62 bytes")
 
 

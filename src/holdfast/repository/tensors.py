@@ -44,7 +44,7 @@ class TensorTable:
 
     @staticmethod
     def of(tensors: Iterable[TensorSpec]) -> TensorTable:
-        """Return the table of tensors; no two of one FQN."""
+        """Return the table of tensors that may be listed; no two of one FQN."""
         specs = sorted(tensors, key=attrgetter("fqn"))
         shapes = [spec.global_shape for spec in specs]
         names = [spec.dtype for spec in specs]
@@ -124,14 +124,15 @@ def require_listable(tensor: TensorSpec) -> None:
             f"{tensor.fqn}: {len(shape)} dimensions; expected at most {NDIM_MAX}. Reshape it, or leave it out with "
             "skip="
         )
-    if not _is_addressable(tensor):
+    if not is_addressable(tensor):
         raise InvalidError(
             f"{tensor.fqn}: {tensor.dtype} of shape {list(shape)}; expected under 2**62 bytes, empty dimensions "
             "counted as one. Leave it out with skip="
         )
 
 
-def _is_addressable(tensor: TensorSpec) -> bool:
+def is_addressable(tensor: TensorSpec) -> bool:
+    """Return whether a tensor has fewer bytes than an index may say, its empty dimensions counted as one."""
     return math.prod(length or 1 for length in tensor.global_shape) * tensor.itemsize < _TENSOR_BYTES_MAX
 
 
@@ -185,10 +186,11 @@ def _require_addressable(table: TensorTable, where: str) -> None:
     """
     # Whoever is near the limit is reckoned again, exactly: whole numbers of numpy's would wrap around.
     lengths = np.maximum(table.lengths, 1).astype(np.float64)
-    likely = products(table.ndims, lengths) * table.itemsizes
+    with np.errstate(over="ignore"):  # Infinitely many are too many, too.
+        likely = products(table.ndims, lengths) * table.itemsizes
     for number in np.flatnonzero(likely >= _TENSOR_BYTES_MAX / 2).tolist():
         spec = table.specs[table.fqns[number]]
-        if not _is_addressable(spec):
+        if not is_addressable(spec):
             raise CorruptError(
                 f"{where}: {spec.fqn}: {spec.dtype} of shape {spec.global_shape}; expected under 2**62 bytes"
             )

@@ -259,7 +259,7 @@ class _Collector:
         fqn, held, memory = named
         # What is whole has the shape that was asked for already; asked once more, torch makes it anew.
         if 0 not in (held.global_shape if held.holders is None else tensor.shape):
-            first, first_held, first_memory = self._ties.first(tensor, named)
+            first, first_held, first_memory = self._ties.first(tensor, named, fqn)
         elif declared is None:
             return fqn
         else:

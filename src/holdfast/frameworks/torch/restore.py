@@ -184,7 +184,7 @@ class TorchRestoration:
         # What is whole has the shape that was asked for already; asked once more, torch makes it anew.
         if 0 in (held.global_shape if held.holders is None else tensor.shape):
             return True
-        first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held))
+        first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held), fqn)
         if first_fqn == fqn:
             return True
         if _lies(held) != _lies(first_held):

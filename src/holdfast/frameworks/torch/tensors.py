@@ -312,8 +312,9 @@ class TorchTarget(Target):
                 and stop - start == target.local_bytes
                 and local.is_cpu
                 and _is_one_run(local)
+                and (into := local.data_ptr())
             ):
-                ctypes.memmove(local.data_ptr(), address + start, stop - start)
+                ctypes.memmove(into, address + start, stop - start)
             else:
                 target.place(box, source[start:stop], box)
 
@@ -402,15 +403,25 @@ class Ties(Generic[Note]):
         self._at: dict[int, tuple[torch.Tensor, Note]] = {}
         self._first: dict[tuple[object, ...], Note] = {}
 
-    def first(self, tensor: torch.Tensor, note: Note) -> Note:
-        """Return what was noted of the first tensor that is these elements of this memory; `note` if it is this one."""
+    def first(self, tensor: torch.Tensor, note: Note, fqn: str) -> Note:
+        """Return what was noted of the first tensor that is these elements of this memory; `note` if it is this one.
+
+        Raises:
+            InvalidError: It has elements and no memory.
+        """
         local = tensor
         if type(tensor) not in _DENSE:
             if local_shards_of(tensor) is not None:
                 return self._first.setdefault(storage_key(tensor), note)
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         # Where no other begins, nothing more need be asked. Who is kept here keeps its address from being given anew.
-        other, others_note = self._at.setdefault(local.data_ptr(), (tensor, note))
+        address = local.data_ptr()
+        if not address and local.numel():
+            raise InvalidError(
+                f"{fqn}: has the shape {list(local.shape)} and no memory: its storage was freed, or it stands for "
+                "zeros that were never made. Give it its memory back first, or leave it out with skip="
+            )
+        other, others_note = self._at.setdefault(address, (tensor, note))
         if other is tensor:
             return others_note
         self._first.setdefault(storage_key(other), others_note)

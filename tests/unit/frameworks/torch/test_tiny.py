@@ -21,6 +21,7 @@ from holdfast.frameworks.torch.held import Ranks, held_of
 from holdfast.frameworks.torch.tensors import Ties
 from holdfast.settings import MIB, Settings
 from holdfast.spec.dtype import DTYPES
+from holdfast.spec.sharded import Sharded
 
 SHAPES = ((4,), (), (2, 3), (1,), (0,), (3, 0), (5, 1, 2), (1024,), (1025,))
 
@@ -67,6 +68,45 @@ def test_every_kind_beside_every_other(tmp_path: Path, staging: Literal["awaited
     }
 
 
+def test_every_kind_is_filled_and_nothing_beside_it(tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(9)
+    state = {f"{kind}.{name}": tensor for name in DTYPES for kind, tensor in every_kind(name, chance)}
+    target = {f"{kind}.{name}": tensor for name in DTYPES for kind, tensor in every_kind(name, chance)}
+    wholes = {name: torch.full((6,), 7, dtype=torch.int32) for name in ("first", "second")}
+    state |= {name: torch.arange(2, dtype=torch.int32) for name in wholes}
+    target |= {name: whole[2:4] for name, whole in wholes.items()}
+    holdfast.save(tmp_path / "c", state)
+    holdfast.load(tmp_path / "c", target)
+    assert {name: bits(tensor) for name, tensor in target.items()} == {
+        name: bits(tensor) for name, tensor in state.items()
+    }
+    assert all(whole.tolist() == [7, 7, 0, 1, 7, 7] for whole in wholes.values())
+
+
+def test_tiny_tensors_are_cast_and_filled_wherever_they_are_held_twice(tmp_path: Path) -> None:
+    state = {"cast": torch.arange(4.0), "twice": torch.arange(4.0)}
+    halves = [torch.zeros(3), torch.zeros(3)]
+    target = {"cast": torch.zeros(4, dtype=torch.float64), "twice": Sharded(halves, (4,), [(0,), (1,)])}
+    holdfast.save(tmp_path / "c", state)
+    holdfast.load(tmp_path / "c", target, cast=True)
+    assert target["cast"].tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
+    assert [half.tolist() for half in halves] == [[0, 1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("kind", ("freed", "zeros that were never made"))
+def test_what_has_no_memory_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    bare = torch.zeros(4)
+    if kind == "freed":
+        bare.untyped_storage().resize_(0)
+    else:
+        bare = torch._efficientzerotensor((4,))
+    with pytest.raises(InvalidError, match=r"bare: has the shape .* and no memory"):
+        holdfast.save(tmp_path / "c", {"bare": bare})
+    holdfast.save(tmp_path / "c", {"bare": torch.ones(4)})
+    with pytest.raises(InvalidError, match=r"bare: has the shape .* and no memory"):
+        holdfast.load(tmp_path / "c", {"bare": bare})
+
+
 def test_what_was_made_for_inference_is_saved_and_filled(tmp_path: Path) -> None:
     with torch.inference_mode():
         state, target = {"a": torch.arange(4.0), "b": torch.ones(())}, {"a": torch.zeros(4), "b": torch.zeros(())}
@@ -87,9 +127,9 @@ def test_what_begins_at_one_address_is_tied_only_if_it_is_the_same_elements() ->
         "numbers": torch.view_as_real(whole),
     }
     ties: Ties[str] = Ties()
-    assert {name: ties.first(tensor, name) for name, tensor in shown.items()} == {name: name for name in shown}
+    assert {name: ties.first(tensor, name, name) for name, tensor in shown.items()} == {name: name for name in shown}
     again = {"whole": whole, "head": whole[:2], "square": whole.view(2, 2), "conjugated": whole.conj()}
-    assert {name: ties.first(tensor, "later") for name, tensor in again.items()} == {name: name for name in again}
+    assert {name: ties.first(tensor, "later", name) for name, tensor in again.items()} == {name: name for name in again}
 
 
 @pytest.fixture
