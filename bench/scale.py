@@ -21,7 +21,7 @@ from pathlib import Path
 from bench.opening_on_paper import STEP, Opened, opened, packs_on
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.manager.ballot import Vote
-from holdfast.manager.collector import collector_paused
+from holdfast.manager.collector import CollectorPause
 from holdfast.manager.commit import assembled
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import layouts_of
@@ -167,7 +167,7 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     # What rank 0 reads and gives to every rank, before this one plans.
     frames = given_frames(place)
     start, processor = time.perf_counter(), time.process_time()
-    with collector_paused():
+    with CollectorPause():
         _, stored = resolved_frames(frames, place)
         boxes = [(each.stored_fqn, box) for each in wanted for box in each.boxes]
         index = index_for(stored, boxes, SystemClock(), place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
@@ -43,7 +44,7 @@ class Job:
         """Plans of earlier saves."""
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
-        self._last: Future[None] | None = None
+        self._last: weakref.ref[Future[None]] | None = None
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
 
@@ -73,13 +74,16 @@ class Job:
     def in_background(self, work: object, *arguments: object) -> Future[None]:
         """Run the rest of saves one after the other, away from the training thread; interpreter exit waits for them."""
         assert callable(work)
-        self._last = self._commits.submit(work, *arguments)
-        return self._last
+        last = self._commits.submit(work, *arguments)
+        # Weakly: what failed would keep all that it was about.
+        self._last = weakref.ref(last)
+        return last
 
     @property
     def is_idle(self) -> bool:
         """Whether no save is in the background: the next one need not wait its turn."""
-        return self._last is None or self._last.done()
+        last = None if self._last is None else self._last()
+        return last is None or last.done()
 
     def copy_in_background(self, work: Callable[[], None]) -> None:
         """Have copies made, those of one save after those of the one before.
