@@ -71,7 +71,7 @@ class Opened:
 def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Settings) -> list[tuple[PackPlan, bytes]]:
     """Return a rank's packs and their headers."""
     shards = [each.shard for each in collected.shards]
-    holders = {s.tensor.fqn: agreement.holders_of(s.tensor.fqn) for s in shards if s.holders is None}
+    holders = agreement.holders_of_each([each.tensor.fqn for each in shards if each.holders is None])
     owned = owned_by(rank, shards, holders, settings.chunk_bytes)
     provenance = {"step": str(STEP), "attempt": agreement.attempt, "rank": str(rank)}
     packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
