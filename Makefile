@@ -3,7 +3,7 @@
 #   make demo    train, kill in the middle of a save, resume three ways (minutes)
 #   make test    the whole test suite
 #   make check   ruff, mypy, import-linter
-#   make bench   the benchmark (15 to 25 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
+#   make bench   the benchmark (20 to 30 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
