@@ -16,14 +16,12 @@ from holdfast.ports.store import Packs, Stored
 from holdfast.repository.digest import digest_of, new_digest
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.spec.box import Box
+from holdfast.spec.chunking import TINY_BYTES_MAX
 from holdfast.spec.plan import ChunkRead, LoadPlan, Part, ReadRun
 
 _SETTLED_BYTES = MIB
 """What is read past the page cache before it is settled. Memory that is filled again and again stays in the processor's
 cache (docs/architecture.md, Amendments, has the measurements)."""
-
-_TINY_BYTES_MAX = 4096
-"""Chunks of so few bytes are placed together, where each is all that one target wants of it."""
 
 
 def carry_out(
@@ -228,7 +226,7 @@ def settle_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Tar
         start = chunk.offset - run.start
         stop = start + chunk.bytes
         raw, part = data[start:stop], chunk.parts[0]
-        if chunk.bytes <= _TINY_BYTES_MAX and len(chunk.parts) == 1 and _is_all(chunk, part):
+        if chunk.bytes <= TINY_BYTES_MAX and len(chunk.parts) == 1 and _is_all(chunk, part):
             _require_digest(chunk, raw, where)
             tiny.append((targets[part.wanted_number], part.box, (start, stop)))
         else:

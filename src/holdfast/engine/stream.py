@@ -9,7 +9,7 @@ from typing import Protocol
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.ports.framework import Source, Ticket
 from holdfast.repository.digest import digest_of, new_digest
-from holdfast.spec.chunking import chunk_count, chunk_range
+from holdfast.spec.chunking import TINY_BYTES_MAX, chunk_count, chunk_range
 from holdfast.spec.plan import PackItem, PackPlan
 
 
@@ -50,7 +50,7 @@ def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequenc
     number = 0
     while number < len(pack.items):
         item = pack.items[number]
-        if tiny := _tiny_from(pack.items, number, windows, _TINY_BYTES_MAX):
+        if tiny := _tiny_from(pack.items, number, windows, TINY_BYTES_MAX):
             room = _room_for(tiny, windows)
             windows.await_copy(_copied_together(tiny, room, sources))
             windows.advance(len(room))
@@ -93,7 +93,7 @@ def stream(
         windows.advance(count)
         at += count
     found: list[bytes] = []
-    tiny_bytes_max = min(_TINY_BYTES_MAX, chunk_bytes)
+    tiny_bytes_max = min(TINY_BYTES_MAX, chunk_bytes)
     number = 0
     while number < len(pack.items):
         item = pack.items[number]
@@ -107,7 +107,6 @@ def stream(
     return tuple(found)
 
 
-_TINY_BYTES_MAX = 4096
 _TOGETHER_MAX = 1024
 """Pieces copied at once: their bytes are hashed before they leave the processor's cache."""
 

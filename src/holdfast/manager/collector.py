@@ -54,7 +54,10 @@ class CollectorPause:
             self._holds = False
 
     def __del__(self) -> None:
-        self.end()  # Ctrl-C at the very entry of `__exit__` must not hold it off for good.
+        # Ctrl-C at the very entry of `__exit__` must not hold it off for good. At the end of the interpreter, when the
+        # lock may be gone, none is held.
+        if self._holds:
+            self.end()
 
     def __enter__(self) -> Self:
         self.begin()

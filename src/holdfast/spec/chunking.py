@@ -5,6 +5,9 @@ from __future__ import annotations
 DIGEST_BYTES = 16
 """Bytes of one xxh3-128."""
 
+TINY_BYTES_MAX = 4096
+"""Pieces of so few bytes are copied together, out of a state and into one: a call for each would cost more than it."""
+
 
 def chunk_count(piece_bytes: int, chunk_bytes: int) -> int:
     """Return into how many chunks a piece is cut; an empty piece has none."""
