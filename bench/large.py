@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from bench import conditions, device, rivals
 from bench.conditions import timed
 from bench.limits import NAMES, SHAPES, Limit
 from bench.part import (
+    Entry,
     Measured,
     Params,
     Part,
@@ -99,15 +101,16 @@ class Large:
         return found
 
     def loads(self, number: int) -> Round:
-        """Load with each contender in turn, cold and warm, and check what came."""
+        """Load with each contender in turn, cold and warm, and check what came.
+
+        Cold ones take turns with the plain reads: for seconds on end a disk that others use too is half as fast.
+        """
         found: Round = {}
+        raw = self.root / KEPT_FOR_LOADS[-1]
         reads = [
-            (f"limit_read_{name}", partial(self._read_raw, in_flight, mib))
+            (f"limit_read_{name}", raw, partial(self._read_raw, in_flight, mib))
             for name, (in_flight, mib) in zip(NAMES, SHAPES, strict=True)
         ]
-        for name, read in in_turn(reads, number):
-            conditions.on_first_rank(lambda: conditions.forget_pages(self.root / KEPT_FOR_LOADS[-1]))
-            found[name] = timed(read)
         loads: list[tuple[str, Path, Save]] = [
             ("", self.root / "save" / "own", lambda folder: holdfast.load(folder, self.target)),
             *(
@@ -115,17 +118,24 @@ class Large:
                 for n in DCP_THREADS
             ),
         ]
-        kinds: list[tuple[str, Prepare]] = [("cold", conditions.forget_pages), ("warm", conditions.touch_pages)]
-        for kind, prepare in kinds:
-            for name, folder, load in in_turn(loads, number):
-                conditions.zeroed(self.target)
-                conditions.on_first_rank(lambda prepare=prepare, folder=folder: prepare(folder))
-                found[f"load_{kind}{name}"] = timed(lambda load=load, folder=folder: load(folder))
-                conditions.require_equal(self.saved, self.target)
+        cold = [(f"load_cold{name}", folder, load) for name, folder, load in loads]
+        for name, folder, load in in_turn(_between(reads, cold), number):
+            found[name] = self._load(conditions.forget_pages, folder, load, is_read=folder == raw)
+        warm = [(f"load_warm{name}", folder, load) for name, folder, load in loads]
+        for name, folder, load in in_turn(warm, number):
+            found[name] = self._load(conditions.touch_pages, folder, load, is_read=False)
         return found
 
-    def _read_raw(self, in_flight: int, mib: int) -> None:
-        self.limit.read(self.root / KEPT_FOR_LOADS[-1] / self.raw, in_flight, mib)
+    def _load(self, prepare: Prepare, folder: Path, load: Save, *, is_read: bool) -> float:
+        conditions.zeroed(self.target)
+        conditions.on_first_rank(lambda: prepare(folder))
+        seconds = timed(lambda: load(folder))
+        if not is_read:
+            conditions.require_equal(self.saved, self.target)
+        return seconds
+
+    def _read_raw(self, in_flight: int, mib: int, folder: Path) -> None:
+        self.limit.read(folder / self.raw, in_flight, mib)
 
     def close(self) -> None:
         """End what has threads."""
@@ -152,6 +162,12 @@ def measure(root: Path, params: Params) -> Measured:
         )
     large.close()
     return Measured(rounds, large.notes)
+
+
+def _between(some: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+    """Return one of these, one of those, and so on, and then what is left of either."""
+    pairs = zip_longest(some, others)
+    return [each for pair in pairs for each in pair if each is not None]
 
 
 def best(each: Round, prefix: str) -> float:

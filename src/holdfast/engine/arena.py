@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
-_BLOCK_SLABS = 16
+_BLOCK_SLABS = 64
 """Slabs cut from one allocation: few allocations, and little that is never used."""
 
 

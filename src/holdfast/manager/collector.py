@@ -67,9 +67,14 @@ class CollectorPause:
         self.end()
 
 
+def is_little(data_bytes: int, settings: Settings) -> bool:
+    """Return whether so much data moves in less time than it is planned: what fits the windows in flight."""
+    return data_bytes <= settings.window_bytes * settings.windows_in_flight
+
+
 def collector_paused_for(data_bytes: int, settings: Settings) -> CollectorPause | nullcontext[None]:
-    """Keep the collector from running while little data moves: what fits one window takes less time than its plan."""
-    return CollectorPause() if data_bytes <= settings.window_bytes else nullcontext()
+    """Keep the collector from running while little data moves."""
+    return CollectorPause() if is_little(data_bytes, settings) else nullcontext()
 
 
 def _start_afresh() -> None:

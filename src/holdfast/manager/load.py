@@ -13,7 +13,7 @@ from holdfast.engine.exchange import Moved
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.manager.account import Account
 from holdfast.manager.audience import Audience
-from holdfast.manager.collector import CollectorPause
+from holdfast.manager.collector import CollectorPause, is_little
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.manager.job import error_text, raise_together
 from holdfast.manager.place import Place
@@ -239,7 +239,7 @@ def _load(
     own, moved = None, Moved(0, 0)
     filling.update(wanted.fqn for wanted in restoration.wanted)
     try:
-        if plan.bytes > settings.window_bytes:
+        if not is_little(plan.bytes, settings):
             pause.end()
         begun, told = account.enter("exchange" if agreed is not None else "read"), account.moving(plan.bytes)
         moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings, told)

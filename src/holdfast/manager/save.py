@@ -14,7 +14,7 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Unavai
 from holdfast.manager.account import Account
 from holdfast.manager.audience import Audience
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
-from holdfast.manager.collector import CollectorPause
+from holdfast.manager.collector import CollectorPause, is_little
 from holdfast.manager.commit import PublishedLate, PublishFailed, assembled, epoch_of, published, sweep
 from holdfast.manager.handle import SaveHandle, SaveReport
 from holdfast.manager.health import Watch
@@ -147,7 +147,7 @@ class Save:
         try:
             with self._account.phase("plan"):
                 plan, is_new = self._plan(collected, digests, agreement)
-            if plan.bytes > self._job.settings.window_bytes:
+            if not is_little(plan.bytes, self._job.settings):
                 self._pause.end()
             with self._account.phase("compare"):
                 sources = [each.source for each in collected.shards]

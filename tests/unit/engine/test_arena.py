@@ -130,14 +130,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def test_what_is_there_and_what_comes_is_pinned_until_the_memory_is_let_go() -> None:
-    kept, pins = arena(40), Pins()
-    slabs = taken(kept, 16)
+    kept, pins = arena(160), Pins()
+    slabs = taken(kept, 64)
     assert pins.pinned == {}
     kept.pin(pins)
-    assert sum(pins.pinned.values()) == 16 * PAGE_BYTES
+    assert sum(pins.pinned.values()) == 64 * PAGE_BYTES
     kept.pin(Pins(0))
-    slabs += taken(kept, 24)
-    assert sum(pins.pinned.values()) == 40 * PAGE_BYTES
+    slabs += taken(kept, 96)
+    assert sum(pins.pinned.values()) == 160 * PAGE_BYTES
     kept.give(slabs.pop())
     kept.close()
     assert len(pins.pinned) == 3, "somebody may still copy into the rest"
@@ -150,9 +150,9 @@ def test_what_is_there_and_what_comes_is_pinned_until_the_memory_is_let_go() -> 
 
 
 def test_an_arena_that_nobody_closes_unpins_before_its_memory_is_freed() -> None:
-    kept, pins = arena(20), Pins()
+    kept, pins = arena(80), Pins()
     kept.pin(pins)
-    for slab in taken(kept, 20):
+    for slab in taken(kept, 80):
         kept.give(slab)
     del slab
     assert len(pins.pinned) == 2
@@ -162,9 +162,9 @@ def test_an_arena_that_nobody_closes_unpins_before_its_memory_is_freed() -> None
 
 
 def test_who_cannot_pin_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    kept, pins = arena(64), Pins(count_max=1)
+    kept, pins = arena(256), Pins(count_max=1)
     kept.pin(pins)
-    taken(kept, 64)
+    taken(kept, 256)
     assert (len(pins.pinned), pins.tried) == (1, 2)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "not pinned, so copies take longer: no more" in caplog.text
@@ -174,21 +174,21 @@ def test_whatever_pinning_fails_with_the_memory_is_lent() -> None:
     def pin(memory: memoryview) -> Callable[[], None]:
         raise RuntimeError("device-side assert")
 
-    kept = arena(40)
+    kept = arena(160)
     kept.pin(pin)
-    taken(kept, 40)
+    taken(kept, 160)
     assert kept.take(lambda: True) is None, "all of it is counted"
 
 
 def test_memory_that_is_retired_is_neither_lent_again_nor_unpinned() -> None:
-    kept, pins = arena(40), Pins()
+    kept, pins = arena(160), Pins()
     kept.pin(pins)
-    slabs = taken(kept, 40)
+    slabs = taken(kept, 160)
     kept.retire(slabs[0])
-    assert kept.retired == 1 and kept.holds(39) and not kept.holds(40)
+    assert kept.retired == 1 and kept.holds(159) and not kept.holds(160)
     for slab in slabs[1:]:
         kept.give(slab)
-    lent = taken(kept, 39)
+    lent = taken(kept, 159)
     assert kept.take(lambda: True) is None
     lost = ctypes.addressof(ctypes.c_char.from_buffer(slabs[0]))
     assert lost not in [ctypes.addressof(ctypes.c_char.from_buffer(slab)) for slab in lent]
@@ -197,7 +197,7 @@ def test_memory_that_is_retired_is_neither_lent_again_nor_unpinned() -> None:
     del slabs, slab, lent
     kept.close()
     assert list(pins.pinned) == [lost], "the device may still copy into its block"
-    assert len(taken(kept, 39)) == 39
+    assert len(taken(kept, 159)) == 159
     del kept
     gc.collect()
     assert list(pins.pinned) == [lost]
