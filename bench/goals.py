@@ -44,12 +44,14 @@ def _less(key: str, meaning: str, goal: float | None = None, floor: float | None
 
 GOALS = (
     _more("save_vs_limit", "durable committed save: speed ÷ plain direct write", 0.97, 0.85),
+    _more("save_vs_limit_huge_pages", "the same, where the plain write, too, is out of huge pages"),
     _more("save_vs_dcp", "durable save: speed ÷ best DCP of the round", 1.5, 1.05),
     _more("save_p90_vs_dcp_p90", "slowest tenth of DCP's saves ÷ slowest tenth of ours", 3, 2),
     _more("save_vs_torch_checkpointing", "durable save: speed ÷ torch_checkpointing", 3.3, 2.5),
     _more("save_vs_torch_save", "durable save: speed ÷ torch.save and fsync"),
     _more("save_vs_safetensors", "durable save: speed ÷ safetensors and fsync"),
     _more("load_cold_vs_limit", "cold load, every byte checked: speed ÷ plain direct read", 0.97, 0.85),
+    _more("load_cold_vs_limit_huge_pages", "the same, where the plain read, too, is into huge pages"),
     _more("load_cold_vs_dcp", "cold load, every byte checked: speed ÷ DCP", 1.9, 1.5),
     _more("load_warm_vs_dcp", "load from page cache, every byte checked: speed ÷ DCP", 3, 1.5),
     _less("stall_copy_vs_memcpy", "training blocked by a copying save ÷ one memcpy of the same bytes", 1.1, 1.3),

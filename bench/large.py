@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from bench import conditions, device, rivals
 from bench.conditions import timed
 from bench.limits import NAMES, SHAPES, Limit
 from bench.part import (
-    Entry,
     Measured,
     Params,
     Part,
@@ -45,15 +43,19 @@ class Large:
         mesh = device.mesh()
         self.saved = sharded_state(mesh, total_mib * MIB, fill=True)
         self.target = sharded_state(mesh, total_mib * MIB, fill=False)
-        self.root, self.limit = root, Limit()
+        self.root = root
+        self.limits = {"limit": Limit(), "huge": Limit(huge_pages=True)}
         self.raw = f"raw{dist.get_rank()}"
         self.notes: list[str] = []
         count = conditions.local_bytes(self.saved)
         self.every_round: list[tuple[str, Save]] = [("save", lambda folder: holdfast.save(folder, self.saved))]
         for threads in DCP_THREADS:
             self.every_round.append((f"save_dcp_{threads}", partial(self._save_dcp, threads)))
-        for name, (in_flight, mib) in zip(NAMES, SHAPES, strict=True):
-            self.every_round.append((f"limit_write_{name}", partial(self._write_raw, count, in_flight, mib)))
+        for kind, limit in self.limits.items():
+            for name, (in_flight, mib) in zip(NAMES, SHAPES, strict=True):
+                self.every_round.append(
+                    (f"{kind}_write_{name}", partial(self._write_raw, limit, count, in_flight, mib))
+                )
         self.some_rounds: list[tuple[str, Save]] = [
             ("save_torch_save", lambda folder: rivals.torch_save(self.saved, folder)),
             ("save_safetensors", lambda folder: rivals.safetensors_save(self.saved, folder)),
@@ -75,8 +77,8 @@ class Large:
     def _save_dcp(self, threads: int, folder: Path) -> None:
         rivals.dcp_save(self.saved, folder, threads)
 
-    def _write_raw(self, count: int, in_flight: int, mib: int, folder: Path) -> None:
-        self.limit.write(folder / self.raw, count, in_flight, mib)
+    def _write_raw(self, limit: Limit, count: int, in_flight: int, mib: int, folder: Path) -> None:
+        limit.write(folder / self.raw, count, in_flight, mib)
 
     def warm_up(self) -> None:
         """Have everybody save and load a little, untimed: what is made at the first call is there afterwards."""
@@ -108,7 +110,8 @@ class Large:
         found: Round = {}
         raw = self.root / KEPT_FOR_LOADS[-1]
         reads = [
-            (f"limit_read_{name}", raw, partial(self._read_raw, in_flight, mib))
+            (f"{kind}_read_{name}", raw, partial(self._read_raw, limit, in_flight, mib))
+            for kind, limit in self.limits.items()
             for name, (in_flight, mib) in zip(NAMES, SHAPES, strict=True)
         ]
         loads: list[tuple[str, Path, Save]] = [
@@ -119,7 +122,8 @@ class Large:
             ),
         ]
         cold = [(f"load_cold{name}", folder, load) for name, folder, load in loads]
-        for name, folder, load in in_turn(_between(reads, cold), number):
+        mixed = [entry for n, load in enumerate(cold) for entry in (*reads[n :: len(cold)], load)]
+        for name, folder, load in in_turn(mixed, number):
             found[name] = self._load(conditions.forget_pages, folder, load, is_read=folder == raw)
         warm = [(f"load_warm{name}", folder, load) for name, folder, load in loads]
         for name, folder, load in in_turn(warm, number):
@@ -134,14 +138,15 @@ class Large:
             conditions.require_equal(self.saved, self.target)
         return seconds
 
-    def _read_raw(self, in_flight: int, mib: int, folder: Path) -> None:
-        self.limit.read(folder / self.raw, in_flight, mib)
+    def _read_raw(self, limit: Limit, in_flight: int, mib: int, folder: Path) -> None:
+        limit.read(folder / self.raw, in_flight, mib)
 
     def close(self) -> None:
         """End what has threads."""
         for saver in self._meta:
             saver.close()
-        self.limit.close()
+        for limit in self.limits.values():
+            limit.close()
 
 
 def measure(root: Path, params: Params) -> Measured:
@@ -164,12 +169,6 @@ def measure(root: Path, params: Params) -> Measured:
     return Measured(rounds, large.notes)
 
 
-def _between(some: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """Return one of these, one of those, and so on, and then what is left of either."""
-    pairs = zip_longest(some, others)
-    return [each for pair in pairs for each in pair if each is not None]
-
-
 def best(each: Round, prefix: str) -> float:
     """Return the least of those whose names begin so."""
     return min(seconds for name, seconds in each.items() if name.startswith(prefix))
@@ -180,11 +179,13 @@ def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
     names = partial(contenders, rounds)
     found = {
         "save_vs_limit": times_as_fast(rounds, "save", names("limit_write")),
+        "save_vs_limit_huge_pages": times_as_fast(rounds, "save", names("huge_write")),
         "save_vs_dcp": times_as_fast(rounds, "save", names("save_dcp")),
         "save_p90_vs_dcp_p90": slowest_tenths_ratio(rounds, "save", names("save_dcp")),
         "save_vs_torch_save": times_as_fast(rounds, "save", ["save_torch_save"]),
         "save_vs_safetensors": times_as_fast(rounds, "save", ["save_safetensors"]),
         "load_cold_vs_limit": times_as_fast(rounds, "load_cold", names("limit_read")),
+        "load_cold_vs_limit_huge_pages": times_as_fast(rounds, "load_cold", names("huge_read")),
         "load_cold_vs_dcp": times_as_fast(rounds, "load_cold", names("load_cold_dcp")),
         "load_warm_vs_dcp": times_as_fast(rounds, "load_warm", names("load_warm_dcp")),
     }

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from holdfast.engine.slabs import new_slab
+
 MIB = 1 << 20
 
 SHAPES = ((1, 4), (4, 4), (8, 1), (2, 16))
@@ -19,9 +21,11 @@ NAMES = tuple(f"{in_flight}x{mib}" for in_flight, mib in SHAPES)
 class Limit:
     """Writes and reads one file per process; memory and threads are there before anything is timed."""
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, max(in_flight * mib for in_flight, mib in SHAPES) * MIB)
-        self._memory.write(os.urandom(MIB) * (len(self._memory) // MIB))
+    def __init__(self, *, huge_pages: bool = False) -> None:
+        """Take memory: as a plain program has it, or in huge pages, as Holdfast's own windows lie."""
+        count = max(in_flight * mib for in_flight, mib in SHAPES) * MIB
+        self._memory = new_slab(count) if huge_pages else memoryview(mmap.mmap(-1, count))
+        self._memory[:] = os.urandom(MIB) * (count // MIB)
         self._threads = ThreadPoolExecutor(max(in_flight for in_flight, _ in SHAPES))
 
     def write(self, path: Path, count: int, in_flight: int, mib: int) -> None:
@@ -46,22 +50,19 @@ class Limit:
     def _move(
         self, move: Callable[[int, memoryview, int], int], fd: int, count: int, in_flight: int, window: int
     ) -> None:
-        with memoryview(self._memory) as whole:
+        def lane(number: int) -> None:
+            memory = self._memory[number * window : (number + 1) * window]
+            for at in range(number * window, count, in_flight * window):
+                wanted = min(window, count - at)
+                moved = move(fd, memory[:wanted], at)
+                assert moved == wanted, f"{moved} of {wanted} bytes at {at}"
 
-            def lane(number: int) -> None:
-                with whole[number * window : (number + 1) * window] as memory:
-                    for at in range(number * window, count, in_flight * window):
-                        wanted = min(window, count - at)
-                        with memory[:wanted] as part:
-                            moved = move(fd, part, at)
-                        assert moved == wanted, f"{moved} of {wanted} bytes at {at}"
-
-            if in_flight == 1:
-                lane(0)
-            else:
-                list(self._threads.map(lane, range(in_flight)))
+        if in_flight == 1:
+            lane(0)
+        else:
+            list(self._threads.map(lane, range(in_flight)))
 
     def close(self) -> None:
         """Let go of threads and memory."""
         self._threads.shutdown()
-        self._memory.close()
+        self._memory.release()

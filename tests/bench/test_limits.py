@@ -12,10 +12,11 @@ from bench.limits import NAMES, SHAPES, Limit
 MIB = 1 << 20
 
 
+@pytest.mark.parametrize("huge_pages", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
-def test_every_window_is_written(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_every_window_is_written(tmp_path: Path, shape: tuple[int, int], huge_pages: bool) -> None:
     count = 37 * MIB + 4096
-    limit = Limit()
+    limit = Limit(huge_pages=huge_pages)
     try:
         limit.write(tmp_path / "raw", count, *shape)
     except OSError as error:

@@ -64,8 +64,8 @@ def test_training_is_compared_by_whole_time() -> None:
 
 def test_what_the_large_part_measures_becomes_every_key_it_owns() -> None:
     chance = random.Random(5)
-    saves = ["save", "save_dcp_1", "save_dcp_2", "limit_write_1x4", "limit_write_8x1"]
-    thorough = ["save_meta_1", "save_torch_save", "save_safetensors", "limit_read_1x4"]
+    saves = ["save", "save_dcp_1", "save_dcp_2", "limit_write_1x4", "limit_write_8x1", "huge_write_1x4"]
+    thorough = ["save_meta_1", "save_torch_save", "save_safetensors", "limit_read_1x4", "huge_read_1x4"]
     thorough += [f"load_{kind}{who}" for kind in ("cold", "warm") for who in ("", "_dcp_1", "_dcp_2")]
     rounds = []
     for number in range(6):
@@ -74,6 +74,7 @@ def test_what_the_large_part_measures_becomes_every_key_it_owns() -> None:
     found = large_keys(rounds, {})
     limits = [min(each["limit_write_1x4"], each["limit_write_8x1"]) / each["save"] for each in rounds]
     assert found["save_vs_limit"].low == min(limits)
+    assert found["save_vs_limit_huge_pages"].low == min(each["huge_write_1x4"] / each["save"] for each in rounds)
     assert found["load_cold_vs_limit"].high == max(rounds[n]["limit_read_1x4"] / rounds[n]["load_cold"] for n in (0, 3))
     assert "save_vs_torch_checkpointing" in found
     assert "save_vs_torch_checkpointing" not in large_keys(
