@@ -158,7 +158,7 @@ def measure(root: Path, params: Params) -> Measured:
         thorough = number % params["thorough_every"] == 0
         each = large.saves(number, thorough)
         if thorough:
-            each |= large.loads(number)
+            each |= large.loads(number // params["thorough_every"])
         rounds.append(each)
         conditions.removed(root)
         conditions.say(

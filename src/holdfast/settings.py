@@ -37,7 +37,8 @@ class Settings:
     threads (measured: 1.2 times as fast as 4 MiB)."""
 
     windows_in_flight: int = 8
-    """Writes or reads in flight per rank: enough to keep an NVMe queue busy."""
+    """Writes or reads in flight per rank: enough to keep an NVMe queue busy. Each write has a window; each read has
+    `read_window_bytes` of memory, of which a cold load touches the first MiB."""
 
     arena_bytes_max: int | None = None
     """Host memory for copies of what is being saved in the background. None: half of what is free when the first save

@@ -13,13 +13,14 @@ from holdfast.engine.host import ranks_on_host
 from holdfast.engine.slabs import RETIRED, new_slab
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Pin, Unpin
+from holdfast.settings import MIB
 
 logger = logging.getLogger(__name__)
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
-_BLOCK_SLABS = 64
-"""Slabs cut from one allocation: few allocations, and little that is never used."""
+_BLOCK_SLABS, _BLOCK_BYTES_MAX = 64, 64 * MIB
+"""Slabs cut from one allocation, or fewer large ones: few allocations, and little that is never used."""
 
 
 class Arena:
@@ -126,7 +127,8 @@ class Arena:
         budget = self._budget()
         if bytes_max is not None:
             budget = min(budget, max(bytes_max, self.slab_bytes))
-        count = min(_BLOCK_SLABS, budget // self.slab_bytes - self._made)
+        at_once = min(_BLOCK_SLABS, max(_BLOCK_BYTES_MAX // self.slab_bytes, 1))
+        count = min(at_once, budget // self.slab_bytes - self._made)
         if count <= 0:
             return False
         block = new_slab(count * self.slab_bytes)

@@ -8,7 +8,9 @@ import threading
 from contextlib import nullcontext
 from typing import Self
 
-from holdfast.settings import Settings
+from holdfast.settings import MIB
+
+_LITTLE_BYTES = 4 * MIB
 
 _lock = threading.RLock()  # A signal handler may save while this thread is about to.
 _holders = 0
@@ -67,14 +69,14 @@ class CollectorPause:
         self.end()
 
 
-def is_little(data_bytes: int, settings: Settings) -> bool:
-    """Return whether so much data moves in less time than it is planned: what fits the windows in flight."""
-    return data_bytes <= settings.window_bytes * settings.windows_in_flight
+def is_little(data_bytes: int) -> bool:
+    """Return whether so much data moves in less time than a plan of many tensors takes."""
+    return data_bytes <= _LITTLE_BYTES
 
 
-def collector_paused_for(data_bytes: int, settings: Settings) -> CollectorPause | nullcontext[None]:
+def collector_paused_for(data_bytes: int) -> CollectorPause | nullcontext[None]:
     """Keep the collector from running while little data moves."""
-    return CollectorPause() if is_little(data_bytes, settings) else nullcontext()
+    return CollectorPause() if is_little(data_bytes) else nullcontext()
 
 
 def _start_afresh() -> None:

@@ -239,7 +239,7 @@ def _load(
     own, moved = None, Moved(0, 0)
     filling.update(wanted.fqn for wanted in restoration.wanted)
     try:
-        if not is_little(plan.bytes, settings):
+        if not is_little(plan.bytes):
             pause.end()
         begun, told = account.enter("exchange" if agreed is not None else "read"), account.moving(plan.bytes)
         moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings, told)

@@ -21,11 +21,15 @@ from holdfast.plan.grace import expected_seconds, fits, usable_seconds
 from holdfast.ports.framework import LocalShard
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.digest import short_digest_of
+from holdfast.settings import MIB
 
 logger = logging.getLogger(__name__)
 
 _SAVES_MEASURED = 5
 """The slowest of so many saves is what the next is expected to take."""
+
+_PROBE_BYTES_MAX = 16 * MIB
+"""Written at once to see how fast storage is: little beside what is free, however large windows are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,8 @@ class Departure:
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
         key = f"{place.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
         try:
-            speed = write_bytes_per_second(place.store, key, job.settings.window_bytes, job.clock)
+            in_flight = min(job.settings.window_bytes * job.settings.windows_in_flight, _PROBE_BYTES_MAX)
+            speed = write_bytes_per_second(place.store, key, in_flight, job.clock)
             return expected_seconds((), ages, held_bytes(), speed)
         except CheckpointError as error:
             logger.warning("step %s: nobody can say how long its save would take: %s", place.step, error)

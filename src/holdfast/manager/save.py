@@ -147,7 +147,7 @@ class Save:
         try:
             with self._account.phase("plan"):
                 plan, is_new = self._plan(collected, digests, agreement)
-            if not is_little(plan.bytes, self._job.settings):
+            if not is_little(plan.bytes):
                 self._pause.end()
             with self._account.phase("compare"):
                 sources = [each.source for each in collected.shards]

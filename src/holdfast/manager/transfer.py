@@ -108,7 +108,7 @@ class Transfer:
             written = []
             with self._account.phase("write"):
                 for pack in self._packs:
-                    with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                    with collector_paused_for(pack.plan.data_bytes):
                         written.append(self._writer.write_staged(pack, self._windows, self._moved))
             self._windows.wait()
             self._certify()
@@ -158,7 +158,7 @@ class Transfer:
         self._written = []
         with self._account.phase("write"):
             for pack in self._packs:
-                with collector_paused_for(pack.plan.data_bytes, self._job.settings):
+                with collector_paused_for(pack.plan.data_bytes):
                     self._written.append(self._writer.write(pack, sources, self._moved))
         self._on_staged()
 
@@ -197,14 +197,14 @@ class Transfer:
             yield number, shards[number]
 
     def _copy_in_background(self, sources: Sequence[Source]) -> None:
-        arena, settings = self._job.arena, self._job.settings
+        arena = self._job.arena
 
         def copy() -> None:
             waited_seconds = arena.waited_seconds
             try:
                 with (
                     self._account.phase("copy"),
-                    collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs), settings),
+                    collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs)),
                 ):
                     self._windows.copy(self._packs, sources)
             finally:
