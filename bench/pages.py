@@ -16,10 +16,12 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 README_KEYS = (
     "save_vs_limit",
+    "save_vs_limit_huge_pages",
     "save_vs_dcp",
     "save_p90_vs_dcp_p90",
     "save_vs_torch_checkpointing",
     "load_cold_vs_limit",
+    "load_cold_vs_limit_huge_pages",
     "load_cold_vs_dcp",
     "load_warm_vs_dcp",
     "stall_copy_vs_memcpy",
