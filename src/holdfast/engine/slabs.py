@@ -23,10 +23,10 @@ def new_slab(slab_bytes: int) -> memoryview:
     """Return a writable, page-aligned buffer of at least `slab_bytes`.
 
     Huge pages are asked for where the kernel has them: one fault instead of five hundred, and a direct read or write
-    has one page to hold instead of as many (measured: direct reads 1.2 to 1.7 times as fast). The kernel puts memory
-    anywhere, so more is mapped than is used: whole huge pages hold all of the buffer, and the rest is never touched.
-    Only private memory gets them, and private memory would be copied page by page after a fork, in the parent too; so
-    the child is given none of it.
+    has one page to hold instead of as many. The kernel puts memory anywhere, so more is mapped than is used: whole huge
+    pages hold all of the buffer, and the rest is never touched (docs/architecture.md, Amendments, has the
+    measurements). Only private memory gets them, and private memory would be copied page by page after a fork, in the
+    parent too; so the child is given none of it.
     """
     length = room = -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES
     if length >= _HUGE_PAGE_BYTES:
