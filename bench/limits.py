@@ -18,17 +18,14 @@ SHAPES = ((1, 4), (4, 4), (8, 1), (2, 16))
 NAMES = tuple(f"{in_flight}x{mib}" for in_flight, mib in SHAPES)
 
 
-def _private(count: int) -> mmap.mmap:
-    return mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
 class Limit:
     """Writes and reads one file per process; memory and threads are there before anything is timed."""
 
     def __init__(self, *, huge_pages: bool = False) -> None:
         """Take memory: as a plain program has it, or in huge pages, as Holdfast's own windows lie."""
         count = max(in_flight * mib for in_flight, mib in SHAPES) * MIB
-        self._memory = new_slab(count) if huge_pages else memoryview(_private(count))
+        plain = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = new_slab(count) if huge_pages else memoryview(mmap.mmap(-1, count, flags=plain))
         self._memory[:] = os.urandom(MIB) * (count // MIB)
         self._threads = ThreadPoolExecutor(max(in_flight for in_flight, _ in SHAPES))
 

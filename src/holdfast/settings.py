@@ -28,8 +28,8 @@ class Settings:
     digests and index stay negligible. Values down to one page are accepted for tests."""
 
     window_bytes: int = 1 * MIB
-    """Bytes of one write in flight. All windows in flight together stay in the processor's cache, from copying to
-    writing (measured: saves take 0.8 of the time they take with 4 MiB; docs/performance.md)."""
+    """Bytes of one write in flight. In a save that is awaited, all windows in flight together stay in the processor's
+    cache, from copying to writing (measured: 0.8 of the time that it takes with 4 MiB; docs/performance.md)."""
 
     read_window_bytes: int = 16 * MIB
     """Bytes that one thread reads at a turn, at most. Larger than for writing: what lies in the page cache goes where
