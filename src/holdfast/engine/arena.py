@@ -7,17 +7,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 from holdfast.engine.host import ranks_on_host
+from holdfast.engine.memory_limits import free_memory_bytes
 from holdfast.engine.slabs import RETIRED, new_slab
 from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Pin, Unpin
 from holdfast.settings import MIB
 
 logger = logging.getLogger(__name__)
-
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 _BLOCK_SLABS, _BLOCK_BYTES_MAX = 64, 64 * MIB
 """Slabs cut from one allocation, or fewer large ones: few allocations, and little that is never used."""
@@ -156,26 +154,3 @@ def _unpin(pinned: list[tuple[memoryview, Unpin]], process: int) -> None:
         _, unpin = pinned.pop()
         if os.getpid() == process:
             unpin()
-
-
-def free_memory_bytes() -> int:
-    """Return the bytes this process may still take: what the host has available, within its control group's limit."""
-    available = _first_number(Path("/proc/meminfo"), after="MemAvailable:")
-    free = available * 1024 if available is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, used = _first_number(_CONTROL_GROUP / "memory.max"), _first_number(_CONTROL_GROUP / "memory.current")
-    if limit is None or used is None:
-        return free
-    # The group's page cache counts as used, and is given up when memory is asked for.
-    cached = [
-        _first_number(_CONTROL_GROUP / "memory.stat", after=f"\n{kind}_file ") or 0 for kind in ("active", "inactive")
-    ]
-    return max(min(free, limit - used + sum(cached)), 0)
-
-
-def _first_number(path: Path, after: str = "") -> int | None:
-    """Return the number that follows a word in a file of the kernel, or None if there is none."""
-    try:
-        words = path.read_text().partition(after)[2].split() if after else path.read_text().split()
-    except OSError:
-        return None
-    return int(words[0]) if words and words[0].isdigit() else None

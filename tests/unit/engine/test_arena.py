@@ -8,12 +8,10 @@ import os
 import resource
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from holdfast.engine import arena as arenas
-from holdfast.engine.arena import Arena, free_memory_bytes
+from holdfast.engine.arena import Arena
 from holdfast.errors import UnavailableError
 from holdfast.ports.clock import SystemClock
 from holdfast.settings import PAGE_BYTES
@@ -233,20 +231,3 @@ def test_a_forked_child_leaves_the_pins_to_its_parent() -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bytes(slab) == b"x" * PAGE_BYTES and len(pins.pinned) == 1
-
-
-def test_free_memory_is_what_the_host_has() -> None:
-    (total,) = (
-        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:")
-    )
-    assert 0 < free_memory_bytes() <= total * 1024
-
-
-def test_the_page_cache_of_a_control_group_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\nfile 2\nactive_file 300000\ninactive_file 400000\n")
-    monkeypatch.setattr(arenas, "_CONTROL_GROUP", tmp_path)
-    assert free_memory_bytes() == 800_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory_bytes() > 1_000_000

@@ -1,0 +1,124 @@
+"""How much memory this process may still take: what the host has free, within the limits of its control groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_ESCAPES = {r"\040": " ", r"\011": "\t", r"\012": "\n", r"\134": "\\"}
+"""How the kernel writes these characters in a list of mounts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """What one version of control groups calls its files, and where its memory hierarchy usually is mounted."""
+
+    limit: str
+    usage: str
+    cached: tuple[str, ...]
+    usual_mount: str
+
+
+_V1 = _Version(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+    "/sys/fs/cgroup/memory",
+)
+_V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"), "/sys/fs/cgroup")
+
+
+def free_memory_bytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
+    """Return the bytes this process may still take: what the host has available, within every limit above it.
+
+    What cannot be read is skipped: without any limit, the host decides.
+
+    Args:
+        proc: Where the kernel describes processes.
+        root: What mount points are relative to.
+    """
+    available = _numbers_in(proc / "meminfo").get("MemAvailable:")
+    free = available * 1024 if available is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # A parent's limit holds for all groups below it together, so every level counts and the smallest decides.
+    headrooms = [
+        headroom
+        for version in (_V1, _V2)
+        for folder in _group_folders(version, proc, root)
+        if (headroom := _headroom_bytes(version, folder)) is not None
+    ]
+    return max(min([free, *headrooms]), 0)
+
+
+def _headroom_bytes(version: _Version, folder: Path) -> int | None:
+    """Return what a control group's limit leaves free; None where there is no limit."""
+    limit, usage = _number_of(folder / version.limit), _number_of(folder / version.usage)
+    if limit is None or usage is None:
+        return None
+    # The kernel counts the group's page cache as used, and reclaims it before the limit stops an allocation.
+    counts = _numbers_in(folder / "memory.stat")
+    return limit - usage + sum(counts.get(kind, 0) for kind in version.cached)
+
+
+def _group_folders(version: _Version, proc: Path, root: Path) -> Iterator[Path]:
+    """Yield the folder of this process's control group and of every group above it that is mounted."""
+    group = _group_path(version, proc)
+    mounts = _mounts(version, proc) or [(PurePosixPath("/"), version.usual_mount)]
+    below = [(group.relative_to(top), point) for top, point in mounts if group.is_relative_to(top)]
+    # In a container the group may be named from outside of what is mounted: the mount is then the container's own.
+    for relative, point in below or [(PurePosixPath(), point) for _, point in mounts]:
+        folder = root / point.lstrip("/")
+        yield from (folder / level for level in (relative, *relative.parents))
+
+
+def _group_path(version: _Version, proc: Path) -> PurePosixPath:
+    """Return the path of this process's group in the hierarchy of a version; its root where nothing says."""
+    for line in _lines_of(proc / "self" / "cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (version is _V2 and number == "0" and not controllers) or (
+            version is _V1 and "memory" in controllers.split(",")
+        ):
+            return PurePosixPath(path)
+    return PurePosixPath("/")
+
+
+def _mounts(version: _Version, proc: Path) -> list[tuple[PurePosixPath, str]]:
+    """Return the mounts of a version's memory hierarchy: the group that each shows as its root, and where it is."""
+    found = []
+    for line in _lines_of(proc / "self" / "mountinfo"):
+        # Any number of optional fields comes before the separator.
+        before, _, after = line.partition(" - ")
+        fields, source = before.split(" "), after.split(" ")
+        if len(fields) < 5 or len(source) < 3:
+            continue
+        is_v1 = source[0] == "cgroup" and "memory" in source[-1].split(",")
+        if is_v1 if version is _V1 else source[0] == "cgroup2":
+            found.append((PurePosixPath(_unescaped(fields[3])), _unescaped(fields[4])))
+    return found
+
+
+def _unescaped(field: str) -> str:
+    for escape, character in _ESCAPES.items():
+        field = field.replace(escape, character)
+    return field
+
+
+def _number_of(path: Path) -> int | None:
+    """Return the number that a file holds; None where it holds another word, or cannot be read."""
+    (word, *_) = (*_lines_of(path), "")
+    return int(word) if word.strip().isdigit() else None
+
+
+def _numbers_in(path: Path) -> dict[str, int]:
+    """Return the numbers that a file gives names to, one a line; none where it cannot be read."""
+    rows = [line.split() for line in _lines_of(path)]
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
