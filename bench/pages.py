@@ -71,11 +71,11 @@ def _circumstances(latest: Latest) -> list[str]:
     used: dict[str, object] = next(reversed(parts.values()))["with"]  # type: ignore[assignment]
     large: dict[str, int] = parts.get("large", {}).get("params", {})  # type: ignore[assignment]
     said = [
-        f"{large['mib'] / 1024:g} GiB of DTensors over {parts['large']['ranks']} gloo ranks." if large else "",
-        f"{used['cores']} cores, torch {used['torch']}: only ratios mean anything.",
-        f"Smaller than in the full bench: {', '.join(smaller)}." if smaller else "",
+        f"State: {large['mib'] / 1024:g} GiB of DTensors on {parts['large']['ranks']} gloo ranks." if large else "",
+        f"Machine: {used['cores']} cores, torch {used['torch']}. Only the ratios carry over to other machines.",
+        f"Run with smaller sizes than the full bench: {', '.join(smaller)}." if smaller else "",
     ]
-    return [" ".join(each for each in said if each)]
+    return [each for each in said if each]
 
 
 def _pictures(latest: Latest, page: Path) -> list[str]:

@@ -32,10 +32,10 @@ LABELS = {
     "memcpy": "one memcpy",
     "stall_copy": "Holdfast, copy",
     "lazy_blocked": "Holdfast, lazy",
-    "dcp_async_thread": "DCP async, as it comes",
+    "dcp_async_thread": "DCP async, no stager passed",
     "dcp_async_thread_kept": "DCP async, stager kept",
-    "dcp_async_background_kept": "DCP async, kept, on a thread",
-    "dcp_async_process_kept": "DCP async, kept, a process",
+    "dcp_async_background_kept": "DCP async, stager kept, thread",
+    "dcp_async_process_kept": "DCP async, stager kept, process",
     "tiny_save": "save: Holdfast",
     "tiny_save_dcp": "save: DCP",
     "tiny_save_meta": "save: torch_checkpointing",
@@ -112,7 +112,7 @@ def _speeds(axes: Axes, latest: Latest, rounds: Sequence[Round], names: Sequence
     axes.axvline(best, color=LIMIT, linewidth=2)
     axes.set_xlim(0, 1.15 * max(best, *(max(each) for each in speeds.values())))
     axes.annotate(
-        "plain direct I/O",
+        "raw direct I/O",
         (best, 0),
         (4, 4),
         xycoords=("data", "axes fraction"),
@@ -196,9 +196,9 @@ def _colour(label: str, dark: bool = False) -> str:
 PICTURES = (
     Picture("save", "How fast is a durable save?", "large", _save),
     Picture("predictable", "How predictable is a save?", "large", _predictable),
-    Picture("load", "How fast is a load, every byte of ours checked?", "large", _load),
-    Picture("stall", "How long does a save in the background block training?", "stall", _stall),
-    Picture("training", "How much longer does training take that saves every ten steps?", "training", _training),
+    Picture("load", "How fast is a load? (Holdfast checks every byte.)", "large", _load),
+    Picture("stall", "How long does a background save block training?", "stall", _stall),
+    Picture("training", "How much does a save every ten steps slow training down?", "training", _training),
     Picture("tiny", "How long do 20,000 tensors of 16 bytes take?", "tiny", _tiny),
 )
 """In the order in which they are shown."""

@@ -165,5 +165,6 @@ def test_a_block_replaces_the_one_before(tmp_path: Path) -> None:
     pages.put_block(page, pages.block({"save_vs_dcp": 2.0, "save_vs_dcp_min": 1.0, "save_vs_dcp_max": 3.0}, page))
     text = page.read_text()
     assert "old" not in text
-    assert "| `save_vs_dcp`: durable save: speed ÷ best DCP of the round | 2.00 | 1.00–3.00 | ≥ 1.5 | ≥ 1.05 |" in text
+    meaning = "durable save: speed ÷ PyTorch DCP (best of the round)"
+    assert f"| `save_vs_dcp`: {meaning} | 2.00 | 1.00–3.00 | ≥ 1.5 | ≥ 1.05 |" in text
     assert text.startswith("before\n") and text.endswith("\nafter\n")
