@@ -84,6 +84,7 @@ def _rank_main(verb: str, path: str, total_mib: str, layout: str = "rows") -> No
     from torch.distributed.tensor import Shard, distribute_tensor
 
     import holdfast
+    from bench.settings import settings
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -103,7 +104,7 @@ def _rank_main(verb: str, path: str, total_mib: str, layout: str = "rows") -> No
     else:
         placement = Shard(0) if layout == "rows" else Shard(1)
         target = state(placement, fill=False)
-        report = holdfast.load(path, target, settings=holdfast.Settings(exchange="always"))
+        report = holdfast.load(path, target, settings=settings(share_reads="always"))
         for name, expected in state(placement, fill=True).items():
             assert torch.equal(target[name].to_local(), expected.to_local()), name
         read = torch.tensor([report.bytes])

@@ -6,15 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import holdfast
 from bench import conditions
-from bench.lazy import lazy_settings
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
+from bench.settings import settings
 from bench.state import MIB
 
 WAYS = ("blocking", "copy", "lazy")
@@ -45,11 +44,11 @@ def extra_mib(way: str, root: Path, mib: int) -> float:
     model = torch.nn.ParameterDict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     holdfast.save(root / "warm", {"x": torch.zeros(4)}, process_group=False)
-    settings = lazy_settings(LAZY_ARENA_MIB) if way == "lazy" else holdfast.Settings(arena_bytes_max=2 * mib * MIB)
-    # The same state is saved again and again, and all of it is to be written.
-    settings = replace(settings, reuse_unchanged=False)
+    staging, arena_mib_max = ("lazy", LAZY_ARENA_MIB) if way == "lazy" else ("copy", 2 * mib)
+    # The state does not change between the saves, and each save shall write all of it.
+    chosen = settings(staging=staging, arena_bytes_max=arena_mib_max * MIB, deduplicate=False)
     arena_mib = {"blocking": 0, "copy": mib, "lazy": LAZY_ARENA_MIB}[way]
-    with holdfast.CheckpointManager(root / "run", process_group=False, settings=settings) as manager:
+    with holdfast.CheckpointManager(root / "run", process_group=False, settings=chosen) as manager:
         _forget_peak()
         before = _memory_mib("VmRSS")
         for step in range(SAVES):
