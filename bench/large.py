@@ -24,6 +24,7 @@ from bench.part import (
     present,
     slowest_tenths_ratio,
     times_as_fast,
+    with_rivals,
 )
 from bench.rivals import TorchCheckpointing
 from bench.state import MIB, sharded_state
@@ -39,16 +40,23 @@ KEPT_FOR_LOADS = ("save", "save_dcp_1", "save_dcp_2", f"limit_write_{NAMES[0]}")
 class Large:
     """One rank's contenders and what they save and fill."""
 
-    def __init__(self, root: Path, total_mib: int) -> None:
+    def __init__(self, root: Path, total_mib: int, *, rivals_too: bool = True) -> None:
         mesh = device.mesh()
+        self.rivals_too = rivals_too
         self.saved = sharded_state(mesh, total_mib * MIB, fill=True)
         self.target = sharded_state(mesh, total_mib * MIB, fill=False)
         self.root = root
-        self.limits = {"limit": Limit(), "huge": Limit(huge_pages=True)}
+        self.limits = {"limit": Limit(), "huge": Limit(huge_pages=True)} if rivals_too else {}
         self.raw = f"raw{dist.get_rank()}"
         self.notes: list[str] = []
-        count = conditions.local_bytes(self.saved)
         self.every_round: list[tuple[str, Save]] = [("save", lambda folder: holdfast.save(folder, self.saved))]
+        self.some_rounds: list[tuple[str, Save]] = []
+        self._meta: list[TorchCheckpointing] = []
+        if rivals_too:
+            self._add_rivals()
+
+    def _add_rivals(self) -> None:
+        count = conditions.local_bytes(self.saved)
         for threads in DCP_THREADS:
             self.every_round.append((f"save_dcp_{threads}", partial(self._save_dcp, threads)))
         for kind, limit in self.limits.items():
@@ -56,7 +64,7 @@ class Large:
                 self.every_round.append(
                     (f"{kind}_write_{name}", partial(self._write_raw, limit, count, in_flight, mib))
                 )
-        self.some_rounds: list[tuple[str, Save]] = [
+        self.some_rounds += [
             ("save_torch_save", lambda folder: rivals.torch_save(self.saved, folder)),
             ("save_safetensors", lambda folder: rivals.safetensors_save(self.saved, folder)),
         ]
@@ -118,7 +126,7 @@ class Large:
             ("", self.root / "save" / "own", lambda folder: holdfast.load(folder, self.target)),
             *(
                 (f"_dcp_{n}", self.root / f"save_dcp_{n}" / "own", lambda folder: rivals.dcp_load(self.target, folder))
-                for n in DCP_THREADS
+                for n in (DCP_THREADS if self.rivals_too else ())
             ),
         ]
         cold = [(f"load_cold{name}", folder, load) for name, folder, load in loads]
@@ -151,7 +159,7 @@ class Large:
 
 def measure(root: Path, params: Params) -> Measured:
     """Measure every round; loads and the slower rivals take part in some of many rounds."""
-    large = Large(root, params["mib"])
+    large = Large(root, params["mib"], rivals_too=with_rivals(params))
     large.warm_up()
     rounds = []
     for number in range(params["rounds"]):
@@ -161,10 +169,13 @@ def measure(root: Path, params: Params) -> Measured:
             each |= large.loads(number // params["thorough_every"])
         rounds.append(each)
         conditions.removed(root)
-        conditions.say(
-            f"round {number + 1} of {params['rounds']}: saved in {each['save']:.2f} s; DCP "
-            f"{each['save_dcp_1']:.2f} and {each['save_dcp_2']:.2f}; plain writes {best(each, 'limit_write'):.2f}"
-        )
+        beside = ""
+        if large.rivals_too:
+            beside = (
+                f"; DCP {each['save_dcp_1']:.2f} and {each['save_dcp_2']:.2f}; "
+                f"plain writes {best(each, 'limit_write'):.2f}"
+            )
+        conditions.say(f"round {number + 1} of {params['rounds']}: saved in {each['save']:.2f} s{beside}")
     large.close()
     return Measured(rounds, large.notes)
 

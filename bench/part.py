@@ -14,7 +14,7 @@ Round = dict[str, float]
 """What one round measured, by contender: seconds, or what the part says."""
 
 Params = dict[str, int]
-"""How large and how often."""
+"""How large and how often; `rivals` 0 leaves out rivals and limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,11 @@ def share_of(rounds: Sequence[Round], ours: str, theirs: Sequence[str]) -> Sprea
 def present(rounds: Sequence[Round], *names: str) -> bool:
     """Return whether some round measured all of these."""
     return any(all(name in each for name in names) for each in rounds)
+
+
+def with_rivals(params: Params) -> bool:
+    """Return whether rivals and limits are measured beside Holdfast, as they are unless the parameters say no."""
+    return bool(params.get("rivals", 1))
 
 
 def contenders(rounds: Sequence[Round], prefix: str) -> list[str]:

@@ -13,7 +13,18 @@ import torch.distributed as dist
 import holdfast
 from bench import conditions, device
 from bench.conditions import timed
-from bench.part import Measured, Params, Part, Round, Spread, contenders, in_turn, share_of, times_as_fast
+from bench.part import (
+    Measured,
+    Params,
+    Part,
+    Round,
+    Spread,
+    contenders,
+    in_turn,
+    share_of,
+    times_as_fast,
+    with_rivals,
+)
 from bench.rivals import DcpAsync
 from bench.state import MIB, sharded_state
 from holdfast.api import SaveReport
@@ -26,18 +37,23 @@ Begin = Callable[[int], Future[object] | None]
 class Stall:
     """One rank's contenders, their memory warm once each has saved."""
 
-    def __init__(self, root: Path, mib: int) -> None:
+    def __init__(self, root: Path, mib: int, *, rivals_too: bool = True) -> None:
         self.saved: State = sharded_state(device.mesh(), mib * dist.get_world_size() * MIB, fill=True)
         self.notes: list[str] = []
+        self._root = root
+        self._manager = holdfast.CheckpointManager(root / "ours")
+        self.contenders: list[tuple[str, Begin]] = [("stall_copy", self._save)]
+        self._dcp: list[DcpAsync] = []
+        if rivals_too:
+            self._add_rivals()
+
+    def _add_rivals(self) -> None:
         # A copy off a GPU is as fast as it can be into pinned memory.
         pinned = device.kind() == "cuda"
         self._copies = {
             name: torch.zeros(conditions.local(tensor).shape, pin_memory=pinned) for name, tensor in self.saved.items()
         }
-        self._root = root
-        self._manager = holdfast.CheckpointManager(root / "ours")
-        self.contenders: list[tuple[str, Begin]] = [("memcpy", self._copy), ("stall_copy", self._save)]
-        self._dcp: list[DcpAsync] = []
+        self.contenders.insert(0, ("memcpy", self._copy))
         for name in DcpAsync.STAGERS:
             try:
                 stager = DcpAsync(name)
@@ -82,17 +98,17 @@ class Stall:
 
 def measure(root: Path, params: Params) -> Measured:
     """Warm everybody up with one save, then measure."""
-    stall = Stall(root, params["mib_per_rank"])
+    stall = Stall(root, params["mib_per_rank"], rivals_too=with_rivals(params))
     stall.round(0)
     rounds = []
     for number in range(1, params["rounds"] + 1):
         each = stall.round(number)
         rounds.append(each)
-        conditions.say(
-            f"round {number} of {params['rounds']}: blocked {each['stall_copy']:.3f} s, one copy {each['memcpy']:.3f}; "
-            + "DCP "
-            + ", ".join(f"{name[10:]} {each[name]:.3f}" for name in each if name.startswith("dcp_async"))
-        )
+        beside = ""
+        if with_rivals(params):
+            dcp = ", ".join(f"{name[10:]} {each[name]:.3f}" for name in each if name.startswith("dcp_async"))
+            beside = f", one copy {each['memcpy']:.3f}; DCP {dcp}"
+        conditions.say(f"round {number} of {params['rounds']}: blocked {each['stall_copy']:.3f} s{beside}")
     stall.close()
     return Measured(rounds, stall.notes)
 

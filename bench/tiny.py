@@ -13,7 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import holdfast
 from bench import conditions, rivals
 from bench.conditions import timed
-from bench.part import Measured, Params, Part, Round, Spread, contenders, in_turn, present, spread_of, times_as_fast
+from bench.part import (
+    Measured,
+    Params,
+    Part,
+    Round,
+    Spread,
+    contenders,
+    in_turn,
+    present,
+    spread_of,
+    times_as_fast,
+    with_rivals,
+)
 from bench.rivals import TorchCheckpointing
 from bench.state import tiny_state
 
@@ -26,7 +38,7 @@ MORE = 5
 class Tiny:
     """One rank's contenders."""
 
-    def __init__(self, root: Path, count: int) -> None:
+    def __init__(self, root: Path, count: int, *, rivals_too: bool = True) -> None:
         self.mesh: DeviceMesh | None = None
         if dist.is_initialized():
             self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -37,16 +49,22 @@ class Tiny:
         self.notes: list[str] = []
         self.saves: list[tuple[str, Callable[[Path], object]]] = [
             ("tiny_save", partial(holdfast.save, state=self.saved, process_group=self._group)),
-            ("tiny_save_dcp", lambda folder: rivals.dcp_save(self.saved, folder, 1, self._alone)),
         ]
         self.loads: list[tuple[str, str, Callable[[Path], object]]] = [
             ("tiny_load", "tiny_save", partial(holdfast.load, state=self.target, process_group=self._group)),
+        ]
+        if rivals_too:
+            self._add_rivals()
+
+    def _add_rivals(self) -> None:
+        self.saves.append(("tiny_save_dcp", lambda folder: rivals.dcp_save(self.saved, folder, 1, self._alone)))
+        self.loads.append(
             (
                 "tiny_load_dcp",
                 "tiny_save_dcp",
                 lambda folder: rivals.dcp_load(self.target, folder, self._alone),
-            ),
-        ]
+            )
+        )
         if self._alone:
             # Its best with tiny tensors is one file.
             self._torch_checkpointing()
@@ -87,16 +105,17 @@ class Tiny:
 
 def measure(root: Path, params: Params) -> Measured:
     """Measure every round."""
-    tiny = Tiny(root, params["tensors"])
+    tiny = Tiny(root, params["tensors"], rivals_too=with_rivals(params))
     rounds = []
     for number in range(params["rounds"]):
         each = tiny.round(number)
         if tiny.mesh is None:
             each |= tiny.growth()
         rounds.append(each)
+        dcp = {name: f", DCP {seconds:.2f}" for name, seconds in each.items() if name.endswith("_dcp")}
         conditions.say(
-            f"round {number + 1} of {params['rounds']}: saved in {each['tiny_save']:.2f} s, DCP "
-            f"{each['tiny_save_dcp']:.2f}; loaded in {each['tiny_load']:.2f} s, DCP {each['tiny_load_dcp']:.2f}"
+            f"round {number + 1} of {params['rounds']}: saved in {each['tiny_save']:.2f} s"
+            f"{dcp.get('tiny_save_dcp', '')}; loaded in {each['tiny_load']:.2f} s{dcp.get('tiny_load_dcp', '')}"
         )
     return Measured(rounds, tiny.notes)
 
