@@ -23,9 +23,9 @@ from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.manager.ballot import Vote
 from holdfast.manager.collector import CollectorPause
 from holdfast.manager.commit import assembled
+from holdfast.manager.index_loading import given_frames, index_for, resolved_frames
 from holdfast.manager.place import Place
 from holdfast.manager.provenance import layouts_of
-from holdfast.manager.resolve import given_frames, index_for, resolved_frames
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import SystemClock
 from holdfast.repository.catalog import read_manifest

@@ -17,7 +17,7 @@ import numpy as np
 
 from fuzz import dcp, deepspeed
 from holdfast.cli.tree import tree_lines
-from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, printable
 from holdfast.formats.pickled import unpickled
 from holdfast.formats.safetensors import SafetensorsFormat
 from holdfast.formats.torchsave import TorchSaveFormat
@@ -46,7 +46,6 @@ from holdfast.repository.part import decode_part, encode_part
 from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
-from holdfast.spec.printable import printable
 from holdfast.spec.region import region_boxes
 from holdfast.spec.values import TensorRef
 from holdfast.stores.keys import split_key

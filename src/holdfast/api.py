@@ -15,9 +15,9 @@ from holdfast.manager.collecting import planned as collection_planned
 from holdfast.manager.collector import CollectorPause
 from holdfast.manager.differences import differences
 from holdfast.manager.export import ExportReport, ExportRequest, carry_out_export
-from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.handle import SaveHandle
 from holdfast.manager.importing import ImportReport
-from holdfast.manager.load import LoadReport, LoadRequest, load_checkpoint
+from holdfast.manager.load import LoadRequest, load_checkpoint
 from holdfast.manager.place import require_no_checkpoint
 from holdfast.manager.repair import RepairReport, StepRepair
 from holdfast.manager.run import require_step
@@ -27,15 +27,16 @@ from holdfast.manager.tagging import tag_step
 from holdfast.manager.tagging import untag as remove_tag
 from holdfast.manager.tracing import Trace, trace_of
 from holdfast.manager.value_differences import value_document
+from holdfast.plan.forecast import Forecast
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
+from holdfast.repository.verify import Damage
 from holdfast.settings import Settings
-from holdfast.spec.damage import Damage
 from holdfast.spec.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.spec.export import SHARD_BYTES, ExportOptions
-from holdfast.spec.forecast import Forecast
 from holdfast.spec.policy import KeepPolicy
 from holdfast.spec.region import FlatRange, Region
+from holdfast.spec.reports import LoadReport, SaveReport
 from holdfast.spec.retention import Tag
 from holdfast.spec.sharded import Sharded
 

@@ -10,11 +10,12 @@ from holdfast import wiring
 from holdfast.arguments import Globs, policies_of, preemption_of, require_state, selection_of
 from holdfast.errors import InvalidError
 from holdfast.manager.handle import SaveHandle
-from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.manager.load import LoadRequest
 from holdfast.ports.observer import Observer
 from holdfast.settings import Settings
 from holdfast.spec.policy import KeepPolicy, SavePolicy
 from holdfast.spec.preemption import Preemption
+from holdfast.spec.reports import LoadReport
 
 
 class CheckpointManager:

@@ -58,3 +58,10 @@ class Preempted(SystemExit):
 
 PREEMPTED_SAVED, PREEMPTED_ABANDONED = 85, 86
 """Exit codes of a process that was told to end: the step it left at is committed, or it is not."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text with everything that could steer a terminal written as an escape, e.g. `\x1b`."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)

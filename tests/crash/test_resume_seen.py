@@ -24,8 +24,8 @@ from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.store import Store
-from holdfast.repository.manifest import sealed
 from holdfast.repository.quarantine import identity_at, quarantine
+from holdfast.repository.sealed_json import sealed
 from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import Faults, Operation
 from tests.crash.damages import damage_a_chunk, flip

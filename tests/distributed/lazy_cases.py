@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.manager.handle import SaveReport
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.ports.framework import Selection
+from holdfast.spec.reports import SaveReport
 from holdfast.testing.faults import Operation
 from tests.distributed.faulty import PATIENT, Trigger, run_with
 from tests.distributed.launch import World

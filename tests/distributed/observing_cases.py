@@ -8,9 +8,8 @@ from dataclasses import asdict
 import torch
 
 import holdfast
-from holdfast.manager.handle import SaveReport
-from holdfast.manager.load import LoadReport
 from holdfast.observers import jsonl
+from holdfast.spec.reports import LoadReport, SaveReport
 from tests.distributed.exchange_cases import ROUNDS_OF_32_KIB, laid_out, whole_state
 from tests.distributed.launch import World
 

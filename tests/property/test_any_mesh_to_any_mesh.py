@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from numpy.typing import NDArray
 
-from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.manager.load import LoadRequest
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import read_index, read_manifest
@@ -22,6 +22,7 @@ from holdfast.spec.dtype import DTYPES
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import APART, Piece
 from holdfast.spec.region import FlatRange, Region, contains, region_boxes
+from holdfast.spec.reports import LoadReport
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor

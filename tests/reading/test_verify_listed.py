@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.place import Place
+from holdfast.repository.verify import Damage
 from holdfast.settings import Settings
 from holdfast.spec.box import Box
-from holdfast.spec.damage import Damage
 from holdfast.spec.events import Progress
 from holdfast.spec.listing import ListedPiece, Listing
 from holdfast.spec.region import FlatRange

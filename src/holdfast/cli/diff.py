@@ -14,7 +14,7 @@ from holdfast.cli.opening import AllowRoot, opened
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Column, Screen, shown_bytes, stdout
 from holdfast.cli.tree import in_line
-from holdfast.spec.printable import printable
+from holdfast.errors import printable
 
 ROWS_MAX = 50
 

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import typer
 
 from holdfast.cli.screen import stderr
-from holdfast.errors import CheckpointError, CorruptError
-from holdfast.spec.printable import printable
+from holdfast.errors import CheckpointError, CorruptError, printable
 
 DAMAGED = 1
 DIFFERENT = 1

@@ -12,8 +12,8 @@ from holdfast.cli.opening import AllowRoot
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, shown_bytes, stdout
 from holdfast.cli.sizes import bytes_of
+from holdfast.errors import printable
 from holdfast.settings import Settings
-from holdfast.spec.printable import printable
 
 
 def export(

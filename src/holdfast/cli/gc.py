@@ -9,9 +9,8 @@ import typer
 from holdfast import api, policies
 from holdfast.cli.ending import ended_well
 from holdfast.cli.screen import Column, Screen, shown_bytes, stderr, stdout
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, printable
 from holdfast.settings import Settings
-from holdfast.spec.printable import printable
 
 _COLUMNS = (Column("STEP", "right"), Column("STAYS BECAUSE"))
 

@@ -16,7 +16,7 @@ from holdfast.cli.opening import opened
 from holdfast.cli.plan import plan_document, show_plan
 from holdfast.cli.screen import Column, Screen, shown_bytes, shown_ranks, stdout
 from holdfast.cli.tree import tree_lines
-from holdfast.spec.printable import printable
+from holdfast.errors import printable
 
 TENSORS_MAX = 50
 RANKS_MAX = 64

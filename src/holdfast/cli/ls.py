@@ -12,8 +12,8 @@ import typer
 from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.screen import Column, Screen, shown_bytes, stdout
+from holdfast.errors import printable
 from holdfast.spec.health import Health, is_healthy
-from holdfast.spec.printable import printable
 
 _COLUMNS = (
     Column("STEP", "right"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast import api
 from holdfast.cli.screen import Column, Screen, shown_bytes
-from holdfast.spec.printable import printable
+from holdfast.errors import printable
 
 _COLUMNS = (
     Column("RANK", "right"),

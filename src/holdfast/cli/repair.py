@@ -11,8 +11,8 @@ from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import AllowRoot
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, stdout
+from holdfast.errors import printable
 from holdfast.settings import Settings
-from holdfast.spec.printable import printable
 
 _STYLES = {"whole": "green", "repaired": "green", "damaged": "red", "unfinished": "yellow"}
 

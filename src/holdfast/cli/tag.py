@@ -10,8 +10,7 @@ from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.ls import shown_time
 from holdfast.cli.screen import Column, Screen, stdout
-from holdfast.errors import InvalidError
-from holdfast.spec.printable import printable
+from holdfast.errors import InvalidError, printable
 
 _COLUMNS = (Column("TAG"), Column("STEP", "right"), Column("GIVEN"))
 

@@ -12,8 +12,7 @@ import typer
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.screen import stdout
-from holdfast.errors import InvalidError, UnavailableError
-from holdfast.spec.printable import printable
+from holdfast.errors import InvalidError, UnavailableError, printable
 
 
 def trace(

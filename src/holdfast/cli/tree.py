@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from holdfast.spec.printable import printable
+from holdfast.errors import printable
 from holdfast.spec.values import FrameworkValue, Group, Skipped, TensorRef
 
 TEXT_MAX = 100

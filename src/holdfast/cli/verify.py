@@ -14,8 +14,7 @@ from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import AllowRoot, opened
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, shown_bytes, stdout
-from holdfast.errors import CorruptError
-from holdfast.spec.printable import printable
+from holdfast.errors import CorruptError, printable
 
 DAMAGES_MAX = 50
 """Damages told one by one on a terminal."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from holdfast.errors import InvalidError
-from holdfast.formats.file_layout import FileLayout, TensorLeaf
+from holdfast.formats.file_layout import FileLayout, SmallTensor, TensorLeaf
 from holdfast.formats.inert import Named
 from holdfast.formats.nested_state import State, model_state, nested_state
 from holdfast.formats.pickling import Made, Pairs, pickled
-from holdfast.formats.torch_archive import ALIGNMENT_BYTES, SmallTensor, put_archive
+from holdfast.formats.torch_archive import ALIGNMENT_BYTES, put_archive
 from holdfast.spec.dtype import DTYPES
 from holdfast.spec.export import ExportContent, ExportFile, ExportOptions
 from holdfast.spec.noun import noun

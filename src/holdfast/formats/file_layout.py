@@ -78,3 +78,17 @@ class FileLayout:
             tensors=tuple(self._tensors),
             checksums=tuple(sorted(self._checksums, key=lambda each: each.start)),
         )
+
+
+@noun
+class SmallTensor:
+    """Stands in a state to be written for a tensor whose elements are known already."""
+
+    dtype: str
+    """Element type, a key of `DTYPES`."""
+
+    shape: tuple[int, ...]
+    """Elements along each dimension."""
+
+    data: bytes
+    """Its elements in row-major order."""

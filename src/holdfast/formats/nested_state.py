@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import InvalidError
-from holdfast.formats.file_layout import TensorLeaf
+from holdfast.formats.file_layout import SmallTensor, TensorLeaf
 from holdfast.formats.model_names import exported_dtype, model_names
-from holdfast.formats.torch_archive import SmallTensor
 from holdfast.formats.values_in import below
 from holdfast.spec.export import ExportContent, ExportOptions
 from holdfast.spec.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value

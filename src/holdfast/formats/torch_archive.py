@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import InvalidError
 from holdfast.formats.callables import STORAGE_DTYPES
-from holdfast.formats.file_layout import FileLayout, TensorLeaf
+from holdfast.formats.file_layout import FileLayout, SmallTensor, TensorLeaf
 from holdfast.formats.inert import Named
 from holdfast.formats.pickling import Made, PersistentId, pickled
 from holdfast.formats.stored_tensor import row_major_strides
 from holdfast.spec.dtype import DTYPES
-from holdfast.spec.noun import noun
 from holdfast.spec.values import FrameworkValue
 
 ALIGNMENT_BYTES = 64
@@ -39,20 +38,6 @@ _STORAGES = {
     name.removeprefix("torch.")
 }  # fmt: skip
 _UNTYPED = Named("torch.storage.UntypedStorage")
-
-
-@noun
-class SmallTensor:
-    """Stands in a state to be written for a tensor whose elements are known already."""
-
-    dtype: str
-    """Element type, a key of `DTYPES`."""
-
-    shape: tuple[int, ...]
-    """Elements along each dimension."""
-
-    data: bytes
-    """Its elements in row-major order."""
 
 
 def put_archive(layout: FileLayout, value: object) -> None:

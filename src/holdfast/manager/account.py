@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import fields
 
 from holdfast.manager.audience import Audience
-from holdfast.manager.handle import SaveReport
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.store import Store
@@ -30,6 +29,7 @@ from holdfast.spec.events import (
     RankReport,
     Verb,
 )
+from holdfast.spec.reports import SaveReport
 
 logger = logging.getLogger(__name__)
 

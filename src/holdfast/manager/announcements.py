@@ -20,8 +20,7 @@ from dataclasses import asdict
 
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.manager.job import Job
-from holdfast.plan.schedule import next_until
-from holdfast.spec.schedule import Announcement, Standing
+from holdfast.plan.schedule import Announcement, Standing, next_until
 
 logger = logging.getLogger(__name__)
 

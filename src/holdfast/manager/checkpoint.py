@@ -14,13 +14,13 @@ from holdfast.engine.read import carry_out
 from holdfast.engine.slabs import new_slab
 from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.manager.index_loading import index_for, listing_at, split_index_at
 from holdfast.manager.listed_verification import ListedVerification
-from holdfast.manager.load import per_rank_values
+from holdfast.manager.own_values import per_rank_values
 from holdfast.manager.place import Place, manifest_bytes_at
-from holdfast.manager.resolve import index_for, listing_at, split_index_at
 from holdfast.manager.soundness import require_covered
 from holdfast.manager.windows import Source
-from holdfast.plan.forecast import forecast
+from holdfast.plan.forecast import Forecast, forecast
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.observer import Observer
@@ -32,11 +32,9 @@ from holdfast.repository.index import Index
 from holdfast.repository.manifest import decode_manifest
 from holdfast.repository.names import is_file_url, is_pack_name, rank_of_pack, step_of_pack
 from holdfast.repository.split_index import SplitIndex
-from holdfast.repository.verify import Verification
+from holdfast.repository.verify import Damage, Verification
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.spec.box import Box
-from holdfast.spec.damage import Damage
-from holdfast.spec.forecast import Forecast
 from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.mesh import described_mesh
 from holdfast.spec.plan import LoadPlan, Piece

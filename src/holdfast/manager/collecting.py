@@ -18,6 +18,8 @@ from holdfast.ports.clock import Clock
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
 from holdfast.repository.collect import (
+    Doomed,
+    StepFiles,
     is_pack_key,
     look_into,
     mark_keys,
@@ -31,7 +33,6 @@ from holdfast.repository.epochs import standing_fence
 from holdfast.repository.names import RUN_FILE
 from holdfast.repository.quarantine import quarantined, set_aside_packs
 from holdfast.repository.tags import read_tags
-from holdfast.spec.collecting import Doomed, StepFiles
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.policy import KeepPolicy
 from holdfast.spec.retention import KeptFacts

@@ -22,12 +22,13 @@ from holdfast.repository.epochs import counts, require_newest, standing_fence
 from holdfast.repository.health import decode_health
 from holdfast.repository.index import Index
 from holdfast.repository.index_file import encode_index
-from holdfast.repository.manifest import encode_manifest, stated_digest
+from holdfast.repository.manifest import encode_manifest
 from holdfast.repository.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
 from holdfast.repository.overview import Overview, encode_overview, split
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.repository.reachable import packs_named_by
+from holdfast.repository.sealed_json import stated_digest
 from holdfast.settings import Settings
 from holdfast.spec.health import Health
 from holdfast.spec.manifest import FileRecord, Manifest, Parent

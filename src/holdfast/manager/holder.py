@@ -6,8 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from holdfast.manager.provenance import told_time
-from holdfast.ports.clock import Clock
+from holdfast.ports.clock import Clock, told_time
 from holdfast.spec.epoch import Holder
 
 _NONCE_BYTES = 16

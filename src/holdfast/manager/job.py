@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from holdfast.engine.arena import Arena
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
-from holdfast.manager.plans import Plans
+from holdfast.plan.plan_cache import Plans
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Board, Comm
 from holdfast.repository.digest import short_digest_of

@@ -15,9 +15,9 @@ from holdfast.ports.observer import Observer
 from holdfast.ports.store import Readable, Stored
 from holdfast.repository.adopted import CHUNK_BYTES, require_within
 from holdfast.repository.index import Index
+from holdfast.repository.verify import Damage
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.spec.box import Box
-from holdfast.spec.damage import Damage
 from holdfast.spec.events import Progress
 from holdfast.spec.listing import ListedPiece, Listing
 from holdfast.spec.plan import Piece

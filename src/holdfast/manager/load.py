@@ -10,84 +10,36 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.engine.exchange import Moved
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.manager.account import Account
 from holdfast.manager.audience import Audience
 from holdfast.manager.collector import CollectorPause, is_little
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
+from holdfast.manager.index_loading import index_for
 from holdfast.manager.job import error_text, raise_together
+from holdfast.manager.own_values import per_rank_values
 from holdfast.manager.place import Place
 from holdfast.manager.reading import Reading, reading
-from holdfast.manager.resolve import index_for, resolve
-from holdfast.manager.resume import Choice, Damage, One, PassedOver, damage_in
+from holdfast.manager.resolve import resolve
+from holdfast.manager.resume import Choice, Damage, One, damage_in
 from holdfast.manager.sameness import same_content
 from holdfast.manager.soundness import RequireStored
 from holdfast.plan.intersect import load_plan
 from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
-from holdfast.ports.store import Store
-from holdfast.repository import values
-from holdfast.repository.catalog import read_file
 from holdfast.repository.digest import short_digest_of
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index
-from holdfast.repository.names import part_name
-from holdfast.repository.part import decode_part, require_own
 from holdfast.repository.split_index import SplitIndex
 from holdfast.settings import Settings
 from holdfast.spec.box import Box
 from holdfast.spec.dtype import DTYPES
-from holdfast.spec.events import Phase
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import LoadPlan
-from holdfast.spec.values import Value
+from holdfast.spec.reports import LoadReport
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What one load did."""
-
-    step: int | None
-    """Step of the checkpoint; None for one saved by path."""
-
-    loaded: tuple[str, ...]
-    """FQNs filled on this rank."""
-
-    missing: tuple[str, ...]
-    """Names the state has on some rank and the checkpoint lacks."""
-
-    unexpected: tuple[str, ...]
-    """Names the checkpoint has under the keys passed, and the state lacks on every rank."""
-
-    skipped: tuple[str, ...]
-    """Names that `only` and `skip` left alone."""
-
-    bytes: int
-    """Bytes this rank read from storage."""
-
-    exchanged_bytes: int
-    """Bytes that other ranks read and gave to this one."""
-
-    tensors: int
-    """Tensors this rank's state holds under the keys passed, tied ones once; without what was skipped."""
-
-    tensor_bytes: int
-    """Bytes of these in this rank's memory."""
-
-    loaded_bytes: int
-    """Bytes of them that came from the checkpoint: all of them, unless names are missing."""
-
-    seconds: float
-    """From the call until the state was filled."""
-
-    passed_over: tuple[PassedOver, ...] = ()
-    """Newer steps that are damaged, newest first, where the newest whole one was asked for."""
-
-    phases: tuple[Phase, ...] = ()
-    """What this rank did meanwhile, by when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,26 +245,6 @@ def load_checkpoint(
         report = done.report
         del done
     return report
-
-
-def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) -> Mapping[str, Value]:
-    """Return what one of the ranks that saved kept as its own, by path.
-
-    Raises:
-        MissingError: The checkpoint was saved by fewer ranks.
-        CorruptError: Its part is not what was saved.
-    """
-    record = next((part for part in manifest.parts if part.name == part_name(rank)), None)
-    if record is None:
-        raise MissingError(f"{store.url}/{folder}: no part of rank {rank}; {manifest.world_size} ranks saved it")
-    part = decode_part(read_file(store, folder, manifest.attempt, record), record.name)
-    require_own(part, rank, manifest.attempt, f"{store.url}/{folder}{record.name}")
-    kept = values.decode(values.loads(part.per_rank), "") if part.per_rank is not None else {}
-    if not isinstance(kept, dict):
-        raise CorruptError(
-            f"{store.url}/{folder}{record.name}: its own values are {type(kept).__name__}; expected a dict"
-        )
-    return {str(path): value for path, value in kept.items()}
 
 
 def _catalog(

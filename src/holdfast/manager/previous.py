@@ -11,7 +11,7 @@ from holdfast.engine.unchanged import heads_of, is_unchanged
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError
 from holdfast.manager.place import Place
-from holdfast.manager.plans import SavePlan
+from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
 from holdfast.repository.catalog import stored_bytes
 from holdfast.repository.index import Index

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from datetime import UTC, datetime
 from importlib import metadata
 
-from holdfast.ports.clock import Clock
 from holdfast.ports.framework import Collected
 
 
@@ -30,8 +28,3 @@ def software_at_hand() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def told_time(clock: Clock) -> str:
-    """Return the time as a manifest tells it."""
-    return datetime.fromtimestamp(clock.unix_seconds(), UTC).isoformat(timespec="seconds")

@@ -10,10 +10,10 @@ from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.commit import PublishedLate, PublishFailed, epoch_of, published, sweep, written_index
 from holdfast.manager.place import Place, require_no_checkpoint
-from holdfast.manager.provenance import software_at_hand, told_time
+from holdfast.manager.provenance import software_at_hand
 from holdfast.manager.run import claimed
 from holdfast.manager.tenure import Tenure
-from holdfast.ports.clock import Clock
+from holdfast.ports.clock import Clock, told_time
 from holdfast.ports.observer import Observer
 from holdfast.repository import values
 from holdfast.repository.catalog import check_size

@@ -12,11 +12,10 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError, Missing
 from holdfast.manager.commit import written_index
 from holdfast.manager.overlay import Overlay
 from holdfast.manager.place import Place, require_no_checkpoint
-from holdfast.manager.provenance import told_time
 from holdfast.manager.rebuilding import Unprovable, no_longer_told, rebuilt_index, rebuilt_manifest
 from holdfast.manager.soundness import require_covered
 from holdfast.manager.tenure import Tenure
-from holdfast.ports.clock import Clock
+from holdfast.ports.clock import Clock, told_time
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import (
@@ -36,9 +35,8 @@ from holdfast.repository.mending import mended
 from holdfast.repository.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
 from holdfast.repository.quarantine import is_quarantined, keep_as_it_is, lift, quarantined
 from holdfast.repository.tags import given_anew
-from holdfast.repository.verify import Verification
+from holdfast.repository.verify import Damage, Verification
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.damage import Damage
 from holdfast.spec.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from holdfast.engine.write import PackWriter
 from holdfast.errors import InvalidError
 from holdfast.manager.checkpoint import Checkpoint
 from holdfast.manager.export import ExportReport
-from holdfast.manager.handle import SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.place import Place, require_no_checkpoint
 from holdfast.manager.run import claimed
@@ -25,6 +24,7 @@ from holdfast.repository.names import MANIFEST_FILE
 from holdfast.spec.box import Box
 from holdfast.spec.plan import Piece
 from holdfast.spec.region import Region, flat_run
+from holdfast.spec.reports import SaveReport
 from holdfast.spec.tensor import Role, Shard, TensorSpec
 from holdfast.spec.values import per_rank_paths
 

@@ -8,30 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError, printable
 from holdfast.manager.place import Place, is_all_there, require_no_checkpoint
-from holdfast.manager.provenance import told_time
-from holdfast.ports.clock import Clock
+from holdfast.ports.clock import Clock, told_time
 from holdfast.repository.catalog import committed_steps
 from holdfast.repository.names import step_folder
 from holdfast.repository.quarantine import Quarantined, identity_at, quarantine, quarantined
-from holdfast.spec.printable import printable
+from holdfast.spec.reports import PassedOver
 
 logger = logging.getLogger(__name__)
 
 _LISTINGS_MAX = 10
 """How often steps are listed where one goes while it is looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A step that was not taken although it is newer."""
-
-    step: int
-    """The step."""
-
-    why: str
-    """What is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)

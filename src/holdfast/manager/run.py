@@ -16,9 +16,9 @@ from holdfast.manager.collecting import Background, Collector, Pins
 from holdfast.manager.collector import CollectorPause
 from holdfast.manager.commit import vacated
 from holdfast.manager.distrust import Distrust
-from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.handle import SaveHandle
 from holdfast.manager.job import Job
-from holdfast.manager.load import LoadReport, LoadRequest, load
+from holdfast.manager.load import LoadRequest, load
 from holdfast.manager.metrics import WantedMetrics, told_metrics
 from holdfast.manager.place import Place, none_allowed, require_no_checkpoint
 from holdfast.manager.preemption import Departure, owed_bytes
@@ -39,6 +39,7 @@ from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.repository.quarantine import set_aside
 from holdfast.spec.manifest import Parent
 from holdfast.spec.policy import Policies
+from holdfast.spec.reports import LoadReport, SaveReport
 
 logger = logging.getLogger(__name__)
 

@@ -16,18 +16,19 @@ from holdfast.manager.audience import Audience
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
 from holdfast.manager.collector import CollectorPause, is_little
 from holdfast.manager.commit import PublishedLate, PublishFailed, assembled, epoch_of, published, sweep
-from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.handle import SaveHandle
 from holdfast.manager.health import Watch
 from holdfast.manager.job import Job
 from holdfast.manager.opening import Agreement, Opening
 from holdfast.manager.place import Place
-from holdfast.manager.plans import SavePlan, save_plan
 from holdfast.manager.previous import Unchanged
-from holdfast.manager.provenance import layouts_of, told_time
+from holdfast.manager.provenance import layouts_of
 from holdfast.manager.survey import Digests
 from holdfast.manager.transfer import Transfer
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
+from holdfast.plan.plan_cache import SavePlan, save_plan
+from holdfast.ports.clock import told_time
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
@@ -40,6 +41,7 @@ from holdfast.repository.part import RankPart, encode_part
 from holdfast.spec.health import Health
 from holdfast.spec.manifest import Manifest, Parent
 from holdfast.spec.plan import PlannedPack
+from holdfast.spec.reports import SaveReport
 
 logger = logging.getLogger(__name__)
 

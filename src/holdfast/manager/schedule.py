@@ -9,9 +9,8 @@ from typing import Literal
 
 from holdfast.manager.announcements import Announcements
 from holdfast.manager.job import Job
-from holdfast.plan.schedule import is_due, needs_announcements
+from holdfast.plan.schedule import Announcement, Standing, is_due, needs_announcements
 from holdfast.spec.policy import OnRequest, SavePolicy, rules_of
-from holdfast.spec.schedule import Announcement, Standing
 
 _EVENTS_MAX = 1 << 16
 """What a rank that cannot hear rank 0 remembers of its loop, to go through it again once it can."""

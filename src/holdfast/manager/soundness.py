@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.plan.cover import uncovered_boxes, uncovered_tensors
 from holdfast.ports.clock import Clock
-from holdfast.repository.catalog import cut_short
 from holdfast.repository.index import Index
+from holdfast.repository.index_checks import cut_short
 from holdfast.repository.split_index import SplitIndex
 from holdfast.spec.box import Box
 

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Iterable
 
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
-from holdfast.manager.provenance import told_time
 from holdfast.manager.reading import is_going
-from holdfast.ports.clock import Clock
+from holdfast.ports.clock import Clock, told_time
 from holdfast.ports.store import Store
 from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_free, require_tag_name
 from holdfast.spec.retention import Tag

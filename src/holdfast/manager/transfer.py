@@ -11,11 +11,11 @@ from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import InvalidError
 from holdfast.manager.account import Account
 from holdfast.manager.collector import collector_paused_for
-from holdfast.manager.handle import Staged
 from holdfast.manager.job import Job
 from holdfast.ports.framework import Collected, LocalShard, Source
 from holdfast.settings import MIB
 from holdfast.spec.plan import PlannedPack
+from holdfast.spec.reports import Staged
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from holdfast.spec.collecting import Doomed, StepFiles
+from holdfast.repository.collect import Doomed, StepFiles
 
 
 def doomed(

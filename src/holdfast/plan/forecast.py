@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.spec.box import Box
-from holdfast.spec.forecast import Forecast, RankForecast
 from holdfast.spec.mesh import DescribedMesh
 from holdfast.spec.plan import Piece
 from holdfast.spec.tensor import TensorSpec
@@ -61,3 +60,50 @@ def _on_rank(
         chunks=sum(len(run.chunks) for run in plan.runs),
         reads=len(plan.runs),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RankForecast:
+    """What one rank would read."""
+
+    rank: int
+    """The rank."""
+
+    held_bytes: int
+    """Bytes of what it would hold."""
+
+    bytes: int
+    """Bytes it would read from storage: whole chunks, so no less than what it holds."""
+
+    chunks: int
+    """Chunks these are."""
+
+    reads: int
+    """Reads they are joined into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What every rank would read."""
+
+    mesh: DescribedMesh
+    """The mesh."""
+
+    ranks: tuple[RankForecast, ...]
+    """One per rank, ascending."""
+
+    tensors: int
+    """Tensors that would be loaded."""
+
+    stored_bytes: int
+    """Bytes of these as stored, each once."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all ranks would read together."""
+        return sum(each.bytes for each in self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the rank that reads most over the mean; 1.0 is even."""
+        return max(each.bytes for each in self.ranks) * len(self.ranks) / self.bytes if self.bytes else 1.0

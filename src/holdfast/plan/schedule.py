@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from holdfast.spec.policy import AllOf, AnyOf, AtSteps, EveryNSteps, EverySeconds, OnRequest, SavePolicy, rules_of
-from holdfast.spec.schedule import Announcement, Standing
 
 AHEAD_SECONDS = 1.0
 """How far rank 0 announces ahead, in time: ranks seldom wait for it then, and a request waits about as long."""
@@ -56,3 +56,32 @@ def next_until(step: int, until: int | None, strides: Sequence[int], call_second
     if until is not None and 2 * (until - step) > calls * stride:
         return None
     return max(step + calls * stride, step if until is None else until + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What was saved last; the same on every rank after the same steps."""
+
+    step: int | None = None
+    """The last step of which a save began, or that was loaded; None if there is none."""
+
+    seconds: float | None = None
+    """When a save last began, as the announcement in force said, or else when the loop did; None before its first step
+    of which time was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What rank 0 tells every rank, ahead of the steps it is for: those after the one before it, up to `until`."""
+
+    until: int
+    """The last step it is for."""
+
+    seconds: float
+    """Monotonic time on rank 0, for these steps as if it stood still."""
+
+    requested: int | None = None
+    """The latest step at which a rank asked for a save, as far as rank 0 knows; None if none did."""
+
+    standing: Standing | None = None
+    """What rank 0 stood at, with which every rank begins; in the first announcement of a loop only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import UTC, datetime
 from typing import Protocol
 
 
@@ -37,3 +38,8 @@ class SystemClock:
     def random_bytes(self, count: int) -> bytes:
         """Return `count` bytes from the operating system."""
         return os.urandom(count)
+
+
+def told_time(clock: Clock) -> str:
+    """Return the time as a manifest tells it."""
+    return datetime.fromtimestamp(clock.unix_seconds(), UTC).isoformat(timespec="seconds")

@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Store
 from holdfast.repository.holders import decode_holder, encode_holder
-from holdfast.repository.manifest import (
-    MANIFEST_BYTES_MAX,
-    Fields,
-    check_format,
-    sealed,
-    standing_of,
-    unsealed,
-)
+from holdfast.repository.manifest import MANIFEST_BYTES_MAX, standing_of
 from holdfast.repository.names import (
     EPOCH_MAX,
     EPOCHS_FOLDER,
@@ -33,6 +26,7 @@ from holdfast.repository.names import (
     step_folder,
 )
 from holdfast.repository.publish import publish
+from holdfast.repository.sealed_json import Fields, check_format, sealed, unsealed
 from holdfast.repository.values import plain
 from holdfast.settings import MIB
 from holdfast.spec.epoch import Epoch, Fence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.repository.manifest import Fields
+from holdfast.repository.sealed_json import Fields
 from holdfast.repository.values import plain
 from holdfast.settings import LEASE_SECONDS_MAX
 from holdfast.spec.epoch import Holder

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.holders import decode_holder, encode_holder
-from holdfast.repository.manifest import Fields, check_format, sealed, unsealed
 from holdfast.repository.names import STEP_MAX
+from holdfast.repository.sealed_json import Fields, check_format, sealed, unsealed
 from holdfast.spec.epoch import Holder
 from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 

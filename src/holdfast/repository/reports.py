@@ -13,8 +13,8 @@ from typing import Literal
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.ports.store import Readable, Store
 from holdfast.repository import values
-from holdfast.repository.manifest import check_format, sealed, unsealed
 from holdfast.repository.names import STEP_MAX, WORLD_SIZE_MAX
+from holdfast.repository.sealed_json import check_format, sealed, unsealed
 from holdfast.spec.events import Fact, Operation, Phase, RankReport, Verb
 from holdfast.spec.manifest import FORMAT_MAJOR
 

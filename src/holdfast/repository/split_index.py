@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from holdfast.repository.catalog import require_places
 from holdfast.repository.index import Index, Merging
+from holdfast.repository.index_checks import require_places
 from holdfast.repository.index_file import decode_index
 from holdfast.repository.overview import Overview
 from holdfast.spec.box import Box

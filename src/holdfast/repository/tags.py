@@ -11,8 +11,8 @@ from holdfast.ports.store import Store
 from holdfast.repository import values
 from holdfast.repository.catalog import exists, read_manifest
 from holdfast.repository.epochs import fenced_error, standing_fence
-from holdfast.repository.manifest import check_format, sealed, unsealed
 from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
+from holdfast.repository.sealed_json import check_format, sealed, unsealed
 from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 from holdfast.spec.retention import Tag
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store, Stored
-from holdfast.repository.catalog import check_pack, index_from, overview_from, read_file
+from holdfast.repository.catalog import check_pack, read_file
 from holdfast.repository.digest import digest_of
 from holdfast.repository.index import Index
+from holdfast.repository.index_checks import index_from, overview_from
 from holdfast.repository.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
 from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.repository.part import decode_part, require_own
-from holdfast.spec.damage import Damage
 from holdfast.spec.events import Progress
 from holdfast.spec.manifest import FileRecord, Manifest
 from holdfast.spec.plan import APART, Piece
@@ -237,3 +238,23 @@ class Verification:
         self._done += done
         if self._observer is not None:
             self._observer.hear(Progress(self._done, self._total))
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was saved."""
+
+    file: str
+    """Key of the file, relative to the checkpoint; of a referenced file its URL."""
+
+    start: int | None
+    """First damaged byte known, or None for the whole file."""
+
+    stop: int | None
+    """Byte past the damage, or None."""
+
+    fqn: str | None
+    """Tensor it belongs to, or None."""
+
+    message: str
+    """What was expected and what was found."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.cli.screen import shown_bytes, shown_ranks
 from holdfast.cli.tree import tree_lines
-from holdfast.spec.printable import printable
+from holdfast.errors import printable
 from holdfast.spec.values import FrameworkValue, Group, Skipped, TensorRef
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.manager.ballot import Aborted, Ballot, Undecided, Vote
-from holdfast.manager.handle import SaveReport
 from holdfast.manager.job import Job
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.ports.clock import SystemClock
 from holdfast.repository.names import step_folder
+from holdfast.spec.reports import SaveReport
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.faults import Faults, FaultyBoard, FaultyStore, Operation, raise_error, stall_until
 from tests.unit.manager.ranks import ANYTHING, HASTY, PATIENT, World, plain, saved, sharded

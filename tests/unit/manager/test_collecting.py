@@ -23,12 +23,11 @@ from holdfast.manager.tenure import held
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
 from holdfast.ports.clock import SystemClock
 from holdfast.repository.catalog import read_manifest, read_run_id
-from holdfast.repository.collect import mark_keys, marks, put_mark
+from holdfast.repository.collect import Doomed, mark_keys, marks, put_mark
 from holdfast.repository.epochs import RELEASED, put_beat
 from holdfast.repository.leases import leases
 from holdfast.repository.names import step_folder
 from holdfast.settings import Settings
-from holdfast.spec.collecting import Doomed
 from holdfast.stores.local import LocalStore
 
 SMALL = Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, collect_grace_seconds=0.0)

@@ -16,7 +16,7 @@ from holdfast.engine.exchange import Moved, Weighing, carry_out_exchange
 from holdfast.engine.slabs import new_slab
 from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.manager.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
-from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.manager.load import LoadRequest
 from holdfast.plan.intersect import WantedBoxes, load_plan
 from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Target
@@ -28,6 +28,7 @@ from holdfast.spec.box import Box
 from holdfast.spec.exchange import ExchangePlan, Pace
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.plan import LoadPlan
+from holdfast.spec.reports import LoadReport
 from holdfast.spec.tensor import Role
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks, run_ranks

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 
 from holdfast.errors import CorruptError, InvalidError, UnavailableError
-from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.handle import SaveHandle
 from holdfast.manager.run import Run
+from holdfast.spec.reports import SaveReport
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from tests.unit.manager.ranks import ANYTHING, World, plain, saved
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
-from holdfast.manager.handle import SaveReport
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
+from holdfast.spec.reports import SaveReport
 from holdfast.spec.tensor import Role
 from holdfast.testing.framework import GlobalTensor
 from tests.unit.manager.ranks import ANYTHING, HASTY, PATIENT, World, fresh_store, plain, saved, sharded

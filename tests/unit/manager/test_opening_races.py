@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import InvalidError
-from holdfast.manager.handle import SaveReport
 from holdfast.manager.run import Run
 from holdfast.ports.comm import Board
+from holdfast.spec.reports import SaveReport
 from tests.unit.manager.ranks import World, saved, sharded
 
 

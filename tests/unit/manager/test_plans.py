@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from holdfast.manager.handle import SaveReport
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.spec.box import Box
 from holdfast.spec.region import FlatRange
+from holdfast.spec.reports import SaveReport
 from holdfast.spec.tensor import Layout, Placement, Role
 from holdfast.testing.framework import GlobalTensor
 from tests.unit.manager.ranks import ANYTHING, World, plain, saved, sharded

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.manager.handle import SaveReport
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.names import step_folder
 from holdfast.repository.quarantine import identity_at, quarantine
 from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import Settings
+from holdfast.spec.reports import SaveReport
 from holdfast.stores.local import LocalStore
 
 MIB = 1 << 20

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.manager.handle import SaveReport
-from holdfast.manager.load import LoadReport, LoadRequest
+from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.manager.tracing import trace_of
 from holdfast.repository.names import step_folder
 from holdfast.repository.reports import reports_in
 from holdfast.spec.events import Began, Ended, Entered, Event, Failed, Phase, Progress, RankReport
+from holdfast.spec.reports import LoadReport, SaveReport
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from tests.unit.manager.ranks import ANYTHING, HASTY, PATIENT, World, plain, saved, sharded

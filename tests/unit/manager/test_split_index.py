@@ -13,15 +13,15 @@ import pytest
 
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.manager.checkpoint import Checkpoint
+from holdfast.manager.index_loading import given_frames, resolved_frames
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.place import Place
-from holdfast.manager.resolve import given_frames, resolved_frames
 from holdfast.manager.soundness import stored_by
 from holdfast.ports.store import Store
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.manifest import sealed, unsealed
 from holdfast.repository.names import OVERVIEW_FILE, is_index_name, step_folder
+from holdfast.repository.sealed_json import sealed, unsealed
 from holdfast.repository.split_index import SplitIndex
 from holdfast.settings import Settings
 from holdfast.spec.region import FlatRange

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.manager.handle import SaveHandle, SaveReport
+from holdfast.manager.handle import SaveHandle
 from holdfast.manager.load import LoadRequest
 from holdfast.manager.run import Run
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
+from holdfast.spec.reports import SaveReport
 from holdfast.testing.faults import Faults, FaultyStore, Operation
 from tests.unit.manager.ranks import ANYTHING, PATIENT, World, fresh_store, plain, saved
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.plan.collecting import doomed
-from holdfast.spec.collecting import Doomed, StepFiles
+from holdfast.repository.collect import Doomed, StepFiles
 
 
 def is_pack(key: str) -> bool:

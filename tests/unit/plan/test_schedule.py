@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.schedule import AHEAD_CALLS_MAX, is_due, needs_announcements, next_until
+from holdfast.plan.schedule import AHEAD_CALLS_MAX, Announcement, Standing, is_due, needs_announcements, next_until
 from holdfast.policies import AllOf, AnyOf, AtSteps, EveryNSteps, EverySeconds, OnRequest, SavePolicy
-from holdfast.spec.schedule import Announcement, Standing
 
 NOTHING_SAVED = Standing(None, 0.0)
 

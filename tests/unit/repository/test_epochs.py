@@ -24,8 +24,9 @@ from holdfast.repository.epochs import (
     require_newest,
     standing_fence,
 )
-from holdfast.repository.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest, sealed
+from holdfast.repository.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
 from holdfast.repository.names import accepted_key, epoch_key, step_folder
+from holdfast.repository.sealed_json import sealed
 from holdfast.spec.epoch import Epoch, Fence, Holder
 from holdfast.spec.manifest import Manifest
 from holdfast.spec.values import Group

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.repository import values
-from holdfast.repository.catalog import index_from
 from holdfast.repository.columns import packed, unpacked
 from holdfast.repository.frames import decode_frames, encode_frames
 from holdfast.repository.index import Index, Merging
+from holdfast.repository.index_checks import index_from
 from holdfast.repository.index_file import IndexDocument, decode_index, document_of, encode_index, index_of
 from holdfast.repository.listing import Listing
 from holdfast.repository.names import (

@@ -10,8 +10,9 @@ import pytest
 from holdfast.errors import CorruptError
 from holdfast.repository.health import decode_health
 from holdfast.repository.listing import Listing
-from holdfast.repository.manifest import decode_manifest, encode_manifest, unsealed
+from holdfast.repository.manifest import decode_manifest, encode_manifest
 from holdfast.repository.part import RankPart, decode_part, encode_part
+from holdfast.repository.sealed_json import unsealed
 from holdfast.spec.health import Health, ReplicaGroup, Replicas
 from tests.unit.repository.documents import manifest
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.repository.manifest import decode_manifest, encode_manifest, sealed, unsealed
+from holdfast.repository.manifest import decode_manifest, encode_manifest
 from holdfast.repository.names import STEP_MAX
+from holdfast.repository.sealed_json import sealed, unsealed
 from tests.unit.repository.documents import little_memory, manifest
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.repository.manifest import sealed, unsealed
 from holdfast.repository.reports import decode_report, encode_report, leave_report, reports_in
+from holdfast.repository.sealed_json import sealed, unsealed
 from holdfast.spec.events import Operation, Phase, RankReport
 from holdfast.stores.memory import MemoryStore
 

@@ -21,9 +21,9 @@ from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.torch.collect import collect
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.side_stream import SideStream, side_stream
-from holdfast.manager.handle import SaveReport
 from holdfast.manager.run import Run
 from holdfast.ports.framework import Selection
+from holdfast.spec.reports import SaveReport
 from tests.unit.frameworks.torch.test_lazy import LAZY, Gate, in_place, rebinding, require_equal, run_at, through_data
 
 pytestmark = [
