@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 import torch
 
+from holdfast.engine.buffers import Slabs, new_slab
 from holdfast.engine.nonfinite import NonFinite
-from holdfast.engine.replica import REPLICA_WINDOW_BYTES, content_digest
-from holdfast.engine.slabs import Slabs, new_slab
 from holdfast.engine.stream import Scratch, stream
+from holdfast.format.pack import header_of
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Selection
-from holdfast.repository.pack import header_of
+from holdfast.saving.replica_digest import REPLICA_WINDOW_BYTES, content_digest
 from holdfast.settings import MIB
 
 ROUNDS = 15

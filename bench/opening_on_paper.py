@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.synthetic import SyntheticJob
-from holdfast.manager.job import Job
-from holdfast.manager.opening import Agreement, Details, Opening, Statement
-from holdfast.manager.place import Place
-from holdfast.manager.survey import Digests
+from holdfast.checkpoint.location import Place
+from holdfast.clock import SystemClock
+from holdfast.coordination.agreement import Agreement, Details, Opening, Statement
+from holdfast.coordination.job import Job
+from holdfast.format.digest import short_digest_of
+from holdfast.format.pack import header_of
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
-from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Collected
-from holdfast.repository.digest import short_digest_of
-from holdfast.repository.pack import header_of
+from holdfast.saving.fingerprint import Digests
 from holdfast.settings import Settings
-from holdfast.spec.plan import PackPlan
 from holdfast.testing.comm import ThreadBoard, ThreadComm, ThreadGroup
+from holdfast.types.plan import PackPlan
 
 STEP = 1000
 

@@ -20,28 +20,28 @@ from pathlib import Path
 
 from bench.opening_on_paper import STEP, Opened, opened, packs_on
 from bench.synthetic import SyntheticJob, dense, mixture, targets
-from holdfast.manager.ballot import Vote
-from holdfast.manager.collector import CollectorPause
-from holdfast.manager.commit import assembled
-from holdfast.manager.index_loading import given_frames, index_for, resolved_frames
-from holdfast.manager.place import Place
-from holdfast.manager.provenance import layouts_of
-from holdfast.plan.intersect import WantedBoxes, load_plan
-from holdfast.ports.clock import SystemClock
+from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_frames
+from holdfast.checkpoint.location import Place
+from holdfast.clock import SystemClock
+from holdfast.coordination.commit_vote import Vote
+from holdfast.engine.gc_pause import CollectorPause
+from holdfast.format.digest import hex_digest_of
+from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.split_index import SplitIndex
+from holdfast.format.names import part_name, step_folder
+from holdfast.format.pack import pack_digest
+from holdfast.format.part import RankPart, encode_part
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count
+from holdfast.geometry.tensor import Shard
+from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.repository.catalog import read_manifest
-from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.listing import Listing
-from holdfast.repository.names import part_name, step_folder
-from holdfast.repository.pack import pack_digest
-from holdfast.repository.part import RankPart, encode_part
 from holdfast.repository.publish import publish
-from holdfast.repository.split_index import SplitIndex
+from holdfast.saving.commit import assembled
+from holdfast.saving.provenance import layouts_of
 from holdfast.settings import Settings
-from holdfast.spec.box import Box
-from holdfast.spec.chunking import DIGEST_BYTES, chunk_count
-from holdfast.spec.manifest import FileRecord
-from holdfast.spec.tensor import Shard
 from holdfast.stores.local import LocalStore
+from holdfast.types.manifest import FileRecord
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent / "runs" / "scale"

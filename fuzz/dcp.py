@@ -12,13 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from holdfast.errors import CheckpointError, MissingError
-from holdfast.formats.dcp.format import METADATA, DcpFormat
-from holdfast.formats.dcp.metadata import saved_of
-from holdfast.formats.dcp.nesting import nested_of, tree_of
-from holdfast.formats.inert import DTypeRef, Instance
+from holdfast.foreign.dcp.metadata import saved_of
+from holdfast.foreign.dcp.nesting import nested_of, tree_of
+from holdfast.foreign.dcp.reader import METADATA, DcpFormat
+from holdfast.foreign.pickles.objects import DTypeRef, Instance
+from holdfast.format.index.foreign_index import adopted
 from holdfast.ports.store import Entry
-from holdfast.repository.adopted import adopted
-from holdfast.spec.values import TensorRef
+from holdfast.types.values import TensorRef
 
 DATA = "__0_0.distcp"
 

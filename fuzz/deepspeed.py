@@ -7,10 +7,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.checkpoint.coverage import uncovered_names
 from holdfast.errors import CheckpointError
-from holdfast.formats.deepspeed.format import DeepSpeedFormat
-from holdfast.manager.soundness import uncovered_names
-from holdfast.repository.adopted import adopted
+from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
+from holdfast.format.index.foreign_index import adopted
 from holdfast.stores.memory import MemoryStore
 
 FOLDER = Path(__file__).parents[1] / "tests/fixtures/deepspeed/zero1_tp2_dp2/ckpt/global_step3"

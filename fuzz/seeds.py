@@ -18,14 +18,14 @@ import torch
 
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
-from holdfast.formats.dcp.format import METADATA
-from holdfast.repository import values
-from holdfast.repository.index import Index
-from holdfast.repository.listing import Listing
-from holdfast.repository.overview import encode_overview, split
-from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
-from holdfast.spec.box import Box
-from holdfast.spec.tensor import TensorSpec
+from holdfast.foreign.dcp.reader import METADATA
+from holdfast.format.index.index import Index
+from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.overview import encode_overview, split
+from holdfast.format.values import values
+from holdfast.format.values.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
+from holdfast.geometry.box import Box
+from holdfast.geometry.tensor import TensorSpec
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "format"
 

@@ -16,40 +16,33 @@ from itertools import pairwise
 import numpy as np
 
 from fuzz import dcp, deepspeed
+from holdfast.checkpoint.coverage import uncovered_names
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, printable
-from holdfast.formats.pickled import unpickled
-from holdfast.formats.safetensors import SafetensorsFormat
-from holdfast.formats.torchsave import TorchSaveFormat
-from holdfast.formats.values_in import plain
+from holdfast.foreign.huggingface.safetensors_reader import SafetensorsFormat
+from holdfast.foreign.pickles.reader import unpickled
+from holdfast.foreign.torch.reader import TorchSaveFormat
+from holdfast.foreign.values import plain
+from holdfast.format.digest import hex_digest_of
+from holdfast.format.index.columns import packed, unpacked
+from holdfast.format.index.foreign_index import adopted
+from holdfast.format.index.index import Index
+from holdfast.format.index.index_file import IndexDocument, decode_index, encode_index, index_of
+from holdfast.format.index.overview import decode_overview, encode_overview
+from holdfast.format.manifest import decode_manifest, encode_manifest
+from holdfast.format.names import is_file_url, is_index_name, is_pack_name, is_part_name, step_folder, step_of_folder
+from holdfast.format.pack import entries_of
+from holdfast.format.part import decode_part, encode_part
+from holdfast.format.values import values
+from holdfast.format.values.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
 from holdfast.frameworks.torch.containers import put_together
-from holdfast.manager.soundness import uncovered_names
-from holdfast.plan.intersect import WantedBoxes, load_plan
-from holdfast.repository import values
-from holdfast.repository.adopted import adopted
-from holdfast.repository.columns import packed, unpacked
-from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.index import Index
-from holdfast.repository.index_file import IndexDocument, decode_index, encode_index, index_of
-from holdfast.repository.manifest import decode_manifest, encode_manifest
-from holdfast.repository.names import (
-    is_file_url,
-    is_index_name,
-    is_pack_name,
-    is_part_name,
-    step_folder,
-    step_of_folder,
-)
-from holdfast.repository.overview import decode_overview, encode_overview
-from holdfast.repository.pack import entries_of
-from holdfast.repository.part import decode_part, encode_part
-from holdfast.repository.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.region import region_boxes
-from holdfast.spec.values import TensorRef
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.region import region_boxes
+from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.stores.keys import split_key
 from holdfast.stores.memory import MemoryStore
+from holdfast.types.values import TensorRef
 
 OVERVIEW_FILES = 5
 """Index files of the overviews that are fuzzed."""

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
         Preempted,
         UnavailableError,
     )
+    from holdfast.geometry.sharded import Sharded
     from holdfast.settings import Settings
-    from holdfast.spec.per_rank import PerRank, RngState
-    from holdfast.spec.preemption import Preemption
-    from holdfast.spec.sharded import Sharded
+    from holdfast.types.per_rank import PerRank, RngState
+    from holdfast.types.preemption import Preemption
 
 __version__ = "0.1.0"
 
@@ -62,11 +62,11 @@ _HOME = {
     "export": "holdfast.api",
     "CheckpointManager": "holdfast.checkpoint_manager",
     "SaveHandle": "holdfast.api",
-    "PerRank": "holdfast.spec.per_rank",
-    "Preemption": "holdfast.spec.preemption",
+    "PerRank": "holdfast.types.per_rank",
+    "Preemption": "holdfast.types.preemption",
     "Preempted": "holdfast.errors",
-    "RngState": "holdfast.spec.per_rank",
-    "Sharded": "holdfast.spec.sharded",
+    "RngState": "holdfast.types.per_rank",
+    "Sharded": "holdfast.geometry.sharded",
     "Settings": "holdfast.settings",
     "CheckpointError": "holdfast.errors",
     "InvalidError": "holdfast.errors",

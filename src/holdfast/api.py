@@ -7,38 +7,38 @@ from fnmatch import fnmatchcase
 
 from holdfast import policies, wiring
 from holdfast.arguments import Globs, patterns_of, require_state, selection_of
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.engine.gc_pause import CollectorPause
 from holdfast.errors import InvalidError
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.collecting import CollectReport, collected
-from holdfast.manager.collecting import planned as collection_planned
-from holdfast.manager.collector import CollectorPause
-from holdfast.manager.differences import differences
-from holdfast.manager.export import ExportReport, ExportRequest, carry_out_export
-from holdfast.manager.handle import SaveHandle
-from holdfast.manager.importing import ImportReport
-from holdfast.manager.load import LoadRequest, load_checkpoint
-from holdfast.manager.place import require_no_checkpoint
-from holdfast.manager.repair import RepairReport, StepRepair
-from holdfast.manager.run import require_step
-from holdfast.manager.save import save_checkpoint
-from holdfast.manager.steps import RunRecord, StepRecord, run_record
-from holdfast.manager.tagging import tag_step
-from holdfast.manager.tagging import untag as remove_tag
-from holdfast.manager.tracing import Trace, trace_of
-from holdfast.manager.value_differences import value_document
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.sharded import Sharded
+from holdfast.loading.load import LoadRequest, load_checkpoint
+from holdfast.offline.diff.compare import differences
+from holdfast.offline.diff.values import value_document
+from holdfast.offline.export.export import ExportReport, ExportRequest, carry_out_export
+from holdfast.offline.imports.import_step import ImportReport
+from holdfast.offline.repair.repair import RepairReport, StepRepair
 from holdfast.plan.forecast import Forecast
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.repository.verify import Damage
+from holdfast.runs.garbage_collection import CollectReport, collected
+from holdfast.runs.garbage_collection import planned as collection_planned
+from holdfast.runs.listing import RunRecord, StepRecord, run_record
+from holdfast.runs.run import require_step
+from holdfast.runs.tags import tag_step
+from holdfast.runs.tags import untag as remove_tag
+from holdfast.saving.handle import SaveHandle
+from holdfast.saving.save import save_checkpoint
 from holdfast.settings import Settings
-from holdfast.spec.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
-from holdfast.spec.export import SHARD_BYTES, ExportOptions
-from holdfast.spec.policy import KeepPolicy
-from holdfast.spec.region import FlatRange, Region
-from holdfast.spec.reports import LoadReport, SaveReport
-from holdfast.spec.retention import Tag
-from holdfast.spec.sharded import Sharded
+from holdfast.telemetry.trace import Trace, trace_of
+from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+from holdfast.types.export import SHARD_BYTES, ExportOptions
+from holdfast.types.policy import KeepPolicy
+from holdfast.types.reports import LoadReport, SaveReport
+from holdfast.types.retention import Tag
 
 __all__ = [
     "Change",

@@ -9,7 +9,7 @@ from typing import cast
 
 from holdfast.errors import InvalidError
 from holdfast.ports.framework import Selection
-from holdfast.spec.policy import (
+from holdfast.types.policy import (
     KEEP_RULES,
     SAVE_RULES,
     AnyOf,
@@ -22,7 +22,7 @@ from holdfast.spec.policy import (
     Tagged,
     rules_of,
 )
-from holdfast.spec.preemption import Preemption
+from holdfast.types.preemption import Preemption
 
 Globs = Sequence[str] | str | None
 """FQN patterns as in `fnmatch`, one or several."""

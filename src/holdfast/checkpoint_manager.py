@@ -9,13 +9,13 @@ from typing import Self
 from holdfast import wiring
 from holdfast.arguments import Globs, policies_of, preemption_of, require_state, selection_of
 from holdfast.errors import InvalidError
-from holdfast.manager.handle import SaveHandle
-from holdfast.manager.load import LoadRequest
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.observer import Observer
+from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
-from holdfast.spec.policy import KeepPolicy, SavePolicy
-from holdfast.spec.preemption import Preemption
-from holdfast.spec.reports import LoadReport
+from holdfast.types.policy import KeepPolicy, SavePolicy
+from holdfast.types.preemption import Preemption
+from holdfast.types.reports import LoadReport
 
 
 class CheckpointManager:

@@ -1,6 +1,6 @@
 """Who hears of saves and loads: `CheckpointManager(root, observers=[jsonl("events.jsonl"), prometheus(port=9464)])`.
 
-Your own is an object with a method `hear(event)`; the events are those of `holdfast.spec.events`.
+Your own is an object with a method `hear(event)`; the events are those of `holdfast.types.events`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast import wiring
 from holdfast.ports.observer import Observer
-from holdfast.spec.events import Began, Ended, Entered, Event, Failed, Operation, Phase, Progress, RankReport
+from holdfast.types.events import Began, Ended, Entered, Event, Failed, Operation, Phase, Progress, RankReport
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.spec.policy import (
+from holdfast.types.policy import (
     AllOf,
     AnyOf,
     AtSteps,

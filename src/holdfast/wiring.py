@@ -13,35 +13,35 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place, is_step_folder
+from holdfast.clock import Clock, SystemClock
+from holdfast.coordination.job import Job
+from holdfast.coordination.signals import Signals
 from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.export import Crew, Export, ExportReport
-from holdfast.manager.export_crew import answer, have_carried_out
-from holdfast.manager.importing import ImportReport, import_step
-from holdfast.manager.job import Job
-from holdfast.manager.place import Place, is_step_folder
-from holdfast.manager.preemption import Departure
-from holdfast.manager.repair import Repair
-from holdfast.manager.resave import exported
-from holdfast.manager.run import Run
-from holdfast.manager.signals import Signals
-from holdfast.ports.clock import Clock, SystemClock
+from holdfast.offline.export.export import Crew, Export, ExportReport
+from holdfast.offline.export.workers import answer, have_carried_out
+from holdfast.offline.imports.copy import exported
+from holdfast.offline.imports.import_step import ImportReport, import_step
+from holdfast.offline.repair.repair import Repair
 from holdfast.ports.comm import Comm
-from holdfast.ports.format import Format, Writer
+from holdfast.ports.foreign import Format, Writer
 from holdfast.ports.framework import Framework
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
+from holdfast.runs.preemption import Departure
+from holdfast.runs.run import Run
 from holdfast.settings import Settings
-from holdfast.spec.export import ExportOptions
-from holdfast.spec.listing import Listing
-from holdfast.spec.policy import Policies
-from holdfast.spec.preemption import Preemption
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.references import References
+from holdfast.types.export import ExportOptions
+from holdfast.types.listing import Listing
+from holdfast.types.policy import Policies
+from holdfast.types.preemption import Preemption
 
 Path = str | os.PathLike[str]
 ProcessGroup = object
@@ -83,12 +83,12 @@ def formats() -> tuple[Format, ...]:
 
     Imported when something is there that is not ours: they take as long as all else that a command needs.
     """
-    from holdfast.formats.dcp.format import DcpFormat
-    from holdfast.formats.deepspeed.format import DeepSpeedFormat
-    from holdfast.formats.huggingface_bin import HuggingFaceBinFormat
-    from holdfast.formats.remains import RemainsFormat
-    from holdfast.formats.safetensors import SafetensorsFormat
-    from holdfast.formats.torchsave import TorchSaveFormat
+    from holdfast.foreign.dcp.reader import DcpFormat
+    from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
+    from holdfast.foreign.huggingface.bin_reader import HuggingFaceBinFormat
+    from holdfast.foreign.huggingface.safetensors_reader import SafetensorsFormat
+    from holdfast.foreign.incomplete import RemainsFormat
+    from holdfast.foreign.torch.reader import TorchSaveFormat
 
     return (
         DcpFormat(),
@@ -159,9 +159,9 @@ def run_at(
 @cache
 def writers() -> tuple[Writer, ...]:
     """Return other systems' layouts that are written."""
-    from holdfast.formats.dcp_writer import DcpWriter
-    from holdfast.formats.safetensors_writer import SafetensorsWriter
-    from holdfast.formats.torch_writer import TorchWriter
+    from holdfast.foreign.dcp.writer import DcpWriter
+    from holdfast.foreign.huggingface.safetensors_writer import SafetensorsWriter
+    from holdfast.foreign.torch.writer import TorchWriter
 
     return SafetensorsWriter(), TorchWriter(), DcpWriter()
 
@@ -171,7 +171,7 @@ HOLDFAST = "holdfast"
 
 
 def export_again(source: object, destination: object, settings: Settings, observer: Observer | None) -> ExportReport:
-    """Save a checkpoint once more, as one of our own; errors as `manager.resave.exported`."""
+    """Save a checkpoint once more, as one of our own; errors as `offline.imports.copy.exported`."""
     store = store_at(destination, settings)
     checkpoint = checkpoint_at(source, settings)
     if isinstance(store, LocalStore):
@@ -349,7 +349,7 @@ def _to_torch(array: object, dtype: str) -> object:
 
 def json_lines(path: object) -> Observer:
     """Return an observer that appends lines of JSON to a file."""
-    from holdfast.metrics.jsonl import JsonLines
+    from holdfast.telemetry.sinks.jsonl import JsonLines
 
     return JsonLines(path)
 
@@ -362,7 +362,7 @@ def prometheus_metrics(port: object, address: str, registry: object) -> Observer
         UnavailableError: The port cannot be had.
     """
     try:
-        from holdfast.metrics.prometheus import observer_in, serve
+        from holdfast.telemetry.sinks.prometheus import observer_in, serve
     except ImportError as error:
         raise InvalidError(
             "observers.prometheus needs prometheus-client, which is not installed: pip install 'holdfast[metrics]'"
@@ -380,7 +380,7 @@ def terminal_progress() -> Observer:
         InvalidError: rich is not installed.
     """
     try:
-        from holdfast.metrics.progress import on_stderr
+        from holdfast.telemetry.sinks.progress_bar import on_stderr
     except ImportError as error:
         raise InvalidError(
             "observers.progress needs rich, which is not installed: pip install 'holdfast[cli]'"

@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.manager.job import Job
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
+from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, Operation

@@ -17,17 +17,17 @@ from typing import cast
 import torch
 
 import holdfast
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.comm import SoloComm
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
-from holdfast.manager.handle import SaveHandle
-from holdfast.manager.job import Job
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.comm import Board
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
+from holdfast.runs.run import Run
+from holdfast.saving.handle import SaveHandle
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls

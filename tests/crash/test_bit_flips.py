@@ -10,7 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import CorruptError
-from holdfast.manager.load import LoadRequest
+from holdfast.loading.load import LoadRequest
 from tests.crash.rig import (
     EVERYTHING,
     MANIFEST,

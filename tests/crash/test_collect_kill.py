@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.manager.collecting import Collector
-from holdfast.manager.tenure import held
+from holdfast.leases.writer import held
 from holdfast.policies import LatestN
-from holdfast.ports.clock import SystemClock
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
+from holdfast.runs.garbage_collection import Collector
 from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process, raise_error
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import committed_at, in_child, local_store, paths_under, require_whole, run_at

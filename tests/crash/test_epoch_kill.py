@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.manager.tenure import Tenure
-from holdfast.ports.clock import SystemClock
+from holdfast.clock import SystemClock
+from holdfast.leases.writer import Tenure
 from holdfast.repository.epochs import newest_epoch, standing_fence
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import wiring
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import ConflictError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.manager.importing import import_step
-from holdfast.manager.job import Job
-from holdfast.ports.clock import SystemClock
+from holdfast.offline.imports.import_step import import_step
 from holdfast.ports.store import Store
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import (

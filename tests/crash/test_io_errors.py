@@ -14,8 +14,8 @@ import torch
 
 import holdfast
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.run import Run
+from holdfast.loading.load import LoadRequest
+from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.testing.faults import Faults, Operation, fail_with
 from tests.crash.mounts import command, mounted, new_image, workplace

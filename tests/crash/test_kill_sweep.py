@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConflictError
-from holdfast.manager.load import LoadRequest
+from holdfast.loading.load import LoadRequest
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import (

@@ -19,14 +19,14 @@ import torch
 
 import holdfast
 from holdfast import ConflictError, MissingError, Settings, api
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.frameworks.alone import AloneComm
-from holdfast.manager.job import Job
-from holdfast.manager.run import Run
 from holdfast.policies import LatestN
-from holdfast.ports.clock import SystemClock
 from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import committed_steps
 from holdfast.repository.epochs import RELEASED, put_accepted, put_beat, put_epoch, read_epoch, standing_fence
+from holdfast.runs.run import Run
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, Operation
 from holdfast.testing.framework import NumpyFramework

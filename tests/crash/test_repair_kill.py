@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.manager.place import none_allowed
-from holdfast.manager.repair import Repair
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
+from holdfast.checkpoint.location import none_allowed
+from holdfast.clock import SystemClock
+from holdfast.offline.repair.repair import Repair
+from holdfast.runs.run import Run
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image, workplace

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.run import Run
-from holdfast.manager.steps import run_record
+from holdfast.loading.load import LoadRequest
+from holdfast.runs.listing import run_record
+from holdfast.runs.run import Run
 from holdfast.testing.faults import Faults, FaultyStore, Operation
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, manifest_of
 from tests.crash.rig import (

@@ -14,18 +14,18 @@ import torch
 
 import holdfast
 from holdfast import CheckpointManager
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.format.sealed_json import sealed
 from holdfast.frameworks.torch import containers
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
-from holdfast.manager import resume
-from holdfast.manager.job import Job
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
+from holdfast.loading import step_choice as resume
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, quarantine
-from holdfast.repository.sealed_json import sealed
+from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import Faults, Operation
 from tests.crash.damages import damage_a_chunk, flip

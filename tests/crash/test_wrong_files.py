@@ -12,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.manager.load import LoadRequest
+from holdfast.loading.load import LoadRequest
 from tests.crash.rig import (
     EVERYTHING,
     MANIFEST,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.frameworks.torch.comm import TorchBoard
-from holdfast.manager.load import LoadRequest
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
 from holdfast.testing.faults import Operation
 from tests.distributed.faulty import SETTINGS, Trigger, run_with, state_of

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from holdfast import wiring
+from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
-from holdfast.manager.handle import SaveHandle
-from holdfast.manager.job import Job
-from holdfast.manager.run import Run
 from holdfast.ports.comm import Board, Comm
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
+from holdfast.runs.run import Run
+from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.testing.faults import Action, Faults, FaultyBoard, FaultyStore, Operation
 

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.run import Run
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
-from holdfast.spec.reports import SaveReport
+from holdfast.runs.run import Run
 from holdfast.testing.faults import Operation
+from holdfast.types.reports import SaveReport
 from tests.distributed.faulty import PATIENT, Trigger, run_with
 from tests.distributed.launch import World
 from tests.distributed.matrix.layouts import KINDS, Built

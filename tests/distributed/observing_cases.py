@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast.observers import jsonl
-from holdfast.spec.reports import LoadReport, SaveReport
+from holdfast.types.reports import LoadReport, SaveReport
 from tests.distributed.exchange_cases import ROUNDS_OF_32_KIB, laid_out, whole_state
 from tests.distributed.launch import World
 

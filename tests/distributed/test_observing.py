@@ -13,11 +13,11 @@ import pytest
 
 from holdfast.repository.reports import reports_in
 from holdfast.settings import Settings
-from holdfast.spec.events import RankReport
 from holdfast.stores.local import LocalStore
+from holdfast.types.events import RankReport
 from tests.distributed.forked import environment
 from tests.distributed.launch import Case, run_world
-from tests.unit.manager.traced import require_sound
+from tests.unit.telemetry.traced import require_sound
 
 RANKS = 2
 

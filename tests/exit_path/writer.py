@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast import Settings
-from holdfast.spec.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES
 
 RANKS = 2
 STEP = 7

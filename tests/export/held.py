@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast import cli, wiring
-from holdfast.ports.clock import SystemClock
+from holdfast.clock import SystemClock
 from holdfast.stores.destination import LocalDestination, LocalJournal
 
 WORKER = (

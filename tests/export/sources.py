@@ -8,21 +8,21 @@ from pathlib import Path
 import torch
 
 from holdfast import wiring
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.export import Export, ExportReport, ExportRequest, carry_out_export
-from holdfast.manager.job import Job
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
-from holdfast.ports.format import Writer
+from holdfast.geometry.sharded import Sharded
+from holdfast.offline.export.export import Export, ExportReport, ExportRequest, carry_out_export
+from holdfast.ports.foreign import Writer
 from holdfast.ports.framework import Selection
+from holdfast.runs.run import Run
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.spec.export import ExportOptions
-from holdfast.spec.sharded import Sharded
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.local import LocalStore
 from holdfast.testing.comm import ThreadComm, run_ranks
+from holdfast.types.export import ExportOptions
 
 SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=2)
 REQUEST = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=PAGE_BYTES)

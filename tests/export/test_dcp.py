@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import holdfast
 from holdfast import api
 from holdfast.errors import InvalidError
-from holdfast.formats.dcp_writer import DcpWriter
-from holdfast.spec.export import ExportContent, ExportOptions
-from holdfast.spec.tensor import TensorSpec
-from holdfast.spec.values import Group
+from holdfast.foreign.dcp.writer import DcpWriter
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.types.export import ExportContent, ExportOptions
+from holdfast.types.values import Group
 from tests.export.sources import export_by, noise, saved_by_ranks, small_model, trained_state
 from tests.export.written import alike, dcp_loaded, every_kind, same
 

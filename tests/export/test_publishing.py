@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save, save_file
 
 import holdfast
 from holdfast import wiring
+from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
-from holdfast.manager.export import ExportReport, ExportRequest, Share, carry_out_export
-from holdfast.ports.clock import SystemClock
+from holdfast.offline.export.export import ExportReport, ExportRequest, Share, carry_out_export
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.spec.export import ExportOptions
 from holdfast.stores.destination import LocalDestination
+from holdfast.types.export import ExportOptions
 from tests.export.sources import SMALL, noise
 
 REQUEST = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=4 * PAGE_BYTES)

@@ -16,12 +16,12 @@ import torch
 
 import holdfast
 from holdfast import api, wiring
+from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
-from holdfast.manager.export import ExportRequest, carry_out_export
-from holdfast.ports.clock import SystemClock
+from holdfast.offline.export.export import ExportRequest, carry_out_export
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.spec.events import Progress
-from holdfast.spec.export import ExportOptions
+from holdfast.types.events import Progress
+from holdfast.types.export import ExportOptions
 from tests.export import held
 from tests.export.held import children, is_running, wait_until, written_down
 from tests.export.sources import SMALL, bits, exported, noise
@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = """
 import sys, threading
 from holdfast import wiring
-from holdfast.manager.export import Export, ExportRequest, carry_out_export
-from holdfast.ports.clock import SystemClock
+from holdfast.offline.export.export import Export, ExportRequest, carry_out_export
+from holdfast.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.spec.export import ExportOptions
+from holdfast.types.export import ExportOptions
 from holdfast.stores.destination import LocalDestination
 from tests.export.odd import OddWriter
 

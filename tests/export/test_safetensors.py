@@ -15,7 +15,7 @@ import holdfast
 from holdfast import api
 from holdfast.errors import InvalidError
 from holdfast.settings import MIB
-from holdfast.spec.export import ExportOptions
+from holdfast.types.export import ExportOptions
 from tests.export.sources import SAFE_DTYPES, bits, exported, noise, saved_by_ranks, small_model, trained_state
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.spec.export import ExportOptions
+from holdfast.types.export import ExportOptions
 from tests.export.sources import bits, exported
 
 transformers = pytest.importorskip("transformers", reason="extra: interop")

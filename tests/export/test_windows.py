@@ -9,9 +9,9 @@ import torch
 
 import holdfast
 from holdfast import wiring
-from holdfast.manager.export import ExportRequest
+from holdfast.offline.export.export import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.spec.export import ExportContent, ExportOptions
+from holdfast.types.export import ExportContent, ExportOptions
 from tests.export.odd import OddWriter, content_of
 from tests.export.sources import SMALL, export_by, noise, saved_by_ranks
 

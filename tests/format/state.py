@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from holdfast.spec.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES
 
 State = dict[str, object]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.spec.health import Health
+from holdfast.types.health import Health
 from tests.format import state
 from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, described, description
 

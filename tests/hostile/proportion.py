@@ -14,7 +14,7 @@ import sys
 import time
 
 from holdfast.errors import CheckpointError
-from holdfast.formats.pickled import unpickled
+from holdfast.foreign.pickles.reader import unpickled
 from tests.hostile.torch_files import number, text
 
 

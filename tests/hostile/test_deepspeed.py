@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.formats.deepspeed.format import DeepSpeedFormat
+from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
 from holdfast.stores.foreign import ForeignFiles
-from tests.unit.formats.deepspeed.assembled import listing_of
-from tests.unit.formats.deepspeed.crafted import Crafted, numbered, save
+from tests.unit.foreign.deepspeed.assembled import listing_of
+from tests.unit.foreign.deepspeed.crafted import Crafted, numbered, save
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 TAG = "global_step3"

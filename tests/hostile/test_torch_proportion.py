@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.formats import pickle_stack, sharing
-from holdfast.formats.pickled import unpickled
+from holdfast.foreign.pickles import limits as sharing
+from holdfast.foreign.pickles import opcodes as pickle_stack
+from holdfast.foreign.pickles.reader import unpickled
 from tests.hostile.torch_files import archive, listed, state, text
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.formats.torchsave import TorchSaveFormat
-from holdfast.spec.listing import Listing
+from holdfast.foreign.torch.reader import TorchSaveFormat
 from holdfast.stores.foreign import ForeignFiles
+from holdfast.types.listing import Listing
 
 
 @dataclass

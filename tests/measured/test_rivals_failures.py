@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import holdfast
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
-from holdfast.manager.load import LoadRequest
-from holdfast.repository import digest, manifest, values
-from holdfast.repository.index_file import encode_index
+from holdfast.format import digest, manifest
+from holdfast.format.index.index_file import encode_index
+from holdfast.format.values import values
+from holdfast.loading.load import LoadRequest
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from holdfast.spec.box import Box
-from holdfast.spec.region import FlatRange, Region
-from holdfast.spec.tensor import Layout, Placement
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.tensor import Layout, Placement
 
 SPLIT_MAX = 4
 Declared = Mapping[int, tuple[Region, ...]]

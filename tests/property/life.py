@@ -12,24 +12,24 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
+from holdfast.format.names import MANIFEST_FILE, epoch_key, step_folder
 from holdfast.frameworks.alone import AloneComm
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.job import Job
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.place import Place
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
-from holdfast.repository.names import MANIFEST_FILE, epoch_key, step_folder
 from holdfast.repository.reachable import packs_named_by
+from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 
 SETTINGS = Settings(
     chunk_bytes=PAGE_BYTES,

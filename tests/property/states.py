@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast.manager.job import Job
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.tensor import Layout, Role
+from holdfast.runs.run import Run
 from holdfast.settings import Settings
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.tensor import Layout, Role
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm
 from holdfast.testing.framework import GlobalTensor, NumpyFramework

@@ -14,29 +14,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import CorruptError
+from holdfast.format.names import step_folder
 from holdfast.frameworks.alone import AloneComm
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.importing import import_step
-from holdfast.manager.job import Job
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.place import Place
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.region import Region, region_boxes
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.loading.load import LoadRequest
+from holdfast.offline.imports.import_step import import_step
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
-from holdfast.repository.names import step_folder
+from holdfast.runs.run import Run
 from holdfast.settings import Settings
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.listing import ListedPiece, Listing
-from holdfast.spec.region import Region, region_boxes
-from holdfast.spec.tensor import TensorSpec
-from holdfast.spec.values import Group
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.references import References
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.values import Group
 from tests.property.held import flat_runs, guillotine
 
 STEP = 3

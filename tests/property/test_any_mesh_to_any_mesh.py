@@ -11,21 +11,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from numpy.typing import NDArray
 
-from holdfast.manager.load import LoadRequest
-from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.format.index.index import Index
+from holdfast.format.names import rank_of_pack, step_folder
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
+from holdfast.loading.load import LoadRequest
+from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.repository.index import Index
-from holdfast.repository.names import rank_of_pack, step_folder
 from holdfast.settings import Settings
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.manifest import Manifest
-from holdfast.spec.plan import APART, Piece
-from holdfast.spec.region import FlatRange, Region, contains, region_boxes
-from holdfast.spec.reports import LoadReport
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
+from holdfast.types.manifest import Manifest
+from holdfast.types.plan import APART, Piece
+from holdfast.types.reports import LoadReport
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
 
 STEP = 7

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
+from holdfast.format.names import step_folder
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.region import FlatRange
+from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.repository.names import step_folder
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.plan import APART
-from holdfast.spec.region import FlatRange
-from holdfast.spec.tensor import Layout, Placement, Role
+from holdfast.types.plan import APART
 from tests.property.held import Held
 from tests.property.states import Job2Job, Tensor, empty, fresh_store
 from tests.property.test_any_mesh_to_any_mesh import (

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Ranks, held_of
-from holdfast.spec.box import Box
+from holdfast.geometry.box import Box
 
 
 @contextmanager

@@ -20,24 +20,24 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from holdfast.checkpoint.location import none_allowed
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
-from holdfast.manager.collecting import Collector, CollectReport, collected
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.place import none_allowed
-from holdfast.manager.repair import Repair
-from holdfast.manager.run import Run
+from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.loading.load import LoadRequest
+from holdfast.offline.repair.repair import Repair
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_beat
-from holdfast.repository.names import MANIFEST_FILE, step_folder
 from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
-from holdfast.spec.policy import KeepPolicy
+from holdfast.runs.garbage_collection import Collector, CollectReport, collected
+from holdfast.runs.run import Run
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Action, Faults, FaultyStore, FaultySyscalls, Operation, fail_with, raise_error
+from holdfast.types.policy import KeepPolicy
 from tests.crash.mounts import workplace
 from tests.property.life import (
     CHANGES,

@@ -9,14 +9,14 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.place import Place
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place
+from holdfast.format.names import is_pack_name, step_folder, step_of_pack, step_pack_name
+from holdfast.geometry.dtype import DTYPES
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import committed_steps, read_manifest
-from holdfast.repository.names import is_pack_name, step_folder, step_of_pack, step_pack_name
 from holdfast.repository.reachable import packs_named_by
-from holdfast.spec.dtype import DTYPES
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor

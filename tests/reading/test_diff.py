@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import api
+from holdfast.checkpoint import tensor_reader as windows
 from holdfast.errors import CorruptError, MissingError
-from holdfast.manager import differences, windows
+from holdfast.offline.diff import compare as differences
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.spec.events import Progress
+from holdfast.types.events import Progress
 
 SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)
 

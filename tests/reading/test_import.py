@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import api
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.manager.importing import import_step
-from holdfast.manager.job import Job
-from holdfast.ports.clock import SystemClock
+from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.events import Progress
 from holdfast.stores.local import LocalStore
+from holdfast.types.events import Progress
 from holdfast.wiring import checkpoint_at
 
 SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, read_window_bytes=3 * PAGE_BYTES)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import holdfast
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place
 from holdfast.errors import CorruptError, InvalidError, MissingError
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.place import Place
+from holdfast.geometry.dtype import DTYPES
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.dtype import DTYPES
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore
 

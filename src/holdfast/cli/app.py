@@ -7,16 +7,16 @@ from typing import Annotated
 import typer
 
 import holdfast
-from holdfast.cli.diff import diff
-from holdfast.cli.export import export
-from holdfast.cli.gc import gc
-from holdfast.cli.importing import import_
-from holdfast.cli.inspect import inspect
-from holdfast.cli.ls import ls
-from holdfast.cli.repair import repair
-from holdfast.cli.tag import tag
-from holdfast.cli.trace import trace
-from holdfast.cli.verify import verify
+from holdfast.cli.commands.diff import diff
+from holdfast.cli.commands.export import export
+from holdfast.cli.commands.gc import gc
+from holdfast.cli.commands.importing import import_
+from holdfast.cli.commands.inspect import inspect
+from holdfast.cli.commands.ls import ls
+from holdfast.cli.commands.repair import repair
+from holdfast.cli.commands.tag import tag
+from holdfast.cli.commands.trace import trace
+from holdfast.cli.commands.verify import verify
 
 app = typer.Typer(
     name="holdfast",

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from rich import progress
 
 from holdfast.cli.screen import Screen, stderr
-from holdfast.spec.events import Event, Progress
+from holdfast.types.events import Event, Progress
 
 
 @contextmanager

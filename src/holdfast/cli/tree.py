@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from holdfast.errors import printable
-from holdfast.spec.values import FrameworkValue, Group, Skipped, TensorRef
+from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef
 
 TEXT_MAX = 100
 """Characters of one value that are shown."""

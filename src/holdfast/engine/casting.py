@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import InvalidError
-from holdfast.spec.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES
 
 CAST_TO = ("float16", "bfloat16", "float32", "float64")
 """Types that floating elements are cast to."""

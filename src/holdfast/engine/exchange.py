@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from holdfast.clock import Clock
+from holdfast.engine.buffers import new_slab
 from holdfast.engine.read import carry_out, read_through, settle_all
-from holdfast.engine.slabs import new_slab
-from holdfast.ports.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
-from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Pace, Take, give_slot_bytes, take_slot_bytes
-from holdfast.spec.plan import LoadPlan, ReadRun
+from holdfast.types.exchange import ExchangePlan, ExchangeRound, Pace, Take, give_slot_bytes, take_slot_bytes
+from holdfast.types.plan import LoadPlan, ReadRun
 
 _WORD = struct.Struct("<?qdqd")
 _AREAS = 2

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import numpy as np
 
-from holdfast.spec.plan import PackItem
+from holdfast.types.plan import PackItem
 
 
 @dataclass(frozen=True, slots=True)

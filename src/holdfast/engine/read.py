@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from holdfast.engine.buffers import Slabs
 from holdfast.engine.host import ranks_on_host
-from holdfast.engine.slabs import Slabs
 from holdfast.errors import CorruptError, MissingError
+from holdfast.format.digest import digest_of, new_digest
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import TINY_BYTES_MAX
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs, Stored
-from holdfast.repository.digest import digest_of, new_digest
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.spec.box import Box
-from holdfast.spec.chunking import TINY_BYTES_MAX
-from holdfast.spec.plan import ChunkRead, LoadPlan, Part, ReadRun
+from holdfast.types.plan import ChunkRead, LoadPlan, Part, ReadRun
 
 _SETTLED_BYTES = MIB
 """What is read past the page cache before it is settled. Memory that is filled again and again stays in the processor's

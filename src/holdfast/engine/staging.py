@@ -12,7 +12,7 @@ from holdfast.engine.arena import Arena
 from holdfast.engine.stream import fill
 from holdfast.errors import UnavailableError
 from holdfast.ports.framework import Source, Ticket
-from holdfast.spec.plan import PlannedPack
+from holdfast.types.plan import PlannedPack
 
 
 class Staging:

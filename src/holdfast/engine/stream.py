@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Protocol
 
 from holdfast.engine.nonfinite import NonFinite
+from holdfast.format.digest import digest_of, new_digest
+from holdfast.geometry.chunking import TINY_BYTES_MAX, chunk_count, chunk_range
 from holdfast.ports.framework import Source, Ticket
-from holdfast.repository.digest import digest_of, new_digest
-from holdfast.spec.chunking import TINY_BYTES_MAX, chunk_count, chunk_range
-from holdfast.spec.plan import PackItem, PackPlan
+from holdfast.types.plan import PackItem, PackPlan
 
 
 class Windows(Protocol):

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import UnavailableError
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
 from holdfast.ports.framework import Target
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
 
 
 class HostTarget(Target):

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from holdfast.engine.buffers import Slabs
 from holdfast.engine.nonfinite import NonFinite
-from holdfast.engine.slabs import Slabs
 from holdfast.engine.staging import Staging
 from holdfast.engine.stream import Scratch, stream
+from holdfast.format.pack import pack_digest
 from holdfast.ports.framework import Source
 from holdfast.ports.store import Store, Upload
-from holdfast.repository.pack import pack_digest
 from holdfast.settings import Settings
-from holdfast.spec.manifest import FileRecord
-from holdfast.spec.plan import PlannedPack
+from holdfast.types.manifest import FileRecord
+from holdfast.types.plan import PlannedPack
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from operator import sub
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.spec.box import Box, flat_range_boxes
-from holdfast.spec.region import Region, region_boxes
+from holdfast.geometry.box import Box, flat_range_boxes
+from holdfast.geometry.region import Region, region_boxes
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]

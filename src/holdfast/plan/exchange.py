@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import CorruptError
-from holdfast.plan.levelling import level
+from holdfast.plan.balance import level
 from holdfast.settings import MIB
-from holdfast.spec.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take, give_slot_bytes, take_slot_bytes
-from holdfast.spec.plan import ChunkRead, LoadPlan, ReadRun
+from holdfast.types.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take, give_slot_bytes, take_slot_bytes
+from holdfast.types.plan import ChunkRead, LoadPlan, ReadRun
 
 Ints = NDArray[np.int64]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.plan.intersect import WantedBoxes, load_plan
-from holdfast.spec.box import Box
-from holdfast.spec.mesh import DescribedMesh
-from holdfast.spec.plan import Piece
-from holdfast.spec.tensor import TensorSpec
+from holdfast.geometry.box import Box
+from holdfast.geometry.mesh import DescribedMesh
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.types.plan import Piece
 
 
 def forecast(

@@ -11,10 +11,10 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
-from holdfast.spec.box import Box
-from holdfast.spec.noun import noun
-from holdfast.spec.region import FlatRange, Region
-from holdfast.spec.tensor import Role, Shard
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.tensor import Role, Shard
+from holdfast.geometry.value_class import noun
 
 Ranks = tuple[int, ...]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.tensor import Shard
 from holdfast.plan.ownership import Owned
 from holdfast.settings import PAGE_BYTES
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.plan import APART, PackItem, PackPlan
-from holdfast.spec.tensor import Shard
+from holdfast.types.plan import APART, PackItem, PackPlan
 
 _ENTRY_BYTES = 160
 """Upper bound of a header entry without its FQN and numbers, the sharding note for other readers included."""

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.format.pack import HeaderBody, header_body
 from holdfast.plan.packing import without
-from holdfast.repository.pack import HeaderBody, header_body
-from holdfast.spec.plan import PackItem, PackPlan
+from holdfast.types.plan import PackItem, PackPlan
 
 _KEPT = 4
 """Layouts that a training saves in turn: a whole state, a part of it, gradients too."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from holdfast.spec.box import Box
-from holdfast.spec.noun import noun
-from holdfast.spec.region import Region
-from holdfast.spec.tensor import Shard, TensorSpec
-from holdfast.spec.values import Group, Value
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import Region
+from holdfast.geometry.tensor import Shard, TensorSpec
+from holdfast.geometry.value_class import noun
+from holdfast.types.values import Group, Value
 
 
 class Ticket(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from holdfast.spec.events import Event
+from holdfast.types.events import Event
 
 
 class Observer(Protocol):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Packs, Readable, Store, Stored
-from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.epochs import counts, standing_fence
-from holdfast.repository.index import Index
-from holdfast.repository.index_checks import index_from, overview_from
-from holdfast.repository.index_file import INDEX_BYTES_MAX
-from holdfast.repository.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.repository.names import (
+from holdfast.format.digest import hex_digest_of
+from holdfast.format.index.index import Index
+from holdfast.format.index.index_checks import index_from, overview_from
+from holdfast.format.index.index_file import INDEX_BYTES_MAX
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.format.names import (
     MANIFEST_FILE,
     RUN_FILE,
     is_file_url,
@@ -21,9 +19,11 @@ from holdfast.repository.names import (
     step_of_folder,
     step_of_pack,
 )
+from holdfast.format.sealed_json import check_format, sealed, stated_digest, unsealed
+from holdfast.ports.store import Packs, Readable, Store, Stored
+from holdfast.repository.epochs import counts, standing_fence
 from holdfast.repository.publish import publish
-from holdfast.repository.sealed_json import check_format, sealed, stated_digest, unsealed
-from holdfast.spec.manifest import FORMAT_MAJOR, FileRecord, Manifest
+from holdfast.types.manifest import FORMAT_MAJOR, FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
-from holdfast.ports.store import Store
-from holdfast.repository.holders import decode_holder, encode_holder
-from holdfast.repository.manifest import MANIFEST_BYTES_MAX, standing_of
-from holdfast.repository.names import (
+from holdfast.format.holders import decode_holder, encode_holder
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, standing_of
+from holdfast.format.names import (
     EPOCH_MAX,
     EPOCHS_FOLDER,
     MANIFEST_FILE,
@@ -25,12 +24,13 @@ from holdfast.repository.names import (
     epoch_of_key,
     step_folder,
 )
+from holdfast.format.sealed_json import Fields, check_format, sealed, unsealed
+from holdfast.format.values.values import plain
+from holdfast.ports.store import Store
 from holdfast.repository.publish import publish
-from holdfast.repository.sealed_json import Fields, check_format, sealed, unsealed
-from holdfast.repository.values import plain
 from holdfast.settings import MIB
-from holdfast.spec.epoch import Epoch, Fence
-from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+from holdfast.types.epoch import Epoch, Fence
+from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 logger = logging.getLogger(__name__)
 

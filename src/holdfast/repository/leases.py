@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.format.holders import decode_holder, encode_holder
+from holdfast.format.names import STEP_MAX
+from holdfast.format.sealed_json import Fields, check_format, sealed, unsealed
 from holdfast.ports.store import Store
-from holdfast.repository.holders import decode_holder, encode_holder
-from holdfast.repository.names import STEP_MAX
-from holdfast.repository.sealed_json import Fields, check_format, sealed, unsealed
-from holdfast.spec.epoch import Holder
-from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+from holdfast.types.epoch import Holder
+from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 READERS_FOLDER = "readers/"
 """Folder of the leases, under the root of a run."""

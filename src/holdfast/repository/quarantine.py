@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.digest import hex_digest_of
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, step_folder, step_of_folder
+from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.ports.store import Store
-from holdfast.repository.digest import hex_digest_of
-from holdfast.repository.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.repository.names import MANIFEST_FILE, is_attempt_folder, step_folder, step_of_folder
 from holdfast.repository.reachable import packs_named_by
-from holdfast.repository.sealed_json import sealed, unsealed
-from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.repository.names import is_pack_name, step_of_pack, step_pack_name
-from holdfast.spec.manifest import Manifest
+from holdfast.format.names import is_pack_name, step_of_pack, step_pack_name
+from holdfast.types.manifest import Manifest
 
 
 def packs_named_by(manifests: Iterable[Manifest]) -> frozenset[str]:

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from holdfast.errors import CheckpointError, CorruptError
+from holdfast.format.names import STEP_MAX, WORLD_SIZE_MAX
+from holdfast.format.sealed_json import check_format, sealed, unsealed
+from holdfast.format.values import values
 from holdfast.ports.store import Readable, Store
-from holdfast.repository import values
-from holdfast.repository.names import STEP_MAX, WORLD_SIZE_MAX
-from holdfast.repository.sealed_json import check_format, sealed, unsealed
-from holdfast.spec.events import Fact, Operation, Phase, RankReport, Verb
-from holdfast.spec.manifest import FORMAT_MAJOR
+from holdfast.types.events import Fact, Operation, Phase, RankReport, Verb
+from holdfast.types.manifest import FORMAT_MAJOR
 
 FORMAT_MINOR_REPORTS = 2
 """Minor version that brought reports."""

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
+from holdfast.format.sealed_json import check_format, sealed, unsealed
+from holdfast.format.values import values
 from holdfast.ports.store import Store
-from holdfast.repository import values
 from holdfast.repository.catalog import exists, read_manifest
 from holdfast.repository.epochs import fenced_error, standing_fence
-from holdfast.repository.names import MANIFEST_FILE, STEP_MAX, step_folder
-from holdfast.repository.sealed_json import check_format, sealed, unsealed
-from holdfast.spec.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
-from holdfast.spec.retention import Tag
+from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+from holdfast.types.retention import Tag
 
 TAGS_FOLDER = "tags/"
 

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, CorruptError, MissingError
+from holdfast.format.digest import digest_of
+from holdfast.format.index.index import Index
+from holdfast.format.index.index_checks import index_from, overview_from
+from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
+from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
+from holdfast.format.part import decode_part, require_own
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store, Stored
 from holdfast.repository.catalog import check_pack, read_file
-from holdfast.repository.digest import digest_of
-from holdfast.repository.index import Index
-from holdfast.repository.index_checks import index_from, overview_from
-from holdfast.repository.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
-from holdfast.repository.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
-from holdfast.repository.part import decode_part, require_own
-from holdfast.spec.events import Progress
-from holdfast.spec.manifest import FileRecord, Manifest
-from holdfast.spec.plan import APART, Piece
+from holdfast.types.events import Progress
+from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.types.plan import APART, Piece
 
 
 class Verification:

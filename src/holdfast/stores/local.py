@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
-from holdfast.ports.clock import Clock, SystemClock
 from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.file_reading import FileReading

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import InvalidError
+from holdfast.geometry.box import Box
+from holdfast.geometry.placement import boxes_at, coordinate_of, replica_ranks
+from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
+from holdfast.geometry.tensor import Layout, Role, Shard, TensorSpec
 from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Target, Wanted
-from holdfast.spec.box import Box
-from holdfast.spec.placement import boxes_at, coordinate_of, replica_ranks
-from holdfast.spec.region import FlatRange, Region, contains, region_boxes
-from holdfast.spec.tensor import Layout, Role, Shard, TensorSpec
-from holdfast.spec.values import Group
+from holdfast.types.values import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.cli.screen import shown_bytes, shown_ranks
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
-from holdfast.spec.values import FrameworkValue, Group, Skipped, TensorRef
+from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.engine.arena import Arena
 from holdfast.errors import UnavailableError
-from holdfast.ports.clock import SystemClock
+from holdfast.clock import SystemClock
 from holdfast.settings import PAGE_BYTES
 
 

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.engine.casting import CAST_TO, cast, widened
 from holdfast.errors import InvalidError
-from holdfast.spec.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES
 
 NARROW = [each for each in DTYPES.values() if each.floating and each.itemsize <= 2 and each.name != "complex32"]
 FLOATING = [name for name, each in DTYPES.items() if each.floating and not name.startswith("complex")]

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.staging import Staging
-from holdfast.engine.unchanged import heads_of
 from holdfast.engine.write import PackWriter
 from holdfast.errors import UnavailableError
-from holdfast.ports.clock import SystemClock
+from holdfast.geometry.region import Region
 from holdfast.ports.framework import Source, Ticket
+from holdfast.saving.unchanged import heads_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.spec.region import Region
 from tests.unit.engine.test_write_and_read import (
     KEY,
     SMALL,

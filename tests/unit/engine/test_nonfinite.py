@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from holdfast.engine.nonfinite import nonfinite_count
 from holdfast.engine.write import PackWriter
+from holdfast.format.pack import header_of
+from holdfast.geometry.dtype import DTYPES
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Selection
-from holdfast.repository.pack import header_of
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.plan import PlannedPack
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.plan import PlannedPack
 
 FLOATING = [name for name, dtype in DTYPES.items() if dtype.floating]
 INTEGRAL = [name for name in DTYPES if name not in FLOATING]

@@ -16,28 +16,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
+from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
+from holdfast.engine.buffers import Slabs, new_slab
 from holdfast.engine.read import carry_out
-from holdfast.engine.slabs import Slabs, new_slab
 from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CorruptError, MissingError, UnavailableError
-from holdfast.plan.intersect import WantedBoxes, load_plan
+from holdfast.format.digest import digest_of
+from holdfast.format.pack import header_of
+from holdfast.geometry.box import Box
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
-from holdfast.ports.clock import SystemClock
+from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.ports.framework import LocalShard, Selection
 from holdfast.ports.store import packs_under
-from holdfast.repository.digest import digest_of
-from holdfast.repository.pack import header_of
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.spec.box import Box
-from holdfast.spec.plan import Piece, PlannedPack
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, Operation, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.plan import Piece, PlannedPack
 
 KEY = "0123456789abcdef/r00000.safetensors"
 SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=1)

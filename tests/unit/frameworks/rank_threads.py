@@ -5,16 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
-from holdfast.manager.job import Job
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.run import Run
-from holdfast.ports.clock import SystemClock
+from holdfast.geometry.sharded import Sharded
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
+from holdfast.runs.run import Run
 from holdfast.settings import Settings
-from holdfast.spec.sharded import Sharded
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 

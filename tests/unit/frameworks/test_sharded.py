@@ -11,8 +11,8 @@ import torch
 import holdfast
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Ranks, held_of
-from holdfast.spec.box import Box
-from holdfast.spec.region import FlatRange
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import FlatRange
 from tests.unit.frameworks.rank_threads import State
 from tests.unit.frameworks.rank_threads import declared as untyped
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
+from holdfast.format.names import rank_of_pack, step_folder
 from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.repository.names import rank_of_pack, step_folder
 from tests.unit.frameworks.rank_threads import State, declared, fresh_store, load_on, refused, save_on
 
 SHAPE = (8, 4)

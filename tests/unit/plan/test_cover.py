@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from holdfast.geometry.box import Box
 from holdfast.plan.cover import uncovered
-from holdfast.spec.box import Box
 
 SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 

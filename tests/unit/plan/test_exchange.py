@@ -15,6 +15,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import chunk_count
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.plan.balance import level
 from holdfast.plan.exchange import (
     JobExchange,
     Load,
@@ -22,13 +26,9 @@ from holdfast.plan.exchange import (
     exchanging_beats_reading,
     job_exchange,
 )
-from holdfast.plan.intersect import WantedBoxes, load_plan
-from holdfast.plan.levelling import level
-from holdfast.spec.box import Box
-from holdfast.spec.chunking import chunk_count
-from holdfast.spec.exchange import ExchangePlan, Pace, give_slot_bytes, take_slot_bytes
-from holdfast.spec.plan import LoadPlan, Piece, ReadRun
-from holdfast.spec.tensor import TensorSpec
+from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.types.exchange import ExchangePlan, Pace, give_slot_bytes, take_slot_bytes
+from holdfast.types.plan import LoadPlan, Piece, ReadRun
 
 CHUNK = 1 << 16
 ROUND = 1 << 20

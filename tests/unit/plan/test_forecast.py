@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, MissingError
-from holdfast.manager.checkpoint import Checkpoint
-from holdfast.manager.job import Job
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.place import Place
-from holdfast.manager.run import Run
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import chunk_count
+from holdfast.geometry.mesh import DescribedMesh, described_mesh
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.tensor import Placement, TensorSpec
+from holdfast.loading.load import LoadRequest
 from holdfast.plan.forecast import forecast
-from holdfast.plan.intersect import WantedBoxes, load_plan
-from holdfast.ports.clock import SystemClock
+from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.ports.framework import Selection
+from holdfast.runs.run import Run
 from holdfast.settings import Settings
-from holdfast.spec.box import Box
-from holdfast.spec.chunking import chunk_count
-from holdfast.spec.mesh import DescribedMesh, described_mesh
-from holdfast.spec.plan import Piece
-from holdfast.spec.region import FlatRange, Region
-from holdfast.spec.tensor import Placement, TensorSpec
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.plan import Piece
 
 CHUNK = 64
 SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)

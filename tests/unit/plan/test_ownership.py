@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.geometry.box import Box
+from holdfast.geometry.placement import boxes_at, coordinate_of, replica_ranks
+from holdfast.geometry.region import FlatRange, Region, contains
+from holdfast.geometry.tensor import Layout, Placement, Role, Shard, TensorSpec
 from holdfast.plan.ownership import Owned, owned_by
-from holdfast.spec.box import Box
-from holdfast.spec.placement import boxes_at, coordinate_of, replica_ranks
-from holdfast.spec.region import FlatRange, Region, contains
-from holdfast.spec.tensor import Layout, Placement, Role, Shard, TensorSpec
 
 SPLIT = 4096
 R, S0, S1 = Placement(None), Placement(0), Placement(1)

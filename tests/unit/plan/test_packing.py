@@ -7,16 +7,16 @@ import math
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from holdfast.format.names import is_pack_name, rank_of_pack
+from holdfast.format.pack import entries_of, header_entry, header_of
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
-from holdfast.repository.names import is_pack_name, rank_of_pack
-from holdfast.repository.pack import entries_of, header_entry, header_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.plan import APART
-from holdfast.spec.region import FlatRange, Region
-from holdfast.spec.tensor import Role, Shard, TensorSpec
+from holdfast.types.plan import APART
 
 MIB = 1 << 20
 FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lambda text: text != "__metadata__")

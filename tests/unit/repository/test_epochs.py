@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
+from holdfast.format.names import accepted_key, epoch_key, step_folder
+from holdfast.format.sealed_json import sealed
 from holdfast.repository import epochs
 from holdfast.repository.catalog import committed_steps, step_folders
 from holdfast.repository.epochs import (
@@ -24,14 +27,11 @@ from holdfast.repository.epochs import (
     require_newest,
     standing_fence,
 )
-from holdfast.repository.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
-from holdfast.repository.names import accepted_key, epoch_key, step_folder
-from holdfast.repository.sealed_json import sealed
-from holdfast.spec.epoch import Epoch, Fence, Holder
-from holdfast.spec.manifest import Manifest
-from holdfast.spec.values import Group
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.types.epoch import Epoch, Fence, Holder
+from holdfast.types.manifest import Manifest
+from holdfast.types.values import Group
 
 HOLDER = Holder("node-7", "boot", "pid:[1] time:[2]", 4711, 99, "2026-01-01T00:00:00+00:00", "ab" * 16, 10.0)
 

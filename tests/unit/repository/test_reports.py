@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.repository.reports import decode_report, encode_report, leave_report, reports_in
-from holdfast.repository.sealed_json import sealed, unsealed
-from holdfast.spec.events import Operation, Phase, RankReport
 from holdfast.stores.memory import MemoryStore
+from holdfast.types.events import Operation, Phase, RankReport
 
 seconds = st.floats(0, 1e6).map(lambda value: round(value, 6))
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

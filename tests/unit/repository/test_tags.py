@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.repository.sealed_json import sealed, unsealed
+from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_tag_name
-from tests.unit.manager.ranks import World, plain, saved
+from tests.unit.ranks import World, plain, saved
 
 WHEN = "2026-03-01T10:00:00+00:00"
 

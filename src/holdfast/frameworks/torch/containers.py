@@ -11,8 +11,8 @@ import torch
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.tensors import dtype_name, require_storable
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.values import FrameworkValue, Value
+from holdfast.geometry.dtype import DTYPES
+from holdfast.types.values import FrameworkValue, Value
 
 OnTensor = Callable[[str, torch.Tensor], Value]
 _DEPTH_MAX = 100

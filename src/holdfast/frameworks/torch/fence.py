@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.frameworks.torch.walk import unwrapped
+from holdfast.frameworks.torch.wrappers import unwrapped
 
 _settling: dict[int, Callable[[], None]] = {}
 """By identity, what waits for one save's copies. Without a lock, so that a signal handler may save or step at any time:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.frameworks.torch.collect import collect
 from holdfast.frameworks.torch.fence import settle_all
 from holdfast.frameworks.torch.held import Ranks
-from holdfast.frameworks.torch.restore import TorchRestoration
+from holdfast.frameworks.torch.state.collect import collect
+from holdfast.frameworks.torch.state.restore import TorchRestoration
 from holdfast.ports.framework import Catalog, Collected, Restoration, Selection
 
 

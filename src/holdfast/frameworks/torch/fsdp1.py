@@ -15,7 +15,7 @@ from torch import nn
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import RankOfGlobal
-from holdfast.spec.sharded import Sharded
+from holdfast.geometry.sharded import Sharded
 
 
 class _Info(Protocol):

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.errors import InvalidError
-from holdfast.spec.box import Box
-from holdfast.spec.placement import held_boxes, held_boxes_in_shard_order, replica_ranks
-from holdfast.spec.region import FlatRange, Region
-from holdfast.spec.sharded import Sharded
-from holdfast.spec.tensor import Layout, Placement
+from holdfast.geometry.box import Box
+from holdfast.geometry.placement import held_boxes, held_boxes_in_shard_order, replica_ranks
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.sharded import Sharded
+from holdfast.geometry.tensor import Layout, Placement
 
 RankOfGlobal = Callable[[int], int | None]
 

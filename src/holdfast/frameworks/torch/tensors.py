@@ -15,10 +15,10 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Held, HeldPart, is_ordinary, local_shards_of
 from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
 from holdfast.frameworks.torch.tickets import DONE, Tickets
+from holdfast.geometry.box import Box, flat_range_boxes
+from holdfast.geometry.dtype import DTYPES, dtype_named
+from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
 from holdfast.ports.framework import Target, Ticket
-from holdfast.spec.box import Box, flat_range_boxes
-from holdfast.spec.dtype import DTYPES, dtype_named
-from holdfast.spec.region import FlatRange, Region, contains, region_boxes
 
 
 def dtype_name(dtype: torch.dtype) -> str:

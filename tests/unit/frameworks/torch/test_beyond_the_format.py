@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast.errors import InvalidError
-from holdfast.spec.sharded import Sharded
+from holdfast.geometry.sharded import Sharded
 
 BEYOND = {
     "too many dimensions": Sharded(torch.ones(1), (1,) * 100, flat_start=0),

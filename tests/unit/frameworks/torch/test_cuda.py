@@ -16,14 +16,14 @@ from torch import nn
 
 import holdfast
 from holdfast.engine.arena import Arena
-from holdfast.engine.slabs import new_slab
+from holdfast.engine.buffers import new_slab
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.frameworks.torch.collect import collect
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.side_stream import SideStream, side_stream
-from holdfast.manager.run import Run
+from holdfast.frameworks.torch.state.collect import collect
 from holdfast.ports.framework import Selection
-from holdfast.spec.reports import SaveReport
+from holdfast.runs.run import Run
+from holdfast.types.reports import SaveReport
 from tests.unit.frameworks.torch.test_lazy import LAZY, Gate, in_place, rebinding, require_equal, run_at, through_data
 
 pytestmark = [

@@ -24,13 +24,13 @@ from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.torch.fence import FencedObjects
 from holdfast.frameworks.torch.tensors import TorchSource
 from holdfast.frameworks.torch.tickets import Unsure
-from holdfast.manager.handle import SaveHandle
-from holdfast.manager.load import LoadRequest
-from holdfast.manager.run import Run
-from holdfast.manager.transfer import Transfer
+from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
-from holdfast.spec.reports import SaveReport
+from holdfast.runs.run import Run
+from holdfast.saving.handle import SaveHandle
+from holdfast.saving.transfer import Transfer
 from holdfast.testing.faults import Operation
+from holdfast.types.reports import SaveReport
 from tests.distributed.faulty import PATIENT, Trigger, run_with
 
 WINDOW = PATIENT.window_bytes

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.frameworks.torch.held import Held, HeldPart
 from holdfast.frameworks.torch.tensors import TorchTarget
-from holdfast.spec.box import Box
+from holdfast.geometry.box import Box
 
 WHOLE = Box((0, 0), (6, 4))
 

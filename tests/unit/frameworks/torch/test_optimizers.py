@@ -10,7 +10,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.optimizers import new_state_tensor
+from holdfast.frameworks.torch.optimizers.state import new_state_tensor
 
 RATES = {"0.weight": 0.5, "0.bias": 0.25, "1.weight": 0.125, "1.bias": 0.0625}
 

@@ -14,9 +14,9 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import HeldPart, Ranks, held_of
 from holdfast.frameworks.torch.tensors import TorchSource, _copy_run, _gathered, _queue_run
 from holdfast.frameworks.torch.tickets import Tickets
-from holdfast.spec.box import Box
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.sharded import Sharded
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.sharded import Sharded
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -19,9 +19,9 @@ import holdfast
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Ranks, held_of
 from holdfast.frameworks.torch.tensors import Ties
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.sharded import Sharded
 from holdfast.settings import MIB, Settings
-from holdfast.spec.dtype import DTYPES
-from holdfast.spec.sharded import Sharded
 
 SHAPES = ((4,), (), (2, 3), (1,), (0,), (3, 0), (5, 1, 2), (1024,), (1025,))
 

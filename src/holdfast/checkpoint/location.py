@@ -1,0 +1,196 @@
+"""Where checkpoints lie: a store, a folder in it, and whether it is one checkpoint or a run of them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NoReturn
+
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.manifest import decode_manifest
+from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_folder, step_of_pack
+from holdfast.ports.foreign import Foreign
+from holdfast.ports.store import Packs, Store, Stored, packs_under
+from holdfast.repository.catalog import (
+    check_size,
+    exists,
+    manifest_in,
+    read_manifest_bytes,
+    short_packs,
+    step_folders,
+)
+from holdfast.repository.epochs import counts, data_counts, fenced_error, standing_fence
+from holdfast.types.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+def none_allowed(url: str) -> NoReturn:
+    """Refuse a referenced file, where nobody allowed any.
+
+    Raises:
+        InvalidError: Always.
+    """
+    raise InvalidError(f"{url}: the checkpoint references this file; expected a place where that may be read")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One checkpoint's place."""
+
+    store: Store
+    """Where it lies."""
+
+    folder: str
+    """Prefix of its keys: empty, or ending in a slash."""
+
+    step: int | None
+    """Its step; None for a checkpoint saved by path."""
+
+    foreign: Foreign | None = None
+    """What another system may have left there instead."""
+
+    references: Packs = none_allowed
+    """Where files lie that the checkpoint references by URL."""
+
+    root: Store | None = None
+    """The root of the run that it is a step of, where packs of other steps lie; None where there is no run."""
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+        if self.foreign is not None and self.foreign.name:
+            return f"{self.foreign.files.url}/{self.foreign.name}"
+        return f"{self.store.url}/{self.folder}".rstrip("/")
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of the manifest."""
+        return self.folder + MANIFEST_FILE
+
+    def packs_of(self, manifest: Manifest) -> Packs:
+        """Return where the packs of the checkpoint lie."""
+        if not manifest.attempt and self.foreign is not None:
+            return packs_under(self.foreign.files, "")
+        return self.packs_in(manifest.attempt)
+
+    def packs_in(self, attempt: str) -> Packs:
+        """Return where the packs lie that an attempt wrote or refers to."""
+        own = packs_under(self.store, f"{self.folder}{attempt}/")
+
+        def packs(name: str) -> Stored:
+            if is_file_url(name):
+                return self.references(name)
+            return own(name) if step_of_pack(name) is None else self._of_other_step(name)
+
+        return packs
+
+    def _of_other_step(self, name: str) -> Stored:
+        if self.root is None:
+            raise InvalidError(
+                f"{self.url}: refers to {name}, a pack of another step of its run, and there is no run around it; "
+                "expected it in the root that it was saved in. Open it there, or copy it whole from there: holdfast "
+                "export --to holdfast"
+            )
+        return Stored(self.root, name)
+
+    def require_empty(self) -> None:
+        """Refuse to save onto something.
+
+        Raises:
+            ConflictError: A checkpoint is there; nothing of it is touched.
+            InvalidError: The path is the root of a run.
+        """
+        if self._holds_checkpoint():
+            raise ConflictError(
+                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
+                "Save elsewhere, or remove it first if it is not wanted"
+            )
+        if self.step is None:
+            require_no_run(self.store, "save one checkpoint here")
+
+    def _holds_checkpoint(self) -> bool:
+        if not exists(self.store, self.manifest_key):
+            return False
+        return self.step is None or counts(self.store, standing_fence(self.store), self.step)
+
+
+def is_step_folder(name: str) -> bool:
+    """Return whether a folder is a step by its name, so that the folder above is the root of its run."""
+    return step_of_folder(name) is not None
+
+
+def require_no_run(store: Store, purpose: str) -> None:
+    """Refuse a root of a run where one checkpoint is meant.
+
+    Raises:
+        InvalidError: The path holds steps; the message names the last.
+    """
+    steps = step_folders(store)
+    if steps or exists(store, RUN_FILE):
+        example = step_folder(steps[-1]).rstrip("/") if steps else "step-…"
+        raise InvalidError(
+            f"{store.url}: is the root of a run (it holds step-* folders), not one checkpoint; cannot {purpose}. "
+            f"Use CheckpointManager({store.url!r}), or the path of one step, e.g. {store.url}/{example}"
+        )
+
+
+def require_no_checkpoint(store: Store) -> None:
+    """Refuse one checkpoint where the root of a run is meant.
+
+    Raises:
+        InvalidError: The path holds a manifest.
+    """
+    if exists(store, MANIFEST_FILE):
+        raise InvalidError(
+            f"{store.url}: is one checkpoint (it holds {MANIFEST_FILE}), not the root of a run. Use "
+            f"holdfast.load({store.url!r}, state) for it, and another folder as the root"
+        )
+
+
+def manifest_bytes_at(place: Place) -> bytes:
+    """Return the manifest at a place, as stored.
+
+    Raises:
+        MissingError: There is no checkpoint, or one that does not count.
+        InvalidError: The path is the root of a run.
+    """
+    try:
+        data = read_manifest_bytes(place.store, place.folder)
+    except MissingError:
+        if place.step is None:
+            require_no_run(place.store, "read one checkpoint here")
+        raise
+    if place.root is not None and not _counts_under(place.root, place, data):
+        raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
+    return data
+
+
+def is_all_there(place: Place) -> bool:
+    """Return whether every file that the manifest at a place names is there in its full size, by another look."""
+    try:
+        manifest = manifest_in(place.folder, manifest_bytes_at(place), f"{place.url}/{MANIFEST_FILE}")
+        own = f"{place.folder}{manifest.attempt}/"
+        overview = () if manifest.overview is None else (manifest.overview,)
+        for record in (*manifest.parts, *manifest.indexes, *overview):
+            check_size(place.store, own + record.name, record)
+    except (CorruptError, MissingError):
+        return False
+    return not short_packs(place.store, place.folder, manifest, place.packs_of(manifest))
+
+
+def _counts_under(root: Store, place: Place, data: bytes) -> bool:
+    """Return whether a manifest that was read counts in the run around it.
+
+    One that was opened by path lies perhaps beside anything at all, under a folder that this user may not list: it is
+    taken where nothing but itself is needed to read it.
+    """
+    try:
+        fence = standing_fence(root)
+    except InvalidError as error:
+        manifest = decode_manifest(data, f"{place.url}/{MANIFEST_FILE}")
+        if place.step is not None or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
+            raise
+        logger.warning("%s: is taken to lie alone: what is around it cannot be read: %s", place.url, error)
+        return True
+    return data_counts(data, fence, place.url)

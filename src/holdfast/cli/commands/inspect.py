@@ -1,0 +1,245 @@
+"""`holdfast inspect`: what is in one checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+import typer
+
+from holdfast import api
+from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
+from holdfast.cli.commands.plan import plan_document, show_plan
+from holdfast.cli.ending import ended_well
+from holdfast.cli.opening import opened
+from holdfast.cli.screen import Column, Screen, shown_bytes, shown_ranks, stdout
+from holdfast.cli.tree import tree_lines
+from holdfast.errors import printable
+
+TENSORS_MAX = 50
+RANKS_MAX = 64
+VALUE_LINES_MAX = 60
+
+_COLUMNS = (
+    Column("TENSOR"),
+    Column("DTYPE"),
+    Column("SHAPE"),
+    Column("BYTES", "right"),
+    Column("PIECES", "right"),
+    Column("WRITTEN BY"),
+)
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="One checkpoint: a step-* folder, or a path saved to.")],
+    tensors: Annotated[
+        str | None, typer.Option("--tensors", metavar="GLOB", help="Show only tensors whose name matches, no values.")
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--plan", metavar="MESH", help="Show instead what each rank of a job, e.g. dp=2,fsdp=4, would read."
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Cut no list short on a terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
+) -> None:
+    """Show tensors, values and provenance of one checkpoint, and which rank wrote what.
+
+    On a terminal long lists are cut short; in a pipe they never are.
+    """
+    with ended_well():
+        checkpoint = opened(path)
+        names = _chosen(checkpoint, tensors)
+        if mesh is not None:
+            forecast = checkpoint.plan_for(mesh, names)
+            if as_json:
+                stdout().json(plan_document(checkpoint, forecast))
+            else:
+                screen = stdout()
+                show_plan(screen, checkpoint, forecast, RANKS_MAX if screen.interactive and not everything else None)
+            return
+        if as_json:
+            stdout().json(_document(checkpoint, names, tensors))
+            return
+        screen = stdout()
+        names.sort(key=_natural)
+        _show_provenance(screen, checkpoint)
+        short = screen.interactive and not everything
+        _show_tensors(screen, checkpoint, names, TENSORS_MAX if short else None)
+        _show_aliases(screen, checkpoint.aliases, names, TENSORS_MAX if short else None)
+        if tensors is None:
+            _show_values(screen, checkpoint, VALUE_LINES_MAX if short else None)
+
+
+def _chosen(checkpoint: api.Checkpoint, glob: str | None) -> list[str]:
+    """Return the stored tensors that match, by their own name or one they are tied under."""
+    if glob is None:
+        return list(checkpoint.tensors)
+    tied = {fqn for alias, fqn in checkpoint.aliases.items() if fnmatchcase(alias, glob)}
+    return [fqn for fqn in checkpoint.tensors if fqn in tied or fnmatchcase(fqn, glob)]
+
+
+def _natural(fqn: str) -> list[tuple[int, str]]:
+    """Return what sorts `layers.2` before `layers.10`."""
+    return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d{1,18})", fqn)]
+
+
+def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
+    manifest = checkpoint.manifest
+    saved = "checkpoint saved by path" if manifest.attempt else "another system's checkpoint"
+    what = saved if manifest.step is None else f"step {manifest.step}"
+    screen.line(what, style="bold")
+    screen.field("path", printable(checkpoint.url.removeprefix("file://")))
+    if checkpoint.origin is not None:
+        screen.field("origin" if manifest.attempt else "format", printable(checkpoint.origin))
+    if manifest.attempt:
+        screen.field("run", printable(manifest.run_id))
+        screen.field("created", shown_time(manifest.created))
+    for said in () if manifest.health is None else manifest.health.told():
+        screen.field("unhealthy", printable(said))
+    if manifest.health is not None and manifest.healthy:
+        screen.field("health", "healthy")
+    if manifest.metrics:
+        screen.field("metrics", shown_metrics(manifest.metrics))
+    parent = manifest.parent
+    if parent is not None:
+        run = "" if parent.run_id == manifest.run_id else f" of run {printable(parent.run_id)}"
+        screen.field("continues", f"step {parent.step}{run} (manifest {printable(parent.digest)})")
+    steps = checkpoint.packs_of_other_steps
+    elsewhere = [pack for packs in steps.values() for pack in packs]
+    pack_bytes = sum(pack.bytes for pack in manifest.packs) - sum(pack.bytes for pack in elsewhere)
+    count = len(manifest.packs) - len(elsewhere)
+    kind = "referenced file" if checkpoint.references else "pack" if manifest.attempt else "file"
+    screen.field("size", f"{manifest.tensors:,} tensors of {shown_bytes(manifest.tensor_bytes)}")
+    screen.field("stored", f"{shown_bytes(pack_bytes)} in {count:,} {kind}{'s' * (count != 1)}")
+    if elsewhere:
+        of = f"step{'s' * (len(steps) != 1)} {', '.join(map(str, steps))}"
+        screen.field("unchanged", f"what lies in {len(elsewhere):,} pack{'s' * (len(elsewhere) != 1)} of {of}")
+    screen.field("saved by", f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}")
+    for layout in _layouts(manifest.layouts):
+        screen.field("layout", layout)
+    if manifest.attempt:
+        screen.field("software", printable(", ".join(f"{name} {each}" for name, each in manifest.software.items())))
+        screen.field("attempt", manifest.attempt)
+        screen.field("digest", manifest.digest)
+    for remark in checkpoint.remarks:
+        screen.field("remark", printable(remark))
+
+
+def _layouts(layouts: tuple[dict[str, object], ...]) -> Iterator[str]:
+    """Yield provenance that nothing but this line depends on, so it is shown whatever it is."""
+    for layout in layouts:
+        mesh, placements = layout.get("mesh"), layout.get("placements")
+        if isinstance(mesh, list) and isinstance(placements, list):
+            ranks = " x ".join(map(str, mesh))
+            text = f"mesh {ranks}, {', '.join(map(str, placements))}: {layout.get('tensors')} tensors"
+        else:
+            text = str(layout)
+        yield printable(text)
+
+
+def _show_tensors(screen: Screen, checkpoint: api.Checkpoint, names: list[str], limit: int | None) -> None:
+    if not names:
+        screen.line()
+        screen.line("no tensors" if not checkpoint.tensors else "no tensor matches", style="yellow")
+        return
+    screen.line()
+    rows = []
+    for fqn in names[:limit]:
+        info, writers = checkpoint.tensors[fqn], checkpoint.written_by(fqn)
+        ranks = shown_ranks(sorted(writers))
+        rows.append(
+            [
+                printable(fqn),
+                info.dtype,
+                f"[{', '.join(map(str, info.shape))}]",
+                shown_bytes(info.bytes),
+                str(len(checkpoint.pieces(fqn))),
+                f"rank{'s' * (len(writers) != 1)} {ranks}" if writers else "-",
+            ]
+        )
+    screen.table(_COLUMNS, rows)
+    if len(rows) < len(names):
+        screen.line(
+            f"… and {len(names) - len(rows):,} more tensors: --all shows them, --tensors 'GLOB' chooses", style="dim"
+        )
+
+
+def _show_aliases(screen: Screen, aliases: Mapping[str, str], names: list[str], limit: int | None) -> None:
+    chosen = set(names)
+    tied = [f"  {printable(alias)} = {printable(fqn)}" for alias, fqn in sorted(aliases.items()) if fqn in chosen]
+    if tied:
+        screen.heading("tied")
+        _show_lines(screen, tied, limit)
+
+
+def _show_values(screen: Screen, checkpoint: api.Checkpoint, limit: int | None) -> None:
+    screen.heading("values")
+    lines = tree_lines(checkpoint.objects, whole_names=limit is None)
+    _show_lines(screen, [f"  {line}" for line in lines] or ["  none"], limit)
+
+
+def _show_lines(screen: Screen, lines: list[str], limit: int | None) -> None:
+    for line in lines[:limit]:
+        screen.line(line)
+    if limit is not None and len(lines) > limit:
+        screen.line(f"  … and {len(lines) - limit:,} more lines: --all shows them", style="dim")
+
+
+def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) -> dict[str, object]:
+    manifest = checkpoint.manifest
+    parent = manifest.parent
+    chosen = set(names)
+    document: dict[str, object] = {
+        "url": checkpoint.url,
+        "origin": checkpoint.origin,
+        "remarks": list(checkpoint.remarks),
+        "step": manifest.step,
+        "run_id": manifest.run_id,
+        "attempt": manifest.attempt,
+        "created": manifest.created,
+        **health_document(manifest.health),
+        "metrics": {name: json_number(value) for name, value in manifest.metrics.items()},
+        "digest": manifest.digest,
+        "parent": None if parent is None else {"run_id": parent.run_id, "step": parent.step, "digest": parent.digest},
+        "world_size": manifest.world_size,
+        "layouts": list(manifest.layouts),
+        "software": manifest.software,
+        "tensor_count": manifest.tensors,
+        "tensor_bytes": manifest.tensor_bytes,
+        "packs": [{"name": pack.name, "bytes": pack.bytes, "digest": pack.digest} for pack in manifest.packs],
+        "tensors": {fqn: _tensor_document(checkpoint, fqn) for fqn in names},
+        "aliases": {alias: fqn for alias, fqn in sorted(checkpoint.aliases.items()) if fqn in chosen},
+    }
+    if glob is None:
+        document["values"] = checkpoint.objects_document()
+    return document
+
+
+def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
+    info = checkpoint.tensors[fqn]
+    return {
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "bytes": info.bytes,
+        "pieces": [
+            {
+                **_region(piece.region),
+                "pack": piece.pack,
+                "offset": piece.offset,
+                "bytes": piece.bytes,
+            }
+            for piece in checkpoint.pieces(fqn)
+        ],
+        "pieces_by_rank": {str(rank): count for rank, count in sorted(checkpoint.written_by(fqn).items())},
+    }
+
+
+def _region(region: api.Region) -> dict[str, object]:
+    """Return which part of its tensor a piece is: corners of a box, or a run of the flattened tensor."""
+    if isinstance(region, api.FlatRange):
+        return {"flat_start": region.start, "flat_stop": region.stop}
+    return {"start": list(region.start), "stop": list(region.stop)}

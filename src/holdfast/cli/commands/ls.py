@@ -1,0 +1,189 @@
+"""`holdfast ls`: the steps of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from holdfast import api
+from holdfast.cli.ending import ended_well
+from holdfast.cli.screen import Column, Screen, shown_bytes, stdout
+from holdfast.errors import printable
+from holdfast.types.health import Health, is_healthy
+
+_COLUMNS = (
+    Column("STEP", "right"),
+    Column("CREATED"),
+    Column("AGE", "right"),
+    Column("TENSORS", "right"),
+    Column("BYTES", "right"),
+    Column("RANKS", "right"),
+    Column("ATTEMPT"),
+)
+
+
+def ls(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints of a run, oldest first, with what is damaged or unfinished."""
+    with ended_well():
+        run = api.list_steps(root)
+        if as_json:
+            stdout().json(_document(run))
+        else:
+            _show(stdout(), run)
+
+
+def _show(screen: Screen, run: api.RunRecord) -> None:
+    committed = [record for record in run.steps if record.committed]
+    if committed:
+        now = datetime.now(UTC)
+        extra = [each for each in _EXTRA if any(each[1](record) for record in committed)]
+        rows = [[*_row(record, now), *(shown(record) or "-" for _, shown in extra)] for record in committed]
+        columns = [*_COLUMNS, *(column for column, _ in extra)]
+        screen.table(columns, rows, ["red" if record.error else "" for record in committed])
+    else:
+        screen.line("no committed step yet")
+    if run.error:
+        screen.line(f"holdfast.json is damaged: {printable(str(run.error))}", style="red")
+    for record in run.steps:
+        if record.error:
+            screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
+        elif record.fenced:
+            screen.line(f"step {record.step}: fenced, a newer writer did not find it; no checkpoint", style="yellow")
+        elif not record.committed:
+            screen.line(f"step {record.step}: unfinished, no manifest (a save is under way, or died)", style="yellow")
+        elif record.quarantined is not None:
+            screen.line(f"step {record.step}: under quarantine: {printable(record.quarantined)}", style="red")
+        elif record.leftovers:
+            count = len(record.leftovers)
+            text = f"step {record.step}: holds {count} unfinished attempt{'s' * (count > 1)} beside the committed one"
+            screen.line(text, style="yellow")
+        _show_health(screen, record)
+
+
+def _show_health(screen: Screen, record: api.StepRecord) -> None:
+    said = () if record.manifest is None or record.manifest.health is None else record.manifest.health.told()
+    if said:
+        more = f" (and {len(said) - 1} more, see: holdfast inspect)" if len(said) > 1 else ""
+        screen.line(f"step {record.step}: unhealthy: {printable(said[0])}{more}", style="yellow")
+
+
+def _row(record: api.StepRecord, now: datetime) -> list[str]:
+    manifest = record.manifest
+    if manifest is None:
+        return [str(record.step), "damaged", *["-"] * (len(_COLUMNS) - 2)]
+    return [
+        str(record.step),
+        shown_time(manifest.created),
+        shown_age(manifest.created, now),
+        f"{manifest.tensors:,}",
+        shown_bytes(manifest.tensor_bytes),
+        str(manifest.world_size),
+        manifest.attempt,
+    ]
+
+
+def _health(record: api.StepRecord) -> str:
+    healthy = None if record.manifest is None else record.manifest.healthy
+    return "" if healthy is None else "healthy" if healthy else "unhealthy"
+
+
+def _metrics(record: api.StepRecord) -> str:
+    return "" if record.manifest is None else shown_metrics(record.manifest.metrics)
+
+
+def _tags(record: api.StepRecord) -> str:
+    return printable(" ".join(record.tags))
+
+
+_EXTRA: tuple[tuple[Column, Callable[[api.StepRecord], str]], ...] = (
+    (Column("HEALTH"), _health),
+    (Column("METRICS"), _metrics),
+    (Column("TAGS"), _tags),
+)
+"""Columns that are shown where a step has something in them."""
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> str:
+    """Return what was said of a step, for people: `loss=0.25 accuracy=0.9`."""
+    return printable(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+
+
+def shown_age(created: str, now: datetime) -> str:
+    """Return how long ago a step was saved, for people: `12 min`; `-` where its time says nothing, or is to come."""
+    try:
+        seconds = (now - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):
+        return "-"
+    if seconds < 0:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # Up to two days in hours, and so on: what is 90 minutes old is not an hour old.
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def shown_time(created: str) -> str:
+    """Return the time of a manifest for people."""
+    return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
+
+
+def health_document(health: Health | None) -> dict[str, object]:
+    """Return what was found of a checkpoint's health, as JSON."""
+    return {
+        "healthy": is_healthy(health),
+        "nonfinite": None if health is None or health.nonfinite is None else dict(health.nonfinite),
+        "unhealthy": [] if health is None else list(health.told()),
+    }
+
+
+def json_number(value: float) -> float | str:
+    """Return a number as JSON has it; text where JSON has none: `NaN`, `Infinity`, `-Infinity`."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _document(run: api.RunRecord) -> dict[str, object]:
+    return {
+        "root": run.url,
+        "run_id": run.run_id,
+        "error": None if run.error is None else str(run.error),
+        "steps": [_step_document(record) for record in run.steps],
+    }
+
+
+def _status(record: api.StepRecord) -> str:
+    if record.error:
+        return "damaged"
+    if record.fenced:
+        return "fenced"
+    return "committed" if record.committed else "unfinished"
+
+
+def _step_document(record: api.StepRecord) -> dict[str, object]:
+    manifest = record.manifest
+    return {
+        "step": record.step,
+        "status": _status(record),
+        "error": None if record.error is None else str(record.error),
+        "created": manifest and manifest.created,
+        "tensors": manifest and manifest.tensors,
+        "bytes": manifest and manifest.tensor_bytes,
+        "ranks": manifest and manifest.world_size,
+        "attempt": manifest and manifest.attempt,
+        "epoch": manifest and manifest.epoch,
+        "digest": manifest and manifest.digest,
+        **health_document(None if manifest is None else manifest.health),
+        "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
+        "tags": list(record.tags),
+        "leftovers": list(record.leftovers),
+        "quarantined": record.quarantined,
+    }

@@ -1,0 +1,67 @@
+"""`holdfast tag`: the names of steps."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast import api
+from holdfast.cli.commands.ls import shown_time
+from holdfast.cli.ending import ended_well
+from holdfast.cli.screen import Column, Screen, stdout
+from holdfast.errors import InvalidError, printable
+
+_COLUMNS = (Column("TAG"), Column("STEP", "right"), Column("GIVEN"))
+
+
+def tag(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
+    step: Annotated[int | None, typer.Argument(metavar="STEP", help="The step to name.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Its name.", show_default=False)] = None,
+    remove: Annotated[
+        str | None, typer.Option("--remove", metavar="NAME", help="Take this name away; its step stays.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the tags as JSON.")] = False,
+) -> None:
+    """Name a step of a run, take a name away, or list the names."""
+    with ended_well():
+        if remove is not None:
+            if step is not None:
+                raise InvalidError("--remove takes the name alone; expected: holdfast tag ROOT --remove NAME")
+            api.untag(root, remove)
+        elif step is not None:
+            if name is None:
+                raise InvalidError(f"step {step}: no name; expected: holdfast tag ROOT STEP NAME")
+            api.tag(root, step, name)
+        elif not as_json:
+            _show(stdout(), api.list_steps(root))
+        if as_json:
+            stdout().json(_document(api.list_steps(root)))
+
+
+def _show(screen: Screen, run: api.RunRecord) -> None:
+    if run.tags:
+        rows = [[tag.name, str(tag.step), shown_time(tag.created)] for tag in run.tags]
+        screen.table(_COLUMNS, rows, ["" if _is_held(run, tag) else "yellow" for tag in run.tags])
+    elif not run.tag_errors:
+        screen.line("no tags yet")
+    for tag in run.tags:
+        if not _is_held(run, tag):
+            screen.line(f"{tag.name}: step {tag.step} is gone, or was saved again since", style="yellow")
+    for name, error in run.tag_errors.items():
+        screen.line(f"{name}: {printable(str(error))}", style="red")
+
+
+def _is_held(run: api.RunRecord, tag: api.Tag) -> bool:
+    return any(tag.name in record.tags for record in run.steps)
+
+
+def _document(run: api.RunRecord) -> dict[str, object]:
+    return {
+        "root": run.url,
+        "tags": [
+            {"tag": tag.name, "step": tag.step, "created": tag.created, "held": _is_held(run, tag)} for tag in run.tags
+        ],
+        "damaged": {name: str(error) for name, error in run.tag_errors.items()},
+    }

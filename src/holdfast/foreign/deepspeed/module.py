@@ -1,0 +1,245 @@
+"""The weights, buffers and frozen parameters that files of model states hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.foreign.deepspeed.folder import Place
+from holdfast.foreign.deepspeed.layout import InexactError, Layout, Layouts
+from holdfast.foreign.deepspeed.saved import ModelState
+from holdfast.foreign.deepspeed.tensors import Held, Tensors
+from holdfast.foreign.layouts.flat_partition import Shapes, parts_of_one
+from holdfast.foreign.layouts.pieces import Run, Slice, runs_of
+from holdfast.foreign.pickles.tensors import StoredTensor
+from holdfast.foreign.wording import CONVERT
+from holdfast.geometry.box import Box
+
+
+@dataclass(slots=True)
+class Parameters:
+    """The parameters of a model, as all files of model states tell of them together."""
+
+    states: Sequence[ModelState]
+    """By tensor-parallel rank, the state of data-parallel rank 0."""
+
+    layouts: Layouts
+    """What tells how each is cut."""
+
+    tensors: Tensors
+    """Where what is found goes."""
+
+    ties: dict[str, str] = field(default_factory=dict)
+    """Alias to the name that is kept."""
+
+    trained: set[str] = field(init=False)
+    """Names of parameters that lie in flat buffers."""
+
+    has_atoms: bool = False
+    """Whether whole parameters lie elsewhere too, so that one that no rank holds as it is can be had all the same."""
+
+    _known: dict[str, Layout | None] = field(default_factory=dict)
+    _shapes: dict[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.trained = {name for shapes in self.states[0].groups for name in shapes}
+        for number in range(len(self.states[0].groups)):
+            flat = self.flat_shapes(number)
+            self._shapes |= {name: [shapes[name] for shapes in flat] for name in flat[0]}
+
+    def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Layout | None:
+        """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
+
+        Args:
+            name: The parameter.
+            shapes: By tensor-parallel rank, the shape of what it holds.
+        """
+        if self._shapes.setdefault(name, shapes) != shapes:
+            raise CorruptError(
+                f"{self.tensors.where}/{self.states[0].file}: {name} has shape {list(shapes[0])} in one place and "
+                f"{list(self._shapes[name][0])} in another, or so on another rank; expected module and param_shapes to "
+                "agree"
+            )
+        if name not in self._known:
+            try:
+                self._known[name] = self.layouts.of(name, shapes)
+            except InexactError as error:
+                self._known[name] = None
+                if self.has_atoms:
+                    return None
+                self.tensors.remark(
+                    f"{self.layouts.where}: {name} is left out, and its optimizer state: {error}. {CONVERT}"
+                )
+        return self._known[name]
+
+    def is_left_out(self, name: str) -> bool:
+        """Return whether a parameter was left out, as a remark says."""
+        return not self.has_atoms and name in self._known and self._known[name] is None
+
+    def unlisted(self) -> list[str]:
+        """Return the parameters whose layout nothing names."""
+        return [name for name, layout in self._known.items() if layout is not None and layout.unlisted]
+
+    def flat_shapes(self, number: int) -> list[Shapes]:
+        """Return the shapes of one flat buffer on every tensor-parallel rank.
+
+        Raises:
+            InvalidError: Ranks hold other parameters, as the stages of a pipeline do.
+        """
+        found = [state.groups[number] for state in self.states]
+        for state, shapes in zip(self.states, found, strict=True):
+            if shapes.keys() != found[0].keys():
+                other = sorted(shapes.keys() ^ found[0].keys())[:3]
+                raise InvalidError(
+                    f"{self.tensors.where}/{state.file}: holds other parameters than {self.states[0].file}: {other}; "
+                    "expected the same names on every tensor-parallel rank. Stages of a pipeline are not read"
+                )
+        return found
+
+
+def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
+    """List the tensors of the module's state dict, and return what in it is none.
+
+    Args:
+        parameters: Where they are looked for, and what is known of them.
+        weights: Whether parameters are there in full; else only buffers are (ZeRO-3).
+    """
+    first = parameters.states[0]
+    parameters.ties = _ties(first, parameters.trained, by_memory=weights)
+    others = {}
+    for name, value in first.module.items():
+        if not isinstance(value, StoredTensor):
+            others[name] = value
+            continue
+        if name in parameters.ties or (not weights and name not in first.buffers):
+            continue
+        found = [_tensor_of(state, name, parameters.tensors.where) for state in parameters.states]
+        shapes = [each.shape for each in found]
+        layout = _same_everywhere(shapes) if name in first.buffers else parameters.layout(name, shapes)
+        if layout is None:
+            continue
+        where = f"{parameters.tensors.where}/{first.file}: {name}"
+        parameters.tensors.add(f"model.{name}", layout, [Held(t.dtype, t.shape, runs_of(t, where)) for t in found])
+    return others
+
+
+def list_copies(parameters: Parameters, models: Mapping[Place, ModelState]) -> None:
+    """List what data-parallel ranks beyond the first hold of buffers, as all do with ZeRO-3, as further copies.
+
+    Args:
+        parameters: Where the buffers are listed.
+        models: By tensor-parallel and data-parallel rank, files of model states.
+    """
+    tensors = parameters.tensors
+    for name in parameters.states[0].buffers:
+        spec = tensors.specs.get(f"model.{name}")
+        for (tp, dp), state in models.items():
+            own, copy = models[tp, 0].module.get(name), state.module.get(name)
+            if not dp or spec is None or not isinstance(own, StoredTensor):
+                continue
+            if not isinstance(copy, StoredTensor) or (copy.dtype, copy.shape) != (own.dtype, own.shape):
+                held = f"{copy.dtype} {list(copy.shape)}" if isinstance(copy, StoredTensor) else "no tensor"
+                tensors.remark(
+                    f"{tensors.where}/{state.file}: holds {held} as the buffer {name}, data-parallel rank 0 "
+                    f"{own.dtype} {list(own.shape)}, which is the one that is read"
+                )
+            elif own.shape == spec.global_shape:
+                tensors.add_copy(spec.fqn, copy)
+
+
+def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], ranks: int) -> None:
+    """List parameters that ZeRO-3 cut and no optimizer has.
+
+    Args:
+        parameters: Where they go.
+        models: By tensor-parallel and data-parallel rank, files of model states.
+        ranks: Data-parallel ranks.
+    """
+    for name in parameters.states[0].frozen:
+        shapes = [_frozen_shape(state, name, parameters.tensors.where) for state in parameters.states]
+        layout = None if name in parameters.ties else parameters.layout(name, shapes)
+        if layout is None:
+            continue
+        held = []
+        for tp, shape in enumerate(shapes):
+            own = models[tp, 0].fragments.get(name)
+            runs = list(_fragment_runs(models, tp, name, shape, ranks, parameters.tensors.where))
+            held.append(Held(own.dtype if own is not None else "float32", shape, runs))
+        parameters.tensors.add(f"model.{name}", layout, held)
+
+
+def list_ties(parameters: Parameters) -> None:
+    """List tied names of what is listed."""
+    for alias, name in parameters.ties.items():
+        if f"model.{name}" in parameters.tensors.specs:
+            parameters.tensors.aliases[f"model.{alias}"] = f"model.{name}"
+
+
+def _ties(state: ModelState, trained: set[str], *, by_memory: bool) -> dict[str, str]:
+    """Return the tied names of a module: those the file states, and those that are the same memory in it."""
+    same: dict[object, list[str]] = {}
+    for name, value in state.module.items():
+        if isinstance(value, StoredTensor):
+            tensor = value if by_memory and value.numel else None
+            memory = (tensor.storage, tensor.offset, tensor.dtype, tensor.shape, tensor.strides) if tensor else name
+            same.setdefault(memory, []).append(name)
+    found: dict[str, str] = {}
+    for names in same.values():
+        kept = next((name for name in names if name in trained), names[0])
+        found |= {name: kept for name in names if name != kept}
+    shapes = {name: value.shape for name, value in state.module.items() if isinstance(value, StoredTensor)}
+    for stated in state.shared.items():
+        alias, name = stated if stated[1] in trained or stated[0] not in trained else (stated[1], stated[0])
+        # DeepSpeed takes parameters without elements for tied: all lie at address 0.
+        empty = by_memory and (shapes.get(alias) != shapes.get(name) or 0 in shapes.get(alias, (0,)))
+        if alias in shapes and alias not in trained and alias != name and not empty:
+            found[alias] = name
+    return found
+
+
+def _tensor_of(state: ModelState, name: str, where: str) -> StoredTensor:
+    value = state.module.get(name)
+    if not isinstance(value, StoredTensor):
+        raise CorruptError(
+            f"{where}/{state.file}: holds no tensor {name}, which tensor-parallel rank 0 holds; expected the same "
+            "names on every rank. Stages of a pipeline are not read"
+        )
+    return value
+
+
+def _same_everywhere(shapes: Sequence[tuple[int, ...]]) -> Layout:
+    """Return the layout of a buffer: whole on the first rank, and on the others a copy if it has the same shape."""
+    shape = shapes[0]
+    whole = Slice(Box.whole(shape), (0,) * len(shape))
+    copy = Slice(whole.local, whole.start, copy=True)
+    return Layout(shape, [[whole if not rank else copy] if each == shape else [] for rank, each in enumerate(shapes)])
+
+
+def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
+    if name not in state.frozen:
+        raise CorruptError(f"{where}/{state.file}: frozen_param_shapes lacks {name}; expected it on every rank")
+    return state.frozen[name]
+
+
+def _fragment_runs(
+    models: Mapping[Place, ModelState], tp: int, name: str, shape: tuple[int, ...], ranks: int, where: str
+) -> Iterator[Run]:
+    for part in parts_of_one(math.prod(shape), ranks):
+        state = models.get((tp, part.rank))
+        if state is None:
+            raise MissingError(
+                f"{where}: no model states of data-parallel rank {part.rank}, tensor-parallel rank {tp}, which hold "
+                f"some of {name}. Copy the missing files"
+            )
+        tensor = state.fragments.get(name)
+        own = models[tp, 0].fragments.get(name, tensor)
+        fits = tensor is not None and tensor.is_contiguous and tensor.numel >= part.stop - part.start
+        if tensor is None or own is None or not fits or tensor.dtype != own.dtype:
+            held = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise CorruptError(
+                f"{where}/{state.file}: frozen_param_fragments holds {held} of {name}, shape {list(shape)} over "
+                f"{ranks} ranks; expected {part.stop - part.start} elements of one type"
+            )
+        yield Run(part.start, part.stop, tensor.file, tensor.offset)

@@ -1,0 +1,207 @@
+"""The master copies and the optimizer state that lie in flat buffers, one share of each in every rank's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.errors import CorruptError
+from holdfast.foreign.deepspeed.module import Parameters
+from holdfast.foreign.deepspeed.saved import Share, ZeroState
+from holdfast.foreign.deepspeed.tensors import Held
+from holdfast.foreign.layouts.flat_partition import Part, numel_of, parts_of_each_cut, parts_of_even_cut, share_of
+from holdfast.foreign.layouts.pieces import Run
+from holdfast.foreign.pickles.tensors import StoredTensor
+from holdfast.types.values import Value
+
+MASTER = "master"
+
+Files = Sequence[Sequence[ZeroState]]
+"""By tensor-parallel and data-parallel rank."""
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """What is known of an optimizer besides tensors."""
+
+    groups: dict[str, int] = field(default_factory=dict)
+    """By parameter, the number of its parameter group."""
+
+    values: dict[str, dict[str, Value]] = field(default_factory=dict)
+    """By parameter, what its state holds besides tensors."""
+
+    unread: str = ""
+    """Why the state besides master copies cannot be given; empty if it can."""
+
+
+def list_buffers(parameters: Parameters, files: Files) -> OptimizerState:
+    """List what lies in flat buffers as `optimizer.state.<parameter>.<key>`, master copies included.
+
+    Args:
+        parameters: Names, layouts and where what is found goes.
+        files: Every rank's file.
+    """
+    found = OptimizerState()
+    first = files[0][0]
+    for number in range(len(first.shares)):
+        buffer = _Buffer(parameters, files, number)
+        for name in parameters.states[0].groups[number]:
+            found.groups[name] = first.group_of[number]
+        kinds = buffer.kinds()
+        if isinstance(kinds, str):
+            found.unread = kinds
+            kinds = {}
+        buffer.list_flat([MASTER, *(key for key, kind in kinds.items() if kind == _FLAT)])
+        for key, kind in kinds.items():
+            if kind == _SCALAR_TENSOR:
+                buffer.list_scalar(key)
+            elif kind == _VALUE:
+                for name in parameters.states[0].groups[number]:
+                    found.values.setdefault(name, {})[key] = first.shares[number].state[key]
+    return found
+
+
+_FLAT, _SCALAR_TENSOR, _VALUE = "flat", "scalar", "value"
+
+
+class _Buffer:
+    """One flat buffer: every rank's share, and where each parameter lies in it."""
+
+    def __init__(self, parameters: Parameters, files: Files, number: int) -> None:
+        self._parameters, self._files, self._number = parameters, files, number
+        self._where = parameters.tensors.where
+        self._names = list(parameters.states[0].groups[number])
+        self._shapes = parameters.flat_shapes(number)
+        self._shares = [[state.shares[number] for state in of_rank] for of_rank in files]
+        self._whole = [
+            share_of([each.master.numel for each in shares], [each.padding for each in shares]) or 0
+            for shares in self._shares
+        ]
+        self._parts = [dict(self._placed(tp)) for tp in range(len(files))]
+
+    def kinds(self) -> dict[str, str] | str:
+        """Return what each key of the state is, or why that cannot be told.
+
+        Whatever has one dimension and as many elements as the master copy, with or without padding, is cut like it;
+        single numbers belong to every parameter.
+        """
+        keys = self._shares[0][0].state.keys()
+        for share, _, file in self._every:
+            if share.state.keys() != keys:
+                raise CorruptError(
+                    f"{self._where}/{file}: state of buffer {self._number} has {sorted(share.state)}; "
+                    f"{self._files[0][0].file} has {sorted(keys)}. Are they of one checkpoint?"
+                )
+        found = {}
+        for key in keys:
+            values = [share.state[key] for share, _, _ in self._every]
+            if all(_is_flat(share.state[key], share, whole) for share, whole, _ in self._every):
+                found[key] = _FLAT
+            elif all(isinstance(value, StoredTensor) and value.shape in ((), (1,)) for value in values):
+                found[key] = _SCALAR_TENSOR
+            elif not any(isinstance(value, StoredTensor) for value in values):
+                found[key] = _VALUE
+            else:
+                shape = next(list(value.shape) for value in values if isinstance(value, StoredTensor))
+                return (
+                    f"{key} of buffer {self._number} has shape {shape} beside a master copy of "
+                    f"{list(self._shares[0][0].master.shape)}, so it cannot be told which parameters it is for"
+                )
+        return found
+
+    def list_flat(self, keys: Sequence[str]) -> None:
+        """List every parameter's part of what is cut like the master copy."""
+        for name in self._names:
+            layout = self._parameters.layout(name, [shapes[name] for shapes in self._shapes])
+            if layout is None:
+                continue
+            for key in keys:
+                held = []
+                for tp, shapes in enumerate(self._shapes):
+                    runs = list(self._runs(tp, name, key))
+                    held.append(Held(_tensor(self._shares[tp][0], key).dtype, shapes[name], runs))
+                self._parameters.tensors.add(f"optimizer.state.{name}.{key}", layout, held)
+
+    def list_scalar(self, key: str) -> None:
+        """List a single number for each parameter: all of them the same bytes, with copies in other ranks' files."""
+        tensors = self._parameters.tensors
+        every = [_tensor(share, key) for shares in self._shares for share in shares]
+        first = ""
+        for name in self._names:
+            if self._parameters.is_left_out(name):
+                continue
+            fqn = f"optimizer.state.{name}.{key}"
+            if first:
+                tensors.add_again(fqn, first)
+            else:
+                tensors.add_copied(fqn, every)
+                first = fqn
+
+    def _runs(self, tp: int, name: str, key: str) -> Iterator[Run]:
+        for part in self._parts[tp][name]:
+            tensor = _tensor(self._shares[tp][part.rank], key)
+            if part.at + part.stop - part.start > tensor.numel:
+                file = self._files[tp][part.rank].file
+                raise CorruptError(
+                    f"{self._where}/{file}: {key} of buffer {self._number} has {tensor.numel} elements; {name} lies at "
+                    f"{part.at}–{part.at + part.stop - part.start}. Do the files belong together?"
+                )
+            yield Run(part.start, part.stop, tensor.file, tensor.offset + part.at * tensor.itemsize)
+
+    def _placed(self, tp: int) -> Iterator[tuple[str, list[Part]]]:
+        shapes, of_rank, shares = self._shapes[tp], self._files[tp], self._shares[tp]
+        if of_rank[0].stage == 3:
+            yield from parts_of_each_cut(shapes, len(of_rank))
+            return
+        gaps = shares[0].gaps or [0] * len(shapes)
+        if len(gaps) != len(shapes) or any(list(each.gaps or gaps) != list(gaps) for each in shares):
+            raise CorruptError(
+                f"{self._where}/{of_rank[0].file}: param_alignment_paddings for {len(gaps)} parameters of buffer "
+                f"{self._number}, which has {len(shapes)}, or others on another rank"
+            )
+        share, needed = self._whole[tp], numel_of(shapes, gaps)
+        if share * len(shares) < needed:
+            lengths = [each.master.numel for each in shares]
+            raise CorruptError(
+                f"{self._where}/{of_rank[0].file}: buffer {self._number} has {needed} elements, and its ranks hold "
+                f"{lengths[:8]}{'…' if len(lengths) > 8 else ''}; expected equal shares that hold all. Do the files "
+                "belong together?"
+            )
+        found = dict(parts_of_even_cut(shapes, gaps, max(share, 1)))
+        self._compare_addresses(tp, found)
+        yield from found.items()
+
+    def _compare_addresses(self, tp: int, found: Mapping[str, Sequence[Part]]) -> None:
+        """Say where `param_slice_mappings` disagree with `param_shapes`, by which we go."""
+        expected: list[dict[str, tuple[int, int]]] = [{} for _ in self._files[tp]]
+        for name, parts in found.items():
+            for part in parts:
+                expected[part.rank][name] = (part.at, part.stop - part.start)
+        for rank, (share, state) in enumerate(zip(self._shares[tp], self._files[tp], strict=True)):
+            stated = share.addresses
+            if stated is not None and {n: each for n, each in stated.items() if each[1]} != expected[rank]:
+                self._parameters.tensors.remark(
+                    f"{self._where}/{state.file}: param_slice_mappings of buffer {self._number} put parameters "
+                    "elsewhere than param_shapes do, as with round_robin_gradients; they were ignored, since "
+                    "param_shapes tell the order in which parameters lie"
+                )
+                return
+
+    @property
+    def _every(self) -> Iterator[tuple[Share, int, str]]:
+        """Every rank's share, its elements with padding, and its file."""
+        for tp, (shares, of_rank) in enumerate(zip(self._shares, self._files, strict=True)):
+            for share, state in zip(shares, of_rank, strict=True):
+                yield share, self._whole[tp], state.file
+
+
+def _is_flat(value: object, share: Share, whole: int) -> bool:
+    if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not value.is_contiguous:
+        return False
+    return value.numel in (share.master.numel, whole)
+
+
+def _tensor(share: Share, key: str) -> StoredTensor:
+    value = share.master if key == MASTER else share.state[key]
+    assert isinstance(value, StoredTensor)
+    return value

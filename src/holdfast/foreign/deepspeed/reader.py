@@ -1,0 +1,31 @@
+"""The format as the machine sees it."""
+
+from __future__ import annotations
+
+from holdfast.errors import MissingError
+from holdfast.foreign.deepspeed.folder import find_prefix, read_folder
+from holdfast.foreign.deepspeed.listing import list_zero
+from holdfast.foreign.deepspeed.universal import list_universal
+from holdfast.ports.store import Readable
+from holdfast.types.listing import Listing
+
+
+class DeepSpeedFormat:
+    """Lists checkpoints of DeepSpeed's engine, and universal folders made of them, where they lie."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "deepspeed"
+
+    def recognises(self, files: Readable, name: str) -> bool:
+        """Return whether a folder was named that holds files of a tag, or `latest` or `latest_universal` with one."""
+        return not name and find_prefix(files) is not None
+
+    def listing(self, files: Readable, name: str) -> Listing:
+        """Return what the tag that is meant holds."""
+        prefix = find_prefix(files)
+        if prefix is None:
+            raise MissingError(f"{files.url}: no files of a DeepSpeed checkpoint; expected a tag, or latest beside one")
+        folder = read_folder(files, prefix)
+        return list_universal(files, folder) if folder.is_universal else list_zero(files, folder)

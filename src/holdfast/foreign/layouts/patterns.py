@@ -1,0 +1,273 @@
+"""Regular expressions that a checkpoint brings along, matched in bounded time.
+
+Universal checkpoints say by name which parameter is cut how, in Python's regular expressions. Those of a stranger may
+take Python's own matcher forever, so we follow all ways at once: the places in a name that a pattern may have reached
+are the bits of one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from holdfast.errors import InvalidError
+from holdfast.foreign.wording import CONVERT, shown
+
+CHARACTERS_MAX = 2000
+"""Of a pattern, and of a name."""
+
+_STEPS_MAX = 30_000_000
+_COUNT_MAX = 1000
+_DEPTH_MAX = 50
+_SPECIAL = frozenset(".^$*+?{}[]\\|()")
+_CLASSES: dict[str, Callable[[str], bool]] = {
+    "d": str.isdecimal,
+    "w": lambda each: each.isalnum() or each == "_",
+    "s": str.isspace,
+}
+
+
+class _Name:
+    """A name, as where each of its characters stands."""
+
+    def __init__(self, name: str) -> None:
+        self.end = 1 << len(name)
+        self.places: dict[str, int] = {}
+        for at, each in enumerate(name):
+            self.places[each] = self.places.get(each, 0) | 1 << at
+
+
+_named = lru_cache(maxsize=1 << 14)(_Name)
+_Node = Callable[[_Name, int], int]
+"""Takes a name and the places where a part of a pattern may begin, returns those where it may end."""
+
+
+class Patterns:
+    """Patterns of one checkpoint: what they cost is counted together."""
+
+    def __init__(self, where: str) -> None:
+        """Remember what holds them, for messages."""
+        self._where, self._steps = where, 0
+        self._known: dict[str, _Node] = {}
+
+    def matches(self, pattern: object, name: str) -> bool:
+        """Return whether a name starts with something that a pattern describes, as `re.match` does.
+
+        Args:
+            pattern: A regular expression: characters, escapes, classes, groups, `|`, `^`, `$` and repeats.
+            name: A name.
+        Raises:
+            InvalidError: It is no such expression, is of a kind not read here (looking around, back references,
+                flags), or all of them together take too long.
+        """
+        if not isinstance(pattern, str) or len(pattern) > CHARACTERS_MAX or len(name) > CHARACTERS_MAX:
+            raise InvalidError(
+                f"{self._where}: matches the pattern {shown(pattern)} with {name[:100]!r}; expected texts of at most "
+                f"{CHARACTERS_MAX} characters"
+            )
+        node = self._known.get(pattern)
+        if node is None:
+            node = self._known[pattern] = _Parser(pattern, self._where, self._spend).whole()
+        return bool(node(_named(name), 1))
+
+    def _spend(self) -> None:
+        self._steps += 1
+        if self._steps > _STEPS_MAX:
+            raise InvalidError(
+                f"{self._where}: its patterns take over {_STEPS_MAX} steps; expected a few for each name"
+            )
+
+
+def exact_name(pattern: object) -> str | None:
+    r"""Return the one name that a pattern such as `^l1\.weight$` stands for, None where it stands for more."""
+    if not isinstance(pattern, str) or not pattern.startswith("^") or not pattern.endswith("$"):
+        return None
+    found, escaped = [], False
+    for each in pattern[1:-1]:
+        if escaped and (each.isalnum() or each == "\n"):
+            return None
+        if not escaped and each == "\\":
+            escaped = True
+            continue
+        if not escaped and each in _SPECIAL:
+            return None
+        found.append(each)
+        escaped = False
+    return None if escaped else "".join(found)
+
+
+class _Parser:
+    """One pattern, read from left to right."""
+
+    def __init__(self, pattern: str, where: str, spend: Callable[[], None]) -> None:
+        self._pattern, self._where, self._spend = pattern, where, spend
+        self._at, self._depth = 0, 0
+
+    def whole(self) -> _Node:
+        node = self._either()
+        if self._at < len(self._pattern):
+            raise self._refused("an unopened parenthesis")
+        return node
+
+    def _refused(self, what: str) -> InvalidError:
+        return InvalidError(
+            f"{self._where}: the pattern {self._pattern[:200]!r} has {what} at character {self._at}, which is not read "
+            f"here; expected characters, classes, groups and repeats. {CONVERT}"
+        )
+
+    def _next(self) -> str:
+        return self._pattern[self._at : self._at + 1]
+
+    def _either(self) -> _Node:
+        self._depth += 1
+        if self._depth > _DEPTH_MAX:
+            raise self._refused("groups nested too deeply")
+        ways = [self._row()]
+        while self._next() == "|":
+            self._at += 1
+            ways.append(self._row())
+        self._depth -= 1
+
+        def either(name: _Name, places: int) -> int:
+            found = 0
+            for way in ways:
+                found |= way(name, places)
+            return found
+
+        return either if len(ways) > 1 else ways[0]
+
+    def _row(self) -> _Node:
+        nodes: list[_Node] = []
+        while self._next() not in ("", "|", ")"):
+            nodes.append(self._repeated(self._one()))
+
+        def row(name: _Name, places: int) -> int:
+            for node in nodes:
+                if not places:
+                    break
+                places = node(name, places)
+            return places
+
+        return row
+
+    def _one(self) -> _Node:
+        each = self._next()
+        self._at += 1
+        if each == "^":
+            return lambda name, places: places & 1
+        if each == "$":
+            return lambda name, places: places & name.end
+        if each == ".":
+            return self._character(lambda found: found != "\n")
+        if each == "(":
+            return self._group()
+        if each == "[":
+            return self._character(self._set())
+        if each == "\\":
+            if self._next() == "Z":
+                self._at += 1
+                return lambda name, places: places & name.end
+            return self._character(self._escaped())
+        if each in "*+?{":
+            raise self._refused("a repeat of nothing")
+        return self._literal(each)
+
+    def _group(self) -> _Node:
+        if self._next() == "?":
+            if not self._pattern.startswith("?:", self._at):
+                raise self._refused("a group that looks around or sets flags")
+            self._at += 2
+        node = self._either()
+        if self._next() != ")":
+            raise self._refused("an open parenthesis")
+        self._at += 1
+        return node
+
+    def _escaped(self) -> Callable[[str], bool]:
+        each = self._next()
+        self._at += 1
+        if each in _CLASSES:
+            return _CLASSES[each]
+        if each.lower() in _CLASSES:
+            known = _CLASSES[each.lower()]
+            return lambda found: not known(found)
+        if not each or each.isalnum():
+            raise self._refused(f"the escape \\{each}")
+        return lambda found: found == each
+
+    def _set(self) -> Callable[[str], bool]:
+        inverted = self._next() == "^"
+        self._at += inverted
+        members: list[Callable[[str], bool]] = []
+        while not members or self._next() != "]":
+            each = self._next()
+            if not each:
+                raise self._refused("an open bracket")
+            self._at += 1
+            if each == "\\":
+                members.append(self._escaped())
+                continue
+            low = high = each
+            if self._next() == "-" and self._pattern[self._at + 1 : self._at + 2] not in ("", "]", "\\"):
+                high = self._pattern[self._at + 1]
+                self._at += 2
+            members.append(_between(low, high))
+        self._at += 1
+        return lambda found: inverted != any(member(found) for member in members)
+
+    def _literal(self, each: str) -> _Node:
+        def literal(name: _Name, places: int) -> int:
+            self._spend()
+            return (places & name.places.get(each, 0)) << 1
+
+        return literal
+
+    def _character(self, fits: Callable[[str], bool]) -> _Node:
+        def character(name: _Name, places: int) -> int:
+            self._spend()
+            return sum(places & mask for each, mask in name.places.items() if fits(each)) << 1
+
+        return character
+
+    def _repeated(self, node: _Node) -> _Node:
+        low, high = self._counts()
+        if (low, high) == (1, 1):
+            return node
+        self._at += self._next() == "?"  # As few as possible instead of as many: the same names match.
+        if self._next() in ("*", "+", "?", "{"):
+            raise self._refused("a repeat of a repeat")
+
+        def repeat(name: _Name, places: int) -> int:
+            for _ in range(low):
+                self._spend()
+                places = node(name, places)
+            reached, ends, more = places, places, high - low
+            while ends and more:
+                self._spend()
+                ends = node(name, ends) & ~reached
+                reached |= ends
+                more -= 1
+            return reached
+
+        return repeat
+
+    def _counts(self) -> tuple[int, int]:
+        """Return how often the part before is repeated, at most -1 for without bound; pass over what says so."""
+        each = self._next()
+        if each in ("*", "+", "?"):
+            self._at += 1
+            return {"*": (0, -1), "+": (1, 0), "?": (0, 1)}[each]
+        if each != "{":
+            return 1, 1
+        content, closed, _ = self._pattern[self._at + 1 :].partition("}")
+        low, comma, high = content.partition(",")
+        numbers = [low or "0", high or "0"] if comma else [low, low]
+        if not closed or not all(each.isascii() and each.isdecimal() and int(each) <= _COUNT_MAX for each in numbers):
+            raise self._refused("a repeat without readable counts")
+        self._at += len(content) + 2
+        first, last = map(int, numbers)
+        return (first, first - 1 if comma and not high else last)
+
+
+def _between(low: str, high: str) -> Callable[[str], bool]:
+    return lambda found: low <= found <= high

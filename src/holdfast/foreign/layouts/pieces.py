@@ -1,0 +1,149 @@
+"""Runs of elements in files, and the pieces of a tensor they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from operator import add
+
+from holdfast.errors import InvalidError
+from holdfast.foreign.pickles.tensors import StoredTensor, row_major_strides
+from holdfast.foreign.wording import CONVERT
+from holdfast.geometry.box import Box, flat_range_boxes
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.value_class import noun
+from holdfast.types.listing import ListedPiece
+
+RUNS_MAX = 1 << 20
+"""Runs of one tensor: one that lies in more is scattered element by element."""
+
+
+@noun
+class Run:
+    """Consecutive elements of a flattened local tensor, as they lie in a file."""
+
+    start: int
+    """Row-major number of the first, in the local tensor."""
+
+    stop: int
+    """Row-major number past the last."""
+
+    file: str
+    """Key of the file."""
+
+    offset: int
+    """Byte of the first."""
+
+
+@noun
+class Slice:
+    """A box of a local tensor, and where in the whole tensor it belongs."""
+
+    local: Box
+    """Coordinates in the local tensor."""
+
+    start: tuple[int, ...]
+    """Coordinates of its first element in the whole tensor."""
+
+    copy: bool = False
+    """Whether another rank is the one that is read, and this one holds the same."""
+
+    def place(self, box: Box) -> Box:
+        """Return a box of the local tensor, inside this slice, in coordinates of the whole."""
+        shift = [there - here for there, here in zip(self.start, self.local.start, strict=True)]
+        start, stop = ((tuple(map(add, corner, shift))) for corner in (box.start, box.stop))
+        return Box(start, stop)
+
+
+def runs_of(tensor: StoredTensor, where: str) -> list[Run]:
+    """Return the runs in which a tensor lies in its file: one where it is contiguous.
+
+    Raises:
+        InvalidError: It is scattered over more than `RUNS_MAX`.
+    """
+    if 0 in tensor.shape:
+        return []
+    if tensor.is_contiguous:
+        return [Run(0, tensor.numel, tensor.file, tensor.offset)]
+    whole = len(tensor.shape)  # Dimensions from here on lie as one run.
+    length = 1
+    while tensor.strides[whole - 1] == length or tensor.shape[whole - 1] == 1:
+        length *= tensor.shape[whole - 1]
+        whole -= 1
+    outer = tensor.shape[:whole]
+    if math.prod(outer) > RUNS_MAX:
+        raise InvalidError(
+            f"{where}: shape {list(tensor.shape)} with strides {list(tensor.strides)} lies in {math.prod(outer)} runs; "
+            f"expected at most {RUNS_MAX}. Save tensor.contiguous()"
+        )
+    offsets = [0]
+    for count, stride in zip(outer, tensor.strides[:whole], strict=True):
+        offsets = [offset + each * stride for offset in offsets for each in range(count)]
+    return [
+        Run(number * length, (number + 1) * length, tensor.file, tensor.offset + offset * tensor.itemsize)
+        for number, offset in enumerate(offsets)
+    ]
+
+
+def pieces_of(
+    runs: Sequence[Run],
+    local_shape: tuple[int, ...],
+    cut: Slice,
+    global_shape: tuple[int, ...],
+    itemsize: int,
+) -> Iterator[ListedPiece]:
+    """Yield the pieces of a whole tensor that runs of a local one hold in one of its slices.
+
+    Args:
+        runs: Runs of the local tensor.
+        local_shape: Its shape.
+        cut: The slice.
+        global_shape: Shape of the whole tensor.
+        itemsize: Bytes of an element.
+    """
+    if not cut.local.numel:
+        return
+    if local_shape[1:] == global_shape[1:] == cut.local.shape[1:]:
+        yield from _rows_of(runs, cut, global_shape, itemsize)
+        return
+    steps = row_major_strides(local_shape)
+    for run in runs:
+        for held in flat_range_boxes(local_shape, run.start, run.stop):
+            common = held.intersect(cut.local)
+            for box in _unbroken(common, local_shape) if common is not None else ():
+                at = sum(coordinate * step for coordinate, step in zip(box.start, steps, strict=True))
+                yield ListedPiece(cut.place(box), run.file, run.offset + (at - run.start) * itemsize)
+
+
+def _rows_of(runs: Sequence[Run], cut: Slice, global_shape: tuple[int, ...], itemsize: int) -> Iterator[ListedPiece]:
+    """Yield the pieces of a slice of whole rows, which are runs of the whole tensor too."""
+    row = math.prod(global_shape[1:])
+    first, last = (cut.local.start[0] * row, cut.local.stop[0] * row) if global_shape else (0, 1)
+    shift = cut.start[0] * row - first if global_shape else 0
+    for run in runs:
+        start, stop = max(run.start, first), min(run.stop, last)
+        if start < stop:
+            region = _region(start + shift, stop + shift, global_shape)
+            yield ListedPiece(region, run.file, run.offset + (start - run.start) * itemsize)
+
+
+def _region(start: int, stop: int, global_shape: tuple[int, ...]) -> Region:
+    return Box.whole(global_shape) if stop - start == math.prod(global_shape) else FlatRange(start, stop)
+
+
+def _unbroken(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Yield the parts of a box whose elements follow one another in an array of `shape`."""
+    split = len(shape)
+    while split > 0 and box.shape[split - 1] == shape[split - 1]:
+        split -= 1
+    outer = max(split - 1, 0)  # The dimension at `outer` may be cut: its elements still follow one another.
+    if math.prod(box.shape[:outer]) > RUNS_MAX:
+        raise InvalidError(
+            f"a slice {list(box.shape)} of a tensor {list(shape)} lies in {math.prod(box.shape[:outer])} runs; "
+            f"expected at most {RUNS_MAX}. {CONVERT}"
+        )
+    starts: list[tuple[int, ...]] = [()]
+    for low, high in zip(box.start[:outer], box.stop[:outer], strict=True):
+        starts = [(*start, at) for start in starts for at in range(low, high)]
+    for start in starts:
+        yield Box((*start, *box.start[outer:]), (*(at + 1 for at in start), *box.stop[outer:]))

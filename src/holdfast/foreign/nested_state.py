@@ -1,0 +1,218 @@
+"""A checkpoint as the nested dict that `torch.save` or `torch.distributed.checkpoint` would have been given."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.errors import InvalidError
+from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
+from holdfast.foreign.model_names import exported_dtype, model_names
+from holdfast.foreign.values import below
+from holdfast.types.export import ExportContent, ExportOptions
+from holdfast.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, object]
+"""Plain values, `TensorLeaf`, `SmallTensor` and `FrameworkValue`, nested."""
+
+_ABSENT = object()
+
+
+def model_state(content: ExportContent, options: ExportOptions) -> tuple[str, State]:
+    """Return the model alone, as its `state_dict()` is, and the key under which it stood; empty where there is none.
+
+    Raises:
+        InvalidError: The state has no model.
+    """
+    model = model_names(content)
+    building = _Building(content, options.dtype, model.names)
+    state: State = {name: building.leaf(fqn) for fqn, name in model.names.items()}
+    for alias, name in model.aliases.items():
+        state.setdefault(alias, state[name])
+    for key, group in content.tree.items.items():
+        if isinstance(group, Group) and group.kind == "module" and model.key in ("", key):
+            for name, value in building.values(group.items, key).items():
+                state[name if model.key else below(key, name)] = value
+    building.tell()
+    return model.key, state
+
+
+def nested_state(content: ExportContent, options: ExportOptions, *, flat_optimizers: bool) -> State:
+    """Return everything: modules and optimizers as their state dicts, and all else as it was nested.
+
+    Args:
+        content: What the checkpoint holds.
+        options: What the caller chose.
+        flat_optimizers: Whether an optimizer has `state.<fqn>.<key>` and `param_groups.<fqn>.<key>` by themselves, as
+            `torch.distributed.checkpoint.state_dict` gives it flattened, and not as nested dicts.
+    """
+    building = _Building(content, options.dtype, _names_if_any(content))
+    state = building.state()
+    building.tell()
+    if flat_optimizers:
+        for holder, key in building.optimizers:
+            holder[key] = _flat(holder[key])
+    return state
+
+
+def _names_if_any(content: ExportContent) -> Mapping[str, str]:
+    try:
+        return model_names(content).names
+    except InvalidError:
+        return {}
+
+
+class _Building:
+    """A state on its way from names and a tree to nested dicts."""
+
+    def __init__(self, content: ExportContent, dtype: str | None, model: Mapping[str, str]) -> None:
+        self._content, self._dtype, self._model = content, dtype, model
+        self._referred: set[str] = set()
+        self._left_out: list[str] = []
+        self._places: dict[str, tuple[str, State]] = {}
+        self._tied: dict[str, set[str]] = {}
+        self.optimizers: list[tuple[State, str]] = []
+        """Where each optimizer stands: a dict, and the key in it."""
+
+    def leaf(self, fqn: str) -> TensorLeaf:
+        """Return what stands for a stored tensor, or for the one that a name is tied to."""
+        spec = self._content.tensors[self._content.aliases.get(fqn, fqn)]
+        dtype = exported_dtype(spec.dtype, self._dtype) if spec.fqn in self._model else spec.dtype
+        return TensorLeaf(spec.fqn, dtype, spec.global_shape)
+
+    def state(self) -> State:
+        """Return the whole."""
+        root = self._group(self._content.tree, "")
+        for fqn in (*self._content.tensors, *self._content.aliases):
+            if fqn not in self._referred:
+                self._place(fqn)
+        return root
+
+    def tell(self) -> None:
+        """Log what has no place in such a file."""
+        if self._left_out:
+            logger.warning(
+                "left out, as each rank keeps its own or it was not saved: %s%s",
+                ", ".join(self._left_out[:10]),
+                f" and {len(self._left_out) - 10} more" if len(self._left_out) > 10 else "",
+            )
+
+    def values(self, items: Mapping[Any, Value], path: str) -> dict[Any, object]:
+        """Return the values of a dict, without those that are not there."""
+        found = ((key, self.value(each, below(path, key))) for key, each in items.items())
+        return {key: each for key, each in found if each is not _ABSENT}
+
+    def value(self, value: Value, path: str) -> object:
+        """Return a value with what stands for tensors in it."""
+        if isinstance(value, TensorRef):
+            self._referred.add(value.fqn)
+            return self.leaf(value.fqn)
+        if isinstance(value, Skipped | PerRankRef):
+            self._left_out.append(path)
+            return _ABSENT
+        if isinstance(value, FrameworkValue) and value.kind == "torch.tensor":
+            fields: Any = value.value
+            return SmallTensor(fields["dtype"], tuple(fields["shape"]), bytes(fields["data"]))
+        if isinstance(value, dict):
+            return self._dict_like(value, path)
+        if isinstance(value, list | tuple):
+            found = (self.value(each, f"{path}.{number}") for number, each in enumerate(value))
+            return type(value)(None if each is _ABSENT else each for each in found)
+        return value
+
+    def _dict_like(self, value: dict[Any, Value], path: str) -> object:
+        kept = self.values(value, path)
+        if isinstance(value, Counter):
+            return value
+        if isinstance(value, OrderedDict):
+            ordered = OrderedDict(kept)
+            vars(ordered).update(vars(value))
+            return ordered
+        return kept
+
+    def _group(self, group: Group, path: str) -> State:
+        """Return a node of the tree, and note where tensors go that stand in it by name."""
+        if group.kind == "optimizer":
+            return self._optimizer(group, path)
+        state: State = {}
+        self._places[path] = (group.kind, state)
+        for key, each in group.items.items():
+            found = self._child(each, below(path, key))
+            if found is not _ABSENT:
+                state[key] = found
+            if isinstance(each, Group) and each.kind == "optimizer":
+                self.optimizers.append((state, key))
+        return state
+
+    def _child(self, value: Value, path: str) -> object:
+        if not isinstance(value, Group):
+            return self.value(value, path)
+        return self.value(value.items.get("state"), path) if value.kind == "stateful" else self._group(value, path)
+
+    def _optimizer(self, group: Group, path: str) -> State:
+        """Return an optimizer's state dict by names; of tied parameters under one name, as torch has it."""
+        hyperparameters: Any = group.items.get("hyperparameters", {})
+        members: Any = group.items.get("param_groups", {})
+        values: Any = group.items.get("state", {})
+        tied = self._tied[path] = _tied_members(members, self._content.aliases)
+        groups: dict[str, list[str]] = {}
+        for fqn, content in members.items():
+            if fqn not in tied:
+                groups.setdefault(content, []).append(fqn)
+        param_groups = [
+            {**self.values(hyperparameters.get(content, {}), f"{path}.param_groups"), "params": fqns}
+            for content, fqns in groups.items()
+        ]
+        by_name: State = {}
+        for fqn, kept in values.items():
+            if fqn not in tied:
+                by_name[fqn] = self.values(kept, f"{path}.state.{fqn}")
+        state: State = {"state": by_name, "param_groups": param_groups}
+        self._places[path] = ("optimizer", state)
+        return state
+
+    def _place(self, fqn: str) -> None:
+        """Put a tensor into the innermost node that its name leads to."""
+        path, rest = next((path, rest) for path, rest in _splits(fqn) if path in self._places)
+        kind, state = self._places[path]
+        if kind == "optimizer" and rest.startswith("state."):
+            name, _, key = rest.removeprefix("state.").rpartition(".")
+            if name in self._tied[path]:
+                return
+            by_name: Any = state["state"]
+            state, rest = by_name.setdefault(name, {}), key
+        if rest in state:
+            raise InvalidError(f"{fqn}: the state has a value and a tensor of this name; expected one. Rename either")
+        state[rest] = self.leaf(fqn)
+
+
+def _splits(fqn: str) -> Iterator[tuple[str, str]]:
+    """Yield every way to take a name apart at a dot, from the longest first part to none."""
+    at = len(fqn)
+    while (at := fqn.rfind(".", 0, at)) >= 0:
+        yield fqn[:at], fqn[at + 1 :]
+    yield "", fqn
+
+
+def _tied_members(members: Mapping[str, object], aliases: Mapping[str, str]) -> set[str]:
+    """Return those parameters of an optimizer that are another one of it under a further name."""
+    tied = set()
+    for alias, fqn in aliases.items():
+        for path, name in _splits(alias):
+            if name in members and fqn.startswith(path) and fqn[len(path) :].removeprefix(".") in members:
+                tied.add(name)
+    return tied
+
+
+def _flat(optimizer: Any) -> State:
+    flat: State = {
+        f"state.{fqn}.{key}": value for fqn, kept in optimizer["state"].items() for key, value in kept.items()
+    }
+    for group in optimizer["param_groups"]:
+        for fqn in group["params"]:
+            flat |= {f"param_groups.{fqn}.{key}": value for key, value in group.items() if key != "params"}
+    return flat

@@ -1,0 +1,93 @@
+"""Which names a pickle may use, and what becomes of each; every other is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from holdfast.foreign.pickles.constructors import CALLS, DTYPE_NAMES, STORAGE_DTYPES, dtype_ref, names
+from holdfast.foreign.pickles.numpy_constructors import NUMPY_CALLS
+from holdfast.foreign.pickles.objects import DTypeRef, Named, Refusal
+
+KNOWN_CALLS = {**CALLS, **NUMPY_CALLS}
+"""What stands in for functions and classes, by module and name."""
+
+NAME_CHARACTERS_MAX = 500
+"""Of a module or name; what is longer is damage."""
+
+_RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
+"""Modules of Python 2, by which protocols before 3 go."""
+
+_RENAMED_BUILTINS = {"long": "int", "unicode": "str", "xrange": "range"}
+"""Names of Python 2, which protocols before 3 write for those of today."""
+
+_INERT_PACKAGES = names(
+    "accelerate apex argparse bitsandbytes collections datasets deepspeed diffusers enum fairscale fractions hydra "
+    "lightning lightning_fabric megatron nemo omegaconf pathlib peft pytorch_lightning timm torchao torchtitan "
+    "transformer_engine transformers trl uuid zoneinfo"
+)
+"""Packages whose classes occur in training states; an object of theirs becomes an `Instance`."""
+
+_INERT_PREFIXES = (
+    "numpy.random.", "torch.distributed.", "torch.nn.", "torch.optim.", "torch.serialization.", "torch.utils.",
+    "torch.amp.", "torch.cuda.amp.", "torch.ao.",
+)  # fmt: skip
+
+_INERT_NAMES = names(
+    "builtins.Ellipsis builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.object "
+    "builtins.range builtins.slice builtins.str builtins.tuple copyreg._reconstructor dataclasses.MISSING "
+    "decimal.Decimal functools.partial numpy.ndarray torch.Tensor torch._tensor.Tensor "
+    "torch._utils._rebuild_wrapper_subclass "
+    "torch.layout torch.memory_format torch.per_tensor_affine torch.strided types.SimpleNamespace typing.Any"
+)
+
+_REFUSED = {
+    "torch.storage._load_from_bytes": "a tensor pickled outside torch.save; save the state with torch.save",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor; save .to_dense()",
+    "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor; save .to_dense()",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor; save .unbind()",
+    "torch._utils._rebuild_qtensor": "a quantized tensor; save .dequantize(), or .int_repr() with its scale",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no values; leave it out",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device without storages; save .cpu()",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device without storages; save .cpu()",
+}
+
+
+def resolved(module: str, name: str, also: Collection[str]) -> Named | DTypeRef:
+    """Return what stands for a global of a pickle.
+
+    Args:
+        module, name: As the pickle has them.
+        also: Names, as `module.name`, of further classes that become an `Instance`.
+    Raises:
+        ValueError: It is no name.
+        Refusal: It is not on the list.
+    """
+    if max(len(module), len(name)) > NAME_CHARACTERS_MAX:
+        raise ValueError(f"a global whose name has {len(module)} + {len(name)} characters")
+    if module == "__builtin__":
+        name = _RENAMED_BUILTINS.get(name, name)
+    module = _RENAMED_MODULES.get(module, module)
+    if module.startswith("numpy.core."):
+        module = "numpy._core." + module.removeprefix("numpy.core.")
+    if module == "torch" and name in DTYPE_NAMES:
+        return dtype_ref(name)
+    qualname = f"{module}.{name}"
+    if qualname in _REFUSED:
+        raise Refusal(f"{qualname}: {_REFUSED[qualname]}")
+    if is_known(qualname) or qualname in also:
+        return Named(qualname)
+    raise Refusal(
+        f"{qualname!r}: a pickle may name anything that can be imported, so only known names are read, and nothing is "
+        "run; expected plain values, tensors, or types of a known training system. Save it as plain values"
+    )
+
+
+def is_known(qualname: str) -> bool:
+    """Return whether a name is on the list."""
+    return (
+        qualname in KNOWN_CALLS
+        or qualname in STORAGE_DTYPES
+        or qualname in _INERT_NAMES
+        or qualname.partition(".")[0] in _INERT_PACKAGES
+        or qualname.startswith(_INERT_PREFIXES)
+    )

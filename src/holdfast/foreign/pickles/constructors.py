@@ -1,0 +1,326 @@
+"""What a pickle may call: a closed table of functions of our own that return plain values."""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from holdfast.foreign.pickles.objects import DTypeRef, Instance, Named, Refusal
+from holdfast.foreign.pickles.tensors import StoredTensor, view_of
+from holdfast.types.values import FrameworkValue
+
+Spend = Callable[[int], None]
+"""Told how many bytes are about to be copied or values about to be made; refuses what is out of proportion."""
+
+Call = Callable[[tuple[Any, ...], Spend], object]
+"""What stands in for a class or function: takes what it is called with, checks it, and calls nothing.
+
+Raises ValueError (also TypeError) where the real one could not have been called so, `Refusal` where it could."""
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+DTYPE_NAMES = names(
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 half float double long "
+    "int short cfloat cdouble chalf complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
+    "float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 "
+    "bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
+)
+"""Names of torch's element types; those that are not stored are refused where a tensor has them."""
+
+_SHORT_DTYPES = {
+    "half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32", "short": "int16",
+    "cfloat": "complex64", "cdouble": "complex128", "chalf": "complex32",
+}  # fmt: skip
+
+_STORAGE_DTYPES = {
+    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
+    "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Untyped": "",
+}  # fmt: skip
+
+STORAGE_DTYPES = {
+    f"{module}.{name}Storage": dtype
+    for name, dtype in _STORAGE_DTYPES.items()
+    for module in ("torch", "torch.cuda", "torch.storage")
+}
+"""Element type by name of the class of a storage; empty for one without a type."""
+
+_PLAIN_TENSORS = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
+_ENCODINGS = {"latin1", "latin-1", "iso-8859-1"}
+
+
+def dtype_ref(name: str) -> DTypeRef:
+    """Return a type under the one name we use of it."""
+    return DTypeRef(_SHORT_DTYPES.get(name, name))
+
+
+def _bytes_of(args: tuple[Any, ...], spend: Spend) -> bytes:
+    """Stand in for `_codecs.encode`, by which protocols before 3 write bytes."""
+    if len(args) != 2 or type(args[0]) is not str or args[1] not in _ENCODINGS:
+        raise ValueError("_codecs.encode; expected text and latin1")
+    spend(len(args[0]))
+    return args[0].encode("latin-1")
+
+
+def _bytearray(args: tuple[Any, ...], spend: Spend) -> bytearray:
+    if args and type(args[0]) is str:
+        return bytearray(_bytes_of(args, spend))
+    (content,) = args or (b"",)
+    if type(content) is list:
+        spend(len(content))
+        return bytearray(content)
+    if type(content) is not bytes:
+        raise ValueError(f"a bytearray of {type(content).__name__}; expected bytes")
+    spend(len(content))
+    return bytearray(content)
+
+
+def _empty_bytes(args: tuple[Any, ...], spend: Spend) -> bytes:
+    if args:
+        raise ValueError("bytes that are made of something; expected none")
+    return b""
+
+
+def _complex(args: tuple[Any, ...], spend: Spend) -> complex:
+    if len(args) != 2 or any(type(each) is not float for each in args):
+        raise ValueError("a complex number; expected two floats")
+    return complex(*args)
+
+
+def _members(kind: type, args: tuple[Any, ...], spend: Spend) -> Any:
+    (members,) = args or ([],)
+    if type(members) not in (list, tuple, set, frozenset):
+        raise ValueError(f"a {kind.__name__} of {type(members).__name__}; expected a list")
+    spend(256 + 64 * len(members))
+    return kind(require_keys(members))
+
+
+def _pairs(args: tuple[Any, ...], spend: Spend) -> list[tuple[object, object]]:
+    (content,) = args or ([],)
+    spend(128 + 64 * len(content))
+    if isinstance(content, dict):
+        return list(content.items())
+    if type(content) is not list or not all(type(each) in (list, tuple) and len(each) == 2 for each in content):
+        raise ValueError(f"a dict of {type(content).__name__}; expected pairs")
+    require_keys(key for key, _ in content)
+    return [(key, value) for key, value in content]
+
+
+def _default_dict(args: tuple[Any, ...], spend: Spend) -> dict[object, object]:
+    return dict(_pairs(args[1:], spend))
+
+
+def _counter(args: tuple[Any, ...], spend: Spend) -> Counter[object]:
+    found: Counter[object] = Counter()
+    for key, count in _pairs(args, spend):
+        found[key] = count  # type: ignore[assignment]  # Counted or not, it is what was saved.
+    return found
+
+
+def _moment(kind: type[datetime.datetime] | type[datetime.date] | type[datetime.time], length: int) -> Call:
+    def made(args: tuple[Any, ...], spend: Spend) -> object:
+        if len(args) == 2 and isinstance(args[1], Instance) and length != 4:
+            return Instance(f"datetime.{kind.__name__}", args)  # Of a time zone that only its class knows.
+        zoned = len(args) == 2 and isinstance(args[1], datetime.timezone) and length != 4
+        if not (len(args) == 1 or zoned) or type(args[0]) is not bytes or len(args[0]) != length:
+            raise Refusal(f"a {kind.__name__} of another kind than fixed offsets; save it as text")
+        return kind(*args)
+
+    return made
+
+
+def _timedelta(args: tuple[Any, ...], spend: Spend) -> datetime.timedelta:
+    if len(args) != 3 or any(type(each) is not int for each in args):
+        raise ValueError("a timedelta; expected days, seconds, microseconds")
+    return datetime.timedelta(*args)
+
+
+def _timezone(args: tuple[Any, ...], spend: Spend) -> datetime.timezone:
+    if not 1 <= len(args) <= 2 or type(args[0]) is not datetime.timedelta or any(type(x) is not str for x in args[1:]):
+        raise ValueError("a timezone; expected its offset")
+    return datetime.timezone(args[0])  # A name that it may have is none that values keep.
+
+
+def _path(kind: type[pathlib.PurePath]) -> Call:
+    def made(args: tuple[Any, ...], spend: Spend) -> pathlib.PurePath:
+        if any(type(each) is not str for each in args):
+            raise ValueError("a path; expected its parts as text")
+        spend(sum(map(len, args)) + len(args))
+        return kind(*args)
+
+    return made
+
+
+def _size(args: tuple[Any, ...], spend: Spend) -> tuple[object, ...]:
+    if len(args) != 1 or type(args[0]) not in (tuple, list):
+        raise ValueError("a torch.Size; expected its lengths")
+    spend(8 * len(args[0]))
+    return tuple(args[0])
+
+
+def _device(args: tuple[Any, ...], spend: Spend) -> FrameworkValue:
+    if not 1 <= len(args) <= 2 or type(args[0]) is not str or any(type(each) is not int for each in args[1:]):
+        raise ValueError("a torch.device; expected its type and index")
+    return FrameworkValue("torch.device", ":".join(map(str, args)))
+
+
+def _version(args: tuple[Any, ...], spend: Spend) -> str:
+    if len(args) != 1 or type(args[0]) is not str:
+        raise ValueError("a version; expected text")
+    return args[0]
+
+
+def _tensor(args: tuple[Any, ...], spend: Spend) -> StoredTensor:
+    """Stand in for `_rebuild_tensor_v2`, and for `_rebuild_tensor`, which has the first four."""
+    if not 4 <= len(args) <= 7:
+        raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape and strides")
+    _require_plain_bits(args[6] if len(args) == 7 else None)
+    return view_of(*args[:4])
+
+
+def _typed_tensor(args: tuple[Any, ...], spend: Spend) -> StoredTensor:
+    """Stand in for `_rebuild_tensor_v3`, of types whose storage has none."""
+    if not 7 <= len(args) <= 8 or not isinstance(args[6], DTypeRef):
+        raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape, strides and dtype")
+    _require_plain_bits(args[7] if len(args) == 8 else None)
+    return view_of(args[0], args[1], args[2], args[3], args[6].name)
+
+
+def _require_plain_bits(marks: object) -> None:
+    """Refuse a view that is to be read as conjugate or negative of what is stored."""
+    if isinstance(marks, dict) and any(marks.get(mark) for mark in ("conj", "neg")):
+        raise Refusal("a tensor stored as the conjugate or negative of its values; save .resolve_conj().resolve_neg()")
+
+
+def _parameter(args: tuple[Any, ...], spend: Spend) -> object:
+    if not args or not isinstance(args[0], StoredTensor):
+        raise ValueError("a parameter; expected a tensor")
+    return args[0]
+
+
+def _of_type(args: tuple[Any, ...], spend: Spend) -> object:
+    """Stand in for `_rebuild_from_type_v2`: a tensor with attributes, which are left out, or of a subclass."""
+    if len(args) != 4 or not all(isinstance(each, Named) for each in args[:2]) or type(args[2]) is not tuple:
+        raise ValueError("a tensor of a subclass; expected function, type, arguments and state")
+    function, kind = args[0].qualname, args[1].qualname
+    if function not in _TENSORS or kind not in _PLAIN_TENSORS:
+        raise Refusal(
+            f"a tensor of class {kind}, of which only that class knows what it holds; save plain tensors (a DTensor's "
+            ".full_tensor()), or a sharded state with torch.distributed.checkpoint"
+        )
+    return _TENSORS[function](args[2], spend)
+
+
+_MEMBER_CHARACTERS_MAX = 500
+
+
+def _member(args: tuple[Any, ...], spend: Spend) -> Named:
+    """Stand in for `getattr`, by which enum members and methods are named."""
+    if len(args) != 2 or not isinstance(args[0], Named) or type(args[1]) is not str:
+        raise Refusal("getattr of something else than a class that is known; save plain values instead")
+    if args[0].qualname.startswith("builtins."):
+        raise Refusal(f"getattr of {args[0].qualname}; save plain values instead")
+    characters = len(args[0].qualname) + 1 + len(args[1])
+    if characters > _MEMBER_CHARACTERS_MAX:
+        raise ValueError(f"a member whose name has {characters} characters; expected {_MEMBER_CHARACTERS_MAX} at most")
+    spend(128 + characters)
+    return Named(f"{args[0].qualname}.{args[1]}")
+
+
+_KEY_VALUES_MAX = 64
+_KEY_BITS_MAX = 1024
+_KEY_CHARACTERS_MAX = 4096
+"""Of the text and bytes in a key: equal keys that are not one are compared whole."""
+
+
+def require_keys(keys: Iterable[object]) -> Any:
+    """Return keys as a list once each is known to be hashed in little time.
+
+    Raises:
+        ValueError: One has no hash, or is larger than a key can sensibly be.
+    """
+    found = list(keys)
+    for key in found:
+        if type(key) is not str or len(key) > _KEY_CHARACTERS_MAX:
+            _require_key(key)
+    return found
+
+
+def _require_key(key: object) -> None:
+    waiting, count, characters = [key], 0, 0
+    while waiting:
+        each = waiting.pop()
+        count += 1
+        if count > _KEY_VALUES_MAX:
+            raise ValueError(f"a key of over {_KEY_VALUES_MAX} values")
+        kind = type(each)
+        if kind is tuple or kind is frozenset:
+            assert isinstance(each, tuple | frozenset)
+            count += max(len(each) - _KEY_VALUES_MAX, 0)
+            waiting += list(each)[:_KEY_VALUES_MAX]
+        elif kind is str or kind is bytes:
+            assert isinstance(each, str | bytes)
+            characters += len(each)
+            if characters > _KEY_CHARACTERS_MAX:
+                raise ValueError(f"a key of over {_KEY_CHARACTERS_MAX} characters")
+        elif kind is int:
+            if each.bit_length() > _KEY_BITS_MAX:  # type: ignore[attr-defined]
+                raise ValueError(f"a key of over {_KEY_BITS_MAX} bits")
+        elif kind not in _KEY_TYPES and not isinstance(each, np.generic):
+            raise ValueError(f"a key of type {kind.__name__}")
+
+
+_KEY_TYPES = {
+    float, bool, complex, type(None), Instance, Named, DTypeRef, datetime.datetime, datetime.date,
+    datetime.time, datetime.timedelta, datetime.timezone, pathlib.PosixPath, pathlib.PurePosixPath,
+    pathlib.PureWindowsPath, FrameworkValue,
+}  # fmt: skip
+
+_TENSORS: Mapping[str, Call] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+}
+
+_PATHS: Mapping[str, type[pathlib.PurePath]] = {
+    "PosixPath": pathlib.Path,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+
+CALLS: Mapping[str, Call] = {
+    "_codecs.encode": _bytes_of,
+    "builtins.bytearray": _bytearray,
+    "builtins.bytes": _empty_bytes,
+    "builtins.complex": _complex,
+    "builtins.getattr": _member,
+    "builtins.set": lambda args, spend: _members(set, args, spend),
+    "builtins.frozenset": lambda args, spend: _members(frozenset, args, spend),
+    "collections.Counter": _counter,
+    "collections.OrderedDict": lambda args, spend: OrderedDict(_pairs(args, spend)),
+    "collections.defaultdict": _default_dict,
+    "datetime.date": _moment(datetime.date, 4),
+    "datetime.datetime": _moment(datetime.datetime, 10),
+    "datetime.time": _moment(datetime.time, 6),
+    "datetime.timedelta": _timedelta,
+    "datetime.timezone": _timezone,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.torch_version.TorchVersion": _version,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    **_TENSORS,
+    **{f"{module}.{name}": _path(kind) for name, kind in _PATHS.items() for module in ("pathlib", "pathlib._local")},
+}
+"""What may be called, by module and name."""

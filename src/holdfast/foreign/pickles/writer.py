@@ -1,0 +1,250 @@
+"""Pickles written without the library of that name: protocol 2, for a closed set of types, as torch.save writes them.
+
+What a pickle has another program import and call is stated by `Named` and `Made`, and only by them; nothing is looked
+up or run here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import InvalidError
+from holdfast.foreign.pickles.objects import Named
+
+DEPTH_MAX = 250
+"""Levels of nesting; whoever reads such a pickle may do it by recursion."""
+
+_BATCH = 1000
+"""Items that are set or appended at once: a reader holds them on its stack."""
+
+_PYTHON_2 = {"builtins": "__builtin__"}
+"""Names of modules that protocol 2 has from Python 2; every reader knows them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """An object that the reader makes."""
+
+    function: Named
+    """What it calls; with `new`, the class it makes an object of without calling it."""
+
+    args: tuple[object, ...] = ()
+    """What it calls it with."""
+
+    state: object = None
+    """Given to what was made: its attributes by name, or what its `__setstate__` takes; None for nothing."""
+
+    items: Iterable[tuple[object, object]] = ()
+    """Set in what was made, which is a dict then."""
+
+    new: bool = False
+    """Whether the object is made as `copy` makes one."""
+
+    shared: bool = False
+    """Whether this very value stands in several places, and is one object in each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """A dict by its items, which may be made while they are written."""
+
+    items: Iterable[tuple[object, object]]
+    """Its items; no key stands twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class PersistentId:
+    """What stands for an object outside the pickle, which its reader is told how to find."""
+
+    content: tuple[object, ...]
+    """What tells."""
+
+
+StandIn = Callable[[object], object]
+"""Called for a value of a type that no pickle of ours holds; returns what is written in its place.
+
+Raises `TypeError` where it knows none."""
+
+
+def pickled(value: object, stand_in: StandIn | None = None) -> bytes:
+    """Return a pickle of a value: plain values, numpy arrays, dates, paths, and the nouns above.
+
+    Raises:
+        InvalidError: A value is of another type, or nested too deep.
+    """
+    pickler = _Pickler(stand_in)
+    pickler.write(value, 0)
+    return b"\x80\x02" + pickler.out + b"."
+
+
+class _Pickler:
+    """One pickle: what is written of it, and what stands in its memo."""
+
+    def __init__(self, stand_in: StandIn | None) -> None:
+        self.out = bytearray()
+        self._stand_in = stand_in
+        self._known: dict[object, int] = {}
+        self._kept: list[Made] = []
+
+    def write(self, value: object, depth: int) -> None:
+        """Write what pushes a value on the reader's stack."""
+        if depth > DEPTH_MAX:
+            raise InvalidError(f"a value nests deeper than {DEPTH_MAX} levels; flatten it, or leave it out")
+        write = _WRITERS.get(type(value))
+        if write is not None:
+            write(self, value, depth)
+        elif isinstance(value, np.generic | pathlib.PurePath):
+            self.write(_reduced(value), depth)
+        elif self._stand_in is None:
+            raise TypeError(f"a {type(value).__name__} cannot be pickled")
+        else:
+            self.write(self._stand_in(value), depth + 1)
+
+    def put_simple(self, value: bool | None, depth: int) -> None:
+        self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+
+    def put_int(self, value: int, depth: int) -> None:
+        if 0 <= value < 1 << 8:
+            self.out += b"K" + value.to_bytes(1, "little")
+        elif 0 <= value < 1 << 16:
+            self.out += b"M" + value.to_bytes(2, "little")
+        elif -(1 << 31) <= value < 1 << 31:
+            self.out += b"J" + value.to_bytes(4, "little", signed=True)
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            head = bytes((0x8A, len(data))) if len(data) < 1 << 8 else b"\x8b" + struct.pack("<i", len(data))
+            self.out += head + data
+
+    def put_float(self, value: float, depth: int) -> None:
+        self.out += b"G" + struct.pack(">d", value)
+
+    def put_str(self, value: str, depth: int) -> None:
+        if not self._recall(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self.out += b"X" + struct.pack("<I", len(data)) + data
+            self._remember(value)
+
+    def put_tuple(self, value: tuple[object, ...], depth: int) -> None:
+        if len(value) > 3:
+            self.out += b"("
+        for each in value:
+            self.write(each, depth + 1)
+        self.out += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
+
+    def put_list(self, value: list[object], depth: int) -> None:
+        self.out += b"]"
+        self._filled(((each,) for each in value), b"e", depth)
+
+    def put_dict(self, value: dict[object, object], depth: int) -> None:
+        self.out += b"}"
+        self._filled(value.items(), b"u", depth)
+
+    def put_pairs(self, value: Pairs, depth: int) -> None:
+        self.out += b"}"
+        self._filled(value.items, b"u", depth)
+
+    def put_named(self, value: Named, depth: int) -> None:
+        if not self._recall(value):
+            module, _, name = value.qualname.rpartition(".")
+            self.out += f"c{_PYTHON_2.get(module, module)}\n{name}\n".encode()
+            self._remember(value)
+
+    def put_persistent(self, value: PersistentId, depth: int) -> None:
+        self.put_tuple(value.content, depth + 1)
+        self.out += b"Q"
+
+    def put_made(self, value: Made, depth: int) -> None:
+        if value.shared and self._recall(id(value), Made):
+            return
+        self.put_named(value.function, depth)
+        self.put_tuple(value.args, depth + 1)
+        self.out += b"\x81" if value.new else b"R"
+        if value.shared:
+            self._kept.append(value)  # While it is kept, no other value has its identity.
+            self._remember(id(value), Made)
+        self._filled(value.items, b"u", depth)
+        if value.state is not None:
+            self.write(value.state, depth + 1)
+            self.out += b"b"
+
+    def _filled(self, entries: Iterable[tuple[object, ...]], code: bytes, depth: int) -> None:
+        rest = iter(entries)
+        while batch := list(islice(rest, _BATCH)):
+            self.out += b"("
+            for each in chain.from_iterable(batch):
+                self.write(each, depth + 1)
+            self.out += code
+
+    def _recall(self, key: object, kind: type | None = None) -> bool:
+        """Push what is in the memo already, or return that it is not."""
+        at = self._known.get((kind or type(key), key))
+        if at is None:
+            return False
+        self.out += b"h" + at.to_bytes(1, "little") if at < 1 << 8 else b"j" + struct.pack("<I", at)
+        return True
+
+    def _remember(self, key: object, kind: type | None = None) -> None:
+        at = len(self._known)
+        self._known[kind or type(key), key] = at
+        self.out += b"q" + at.to_bytes(1, "little") if at < 1 << 8 else b"r" + struct.pack("<I", at)
+
+
+def _called(qualname: str, *args: object) -> Made:
+    return Made(Named(qualname), args)
+
+
+def _reduced(value: Any) -> Made:
+    """Return what numpy, dates and paths themselves say they are made of."""
+    function, args, *rest = value.__reduce_ex__(2)
+    module = "pathlib" if isinstance(value, pathlib.PurePath) else function.__module__
+    return Made(Named(f"{module}.{function.__qualname__}"), args, rest[0] if rest else None)
+
+
+def _ordered(value: OrderedDict[object, object]) -> Made:
+    """Return an ordered dict; a module's state dict keeps the versions it carries."""
+    return Made(Named("collections.OrderedDict"), (), vars(value) or None, value.items())
+
+
+_STAND_INS: dict[type, Callable[[Any], object]] = {
+    bytes: lambda value: _called("_codecs.encode", value.decode("latin-1"), "latin1"),
+    bytearray: lambda value: _called("builtins.bytearray", value.decode("latin-1"), "latin-1"),
+    complex: lambda value: _called("builtins.complex", value.real, value.imag),
+    set: lambda value: _called("builtins.set", list(value)),
+    frozenset: lambda value: _called("builtins.frozenset", list(value)),
+    Counter: lambda value: _called("collections.Counter", dict(value)),
+    OrderedDict: _ordered,
+    datetime.timezone: lambda value: _called("datetime.timezone", *value.__getinitargs__()),
+    **dict.fromkeys((datetime.date, datetime.datetime, datetime.time, datetime.timedelta, np.ndarray), _reduced),
+    **dict.fromkeys({type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUMmV"}, _reduced),
+    type: lambda value: Named(f"{value.__module__}.{value.__qualname__}"),
+}
+
+
+def _standing_in(stand_in: Callable[[Any], object]) -> Callable[[_Pickler, Any, int], None]:
+    return lambda pickler, value, depth: pickler.write(stand_in(value), depth + 1)
+
+
+_WRITERS: dict[type, Callable[[_Pickler, Any, int], None]] = {
+    type(None): _Pickler.put_simple,
+    bool: _Pickler.put_simple,
+    int: _Pickler.put_int,
+    float: _Pickler.put_float,
+    str: _Pickler.put_str,
+    tuple: _Pickler.put_tuple,
+    list: _Pickler.put_list,
+    dict: _Pickler.put_dict,
+    Named: _Pickler.put_named,
+    Made: _Pickler.put_made,
+    Pairs: _Pickler.put_pairs,
+    PersistentId: _Pickler.put_persistent,
+    **{kind: _standing_in(stand_in) for kind, stand_in in _STAND_INS.items()},
+}

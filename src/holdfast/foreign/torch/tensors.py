@@ -1,0 +1,133 @@
+"""Tensors of torch files put down in a listing: names, ties, and the pieces a strided view comes to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from holdfast.errors import InvalidError
+from holdfast.foreign.pickles.tensors import StoredTensor
+from holdfast.geometry.box import Box
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.values import Group
+
+PIECES_MAX = 1 << 16
+"""Of all strided tensors of a checkpoint: each run of elements that follow one another is a piece."""
+
+
+_NAMES_BYTES_MAX = 1 << 30
+"""Memory of all names, some 256 bytes each beside their characters: those of ties cost a file two bytes each."""
+
+
+class TorchTensors:
+    """The tensors of one checkpoint, as they are found in its files."""
+
+    def __init__(self, url: str) -> None:
+        """Begin with none.
+
+        Args:
+            url: Where the files lie, for messages.
+        """
+        self._url = url
+        self._specs: dict[str, TensorSpec] = {}
+        self._pieces: dict[str, list[ListedPiece]] = {}
+        self._aliases: dict[str, str] = {}
+        self._files: dict[str, int] = {}
+        self._first: dict[StoredTensor, str] = {}
+        self._pieces_left = PIECES_MAX
+        self._names_left = _NAMES_BYTES_MAX
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._specs or fqn in self._aliases
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def add_file(self, key: str, file_bytes: int) -> None:
+        """Take note of a file that tensors lie in."""
+        self._files[key] = file_bytes
+
+    def add(self, fqn: str, tensor: StoredTensor) -> None:
+        """Put down a tensor; one that is the same view of the same storage as another is tied to it.
+
+        Raises:
+            InvalidError: The name is taken or cannot be stored, or the tensor is strided beyond reason.
+        """
+        where = f"{self._url}/{tensor.file}"
+        if fqn in self:
+            raise InvalidError(f"{where}: two tensors are named {fqn[:300]!r}; rename a key so that names differ")
+        if not fqn or "\0" in fqn or fqn == "__metadata__" or not _is_text(fqn):
+            raise InvalidError(f"{where}: {fqn[:300]!r} cannot be the name of a tensor; rename the key of the state")
+        self._names_left -= 256 + len(fqn)
+        if self._names_left < 0:
+            raise InvalidError(f"{where}: names of tensors beyond {_NAMES_BYTES_MAX} bytes. Save it in several files")
+        first = self._first.setdefault(tensor, fqn) if tensor.numel else fqn
+        if first != fqn:
+            self._aliases[fqn] = first
+            return
+        if not tensor.is_contiguous:
+            count = math.prod(tensor.shape) // math.prod(_run(tensor))
+            self._pieces_left -= count
+            if self._pieces_left < 0:
+                raise InvalidError(
+                    f"{where}: {fqn}: {tensor.dtype} of shape {list(tensor.shape)} with strides "
+                    f"{list(tensor.strides)} lies in {count} runs; expected {PIECES_MAX} at most in all. "
+                    "Save it .contiguous()"
+                )
+        self._specs[fqn] = TensorSpec(fqn, tensor.dtype, tensor.shape)
+        self._pieces[fqn] = list(pieces_of(tensor))
+
+    def listing(self, format_name: str, tree: Group, remarks: list[str]) -> Listing:
+        """Return the listing of all of them."""
+        return Listing(
+            format=format_name,
+            tensors=self._specs,
+            pieces=self._pieces,
+            files=self._files,
+            tree=tree,
+            aliases=self._aliases,
+            remarks=remarks,
+        )
+
+
+def pieces_of(tensor: StoredTensor) -> Iterator[ListedPiece]:
+    """Yield boxes that cover a tensor, each of which lies in the file without gaps; none for an empty one.
+
+    A contiguous tensor is one. A strided view is as many as it has runs: rows of a narrower slice, columns of a
+    transposed matrix, single elements at worst.
+    """
+    if not tensor.numel:
+        return
+    run = _run(tensor)
+    if run == tensor.shape:
+        yield ListedPiece(Box.whole(tensor.shape), tensor.file, tensor.offset)
+        return
+    steps = [range(0, length, part) for length, part in zip(tensor.shape, run, strict=True)]
+    for start in itertools.product(*steps):
+        at = sum(each * stride for each, stride in zip(start, tensor.strides, strict=True))
+        stop = tuple([each + part for each, part in zip(start, run, strict=True)])
+        yield ListedPiece(Box(start, stop), tensor.file, tensor.offset + at * tensor.itemsize)
+
+
+def _run(tensor: StoredTensor) -> tuple[int, ...]:
+    """Return the shape of the boxes that lie in the file without gaps: each dimension whole, or one of it.
+
+    From the last dimension to the first, one is whole if its stride is what the whole ones behind it amount to.
+    """
+    run = [1] * len(tensor.shape)
+    step = 1
+    for dim in reversed(range(len(run))):
+        if tensor.strides[dim] == step or tensor.shape[dim] == 1:
+            run[dim] = tensor.shape[dim]
+            step *= tensor.shape[dim]
+    return tuple(run)
+
+
+def _is_text(fqn: str) -> bool:
+    try:
+        fqn.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

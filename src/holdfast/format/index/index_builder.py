@@ -1,0 +1,98 @@
+"""Pieces listed one by one, as they are written, until they make an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from holdfast.format.index.columns import Ints
+from holdfast.format.index.index import Index, in_order, know
+from holdfast.format.index.piece_columns import PieceColumns
+from holdfast.format.index.tensor_table import TensorTable
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import DIGEST_BYTES
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.types.plan import PackPlan
+
+
+class Listing:
+    """What a rank wrote."""
+
+    def __init__(self, chunk_bytes: int, tensors: Iterable[TensorSpec] = ()) -> None:
+        """Begin with no piece.
+
+        Args:
+            chunk_bytes: Bytes of every chunk but the last of a piece.
+            tensors: Tensors to be listed whether or not a piece of them is.
+        """
+        self._chunk_bytes = chunk_bytes
+        self._tensors = {tensor.fqn: tensor for tensor in tensors}
+        self._packs: dict[str, int] = {}
+        self._fqns: list[str] = []
+        self._numbers: list[int] = []
+        self._offsets: list[int] = []
+        self._regions: list[Region] = []
+        self._bytes: list[int] = []
+        self._digests: list[bytes] = []
+
+    def add(self, tensor: TensorSpec, region: Region, pack: str, offset: int, digests: bytes) -> None:
+        """Add one piece.
+
+        Raises:
+            InvalidError: The tensor is known with another dtype or shape.
+        """
+        know(self._tensors, tensor, pack)
+        self._fqns.append(tensor.fqn)
+        self._numbers.append(self._packs.setdefault(pack, len(self._packs)))
+        self._offsets.append(offset)
+        self._regions.append(region)
+        self._bytes.append(region.numel * tensor.itemsize)
+        self._digests.append(digests)
+
+    def add_pack(self, pack: PackPlan, header_bytes: int, digests: Sequence[bytes]) -> None:
+        """Add every piece of a pack that was written.
+
+        Args:
+            pack: The pack.
+            header_bytes: Bytes before its data.
+            digests: Of each piece, those of its chunks.
+        """
+        items = pack.items
+        assert len(items) == len(digests), f"{len(digests)} digests of {len(items)} pieces"
+        for item in items:
+            know(self._tensors, item.tensor, pack.name)
+        number = self._packs.setdefault(pack.name, len(self._packs))
+        self._fqns += [item.tensor.fqn for item in items]
+        self._numbers += [number] * len(items)
+        self._offsets += [header_bytes + item.data_offset for item in items]
+        self._regions += [item.region for item in items]
+        self._bytes += [item.bytes for item in items]
+        self._digests += digests
+
+    def index(self) -> Index:
+        """Return what is listed by now."""
+        table = TensorTable.of(self._tensors.values())
+        flat = [isinstance(region, FlatRange) for region in self._regions]
+        # A flat range is a box of one dimension here, as it is on storage.
+        starts = [region.start if isinstance(region, Box) else (region.start,) for region in self._regions]
+        stops = [region.stop if isinstance(region, Box) else (region.stop,) for region in self._regions]
+        pieces = PieceColumns(
+            tensors=_column(map(table.numbers.__getitem__, self._fqns)),
+            packs=_column(self._numbers),
+            offsets=_column(self._offsets),
+            flat=np.array(flat, dtype=bool),
+            widths=_column(map(len, starts)),
+            starts=_column(chain.from_iterable(starts)),
+            stops=_column(chain.from_iterable(stops)),
+            bytes=_column(self._bytes),
+            chunks=_column(map(len, self._digests)) // DIGEST_BYTES,
+            digests=memoryview(b"".join(self._digests)),
+        )
+        return Index(self._chunk_bytes, table, list(self._packs), in_order(pieces))
+
+
+def _column(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, np.int64)

@@ -1,0 +1,205 @@
+"""An index as it lies in a file: encoded, and decoded with every number of it checked."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import CorruptError
+from holdfast.format.index.columns import Ints, packed, products, unpacked
+from holdfast.format.index.index import Index
+from holdfast.format.index.piece_columns import Bools, PieceColumns, bounds_of
+from holdfast.format.index.tensor_table import Column, TensorTable, TensorTables, decode_tensors
+from holdfast.format.names import is_file_url, is_pack_name, step_of_pack
+from holdfast.geometry.chunking import DIGEST_BYTES
+from holdfast.settings import MIB, PAGE_BYTES
+
+_BOX, _FLAT = 0, 1
+"""Kinds of pieces in the column `piece_kinds`."""
+
+_OWN, _FILE, _STEP = "own", "file", "step"
+"""Kinds of packs: written by this checkpoint's attempt, a file that another system wrote, or a pack of another step."""
+
+_CHUNK_BYTES_MAX = 4 * MIB
+"""What one digest may vouch for; also what bounds the tensors that a small index can claim."""
+
+INDEX_BYTES_MAX = 1 << 30
+"""An index file or part larger than this is taken for damage, not read."""
+
+
+class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
+    """The index as it lies in a file: some columns go by tensor, `piece_*` by piece, ordered by tensor."""
+
+    chunk_bytes: int
+    fqns: list[str]
+    dtypes: list[str]
+    dtype_numbers: Column
+    ndims: Column
+    shapes: Column
+    packs: list[tuple[str, str]]
+    piece_tensors: Column
+    piece_packs: Column
+    piece_offsets: Column
+    piece_starts: Column
+    piece_stops: Column
+    digests: bytes
+    piece_kinds: Column | None = None
+
+
+def document_of(index: Index) -> IndexDocument:
+    """Return an index as it is stored."""
+    pieces = index.pieces
+    fqns, dtypes, dtype_numbers, ndims, shapes = index.table.encoded()
+    used, packs = np.unique(pieces.packs, return_inverse=True)
+    by_name = sorted(range(len(used)), key=lambda number: index.packs[int(used[number])])
+    number_of = np.empty(len(used), dtype=np.int64)
+    number_of[by_name] = np.arange(len(used))
+    return IndexDocument(
+        chunk_bytes=index.chunk_bytes,
+        fqns=fqns,
+        dtypes=dtypes,
+        dtype_numbers=dtype_numbers,
+        ndims=ndims,
+        shapes=shapes,
+        packs=[(_kind_of(index.packs[int(used[number])]), index.packs[int(used[number])]) for number in by_name],
+        piece_tensors=packed(pieces.tensors),
+        piece_packs=packed(number_of[packs]),
+        piece_offsets=packed(pieces.offsets),
+        piece_starts=packed(pieces.starts),
+        piece_stops=packed(pieces.stops),
+        digests=bytes(pieces.digests),
+        piece_kinds=packed(pieces.flat) if pieces.flat.any() else None,
+    )
+
+
+def _kind_of(pack: str) -> str:
+    if is_pack_name(pack):
+        return _OWN
+    return _STEP if step_of_pack(pack) is not None else _FILE
+
+
+def _is_known(kind: str, name: str) -> bool:
+    if kind == _OWN:
+        return is_pack_name(name)
+    return step_of_pack(name) is not None if kind == _STEP else kind == _FILE and is_file_url(name)
+
+
+def index_of(
+    document: IndexDocument, where: str, tables: TensorTables | None = None, *, unhashed: bool = False
+) -> Index:
+    """Return a stored index, every number of it checked.
+
+    Args:
+        document: The index as it is stored.
+        where: What it is, for messages.
+        tables: Tables of tensors that were decoded before.
+        unhashed: Whether it is one of another system's files, as they lie: without digests, and of any names.
+    Raises:
+        CorruptError: A count, name, shape or range is impossible; the message says which.
+    """
+    if not PAGE_BYTES <= document.chunk_bytes <= _CHUNK_BYTES_MAX or document.chunk_bytes % PAGE_BYTES:
+        expected = f"a multiple of {PAGE_BYTES}, at most {_CHUNK_BYTES_MAX}"
+        raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}")
+    decode = decode_tensors if tables is None else tables.of
+    table = decode(
+        document.fqns, document.dtypes, document.dtype_numbers, document.ndims, document.shapes, where
+    )  # fmt: skip
+    for origin, name in document.packs:
+        if not (unhashed and origin == _FILE) and not _is_known(origin, name):
+            raise CorruptError(
+                f"{where}: pack {name[:200]!r} of kind {origin[:80]!r}; expected a pack of this checkpoint or of "
+                "another step, or the URL of a file"
+            )
+    if len({name for _, name in document.packs}) < len(document.packs):
+        # Under two numbers, pieces of one pack would not be seen to share bytes.
+        raise CorruptError(f"{where}: a pack is listed twice; expected each once")
+    tensors = unpacked(document.piece_tensors, where)
+    count = len(tensors)
+    packs = unpacked(document.piece_packs, where, count)
+    offsets = unpacked(document.piece_offsets, where, count)
+    if count and (int(tensors.max()) >= table.count or int(packs.max()) >= len(document.packs)):
+        raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
+    if (tensors[1:] < tensors[:-1]).any():
+        raise CorruptError(f"{where}: pieces are not in the order of their tensors")
+    flat = np.zeros(count, dtype=bool)
+    if document.piece_kinds is not None:
+        kinds = unpacked(document.piece_kinds, where, count)
+        if count and int(kinds.max()) > _FLAT:
+            raise CorruptError(
+                f"{where}: a piece of kind {int(kinds.max())}; expected {_BOX} (box) or {_FLAT} (flat range)"
+            )
+        flat = kinds == _FLAT
+    widths = np.where(flat, 1, table.ndims[tensors])
+    coordinates = int(widths.sum())
+    starts = unpacked(document.piece_starts, where, coordinates)
+    stops = unpacked(document.piece_stops, where, coordinates)
+    _require_inside(table, tensors, flat, widths, starts, stops, where)
+    piece_bytes = products(widths, stops - starts) * table.itemsizes[tensors]
+    chunks = np.zeros(count, dtype=np.int64) if unhashed else -(-piece_bytes // document.chunk_bytes)
+    _require_digests(table, tensors, chunks, len(document.digests), where)
+    digests = memoryview(document.digests)
+    pieces = PieceColumns(tensors, packs, offsets, flat, widths, starts, stops, piece_bytes, chunks, digests)
+    return Index(document.chunk_bytes, table, [name for _, name in document.packs], pieces)
+
+
+def _require_inside(
+    table: TensorTable, tensors: Ints, flat: Bools, widths: Ints, starts: Ints, stops: Ints, where: str
+) -> None:
+    """Refuse pieces that do not lie inside their tensors.
+
+    Raises:
+        CorruptError: Names the first.
+    """
+    outside = (starts > stops) | (stops > bounds_of(table, tensors, flat, widths))
+    if outside.any():
+        at = int(outside.argmax())
+        spec = table.specs[table.fqns[int(np.repeat(tensors, widths)[at])]]
+        raise CorruptError(
+            f"{where}: {spec.fqn}: a piece from {int(starts[at])} to {int(stops[at])}; expected it inside "
+            f"{spec.global_shape}"
+        )
+
+
+def _require_digests(table: TensorTable, tensors: Ints, chunks: Ints, digest_bytes: int, where: str) -> None:
+    """Refuse pieces of other chunks than there are digests.
+
+    Raises:
+        CorruptError: There are too few, or too many.
+    """
+    # No single piece first, so that the sum over all cannot wrap around.
+    if len(chunks) and int(chunks.max()) * DIGEST_BYTES > digest_bytes:
+        fqn = table.fqns[int(tensors[int(chunks.argmax())])]
+        raise CorruptError(f"{where}: {fqn}: digests end before the pieces do")
+    expected = int(chunks.sum()) * DIGEST_BYTES
+    if expected != digest_bytes:
+        raise CorruptError(f"{where}: {digest_bytes} bytes of digests; expected {expected}")
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(IndexDocument)
+
+
+def encode_index(index: Index) -> bytes:
+    """Return the bytes of one index file."""
+    return _ENCODER.encode(document_of(index))
+
+
+def decode_index(data: bytes, where: str) -> Index:
+    """Return the index that a file holds.
+
+    Raises:
+        CorruptError: It is not an index, or not a possible one.
+    """
+    return index_of(_document_in(data, where), where)
+
+
+def decode_unhashed(data: bytes, where: str) -> Index:
+    """Return the index of another system's files that `encode_index` wrote down; errors as `decode_index`."""
+    return index_of(_document_in(data, where), where, unhashed=True)
+
+
+def _document_in(data: bytes, where: str) -> IndexDocument:
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: not an index of format 1 ({error})") from error

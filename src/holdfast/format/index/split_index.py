@@ -1,0 +1,98 @@
+"""The index of a large checkpoint, of which only those files are read that somebody needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from holdfast.format.index.index import Index, Merging
+from holdfast.format.index.index_checks import require_places
+from holdfast.format.index.index_file import decode_index
+from holdfast.format.index.overview import Overview
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.types.plan import Piece
+
+ReadFiles = Callable[[Sequence[FileRecord]], Iterable[bytes]]
+"""Returns the content of index files, each proven by its digest."""
+
+
+class SplitIndex:
+    """Tensors, and pieces as far as they have been asked for."""
+
+    def __init__(self, overview: Overview, manifest: Manifest, read_files: ReadFiles, where: str) -> None:
+        """Read nothing yet.
+
+        Args:
+            overview: Every tensor, and what each index file covers.
+            manifest: The commit record that names the files.
+            read_files: Reads some of them.
+            where: Folder of the checkpoint, for messages.
+        """
+        self._overview, self._manifest, self._read_files, self._where = overview, manifest, read_files, where
+        self._files: dict[int, Index] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Every tensor by FQN, ascending."""
+        return self._overview.table.specs
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the index files that were read."""
+        return sum(self._manifest.indexes[number].bytes for number in self._files)
+
+    def pieces_of(self, fqn: str) -> Sequence[Piece]:
+        """Return the stored pieces of a tensor, by where they start in it."""
+        found = [piece for index in self.files_of(fqn) for piece in index.pieces_of(fqn)]
+        return sorted(found, key=lambda piece: _corners(piece.region))
+
+    def files_of(self, fqn: str) -> list[Index]:
+        """Return the content of the index files that list pieces of a tensor; their places in packs are not judged."""
+        if fqn not in self.tensors:
+            return []
+        needed = self._overview.files_for(fqn, Box.whole(self.tensors[fqn].global_shape))
+        self._read(needed)
+        return [self._files[number] for number in needed]
+
+    def read_for(self, wanted: Iterable[tuple[str, Box]]) -> Index:
+        """Return an index of every tensor, and of the pieces that boxes may meet; others may be missing.
+
+        Raises:
+            CorruptError: A file is not what the manifest and the overview say, or a piece lies outside its pack.
+        """
+        needed = self._needed(wanted)
+        self._read(needed)
+        merging = Merging(self._overview.chunk_bytes, self._overview.table)
+        for number in needed:
+            merging.add(self._files[number], self._name_of(number))
+        merged = merging.merged()
+        require_places(merged, self._manifest, self._where)
+        return merged
+
+    def bytes_for(self, wanted: Iterable[tuple[str, Box]]) -> int:
+        """Return the bytes of the index files that list pieces which boxes may meet, read already or not."""
+        return sum(self._manifest.indexes[number].bytes for number in self._needed(wanted))
+
+    def _needed(self, wanted: Iterable[tuple[str, Box]]) -> list[int]:
+        return sorted({number for fqn, box in wanted for number in self._overview.files_for(fqn, box)})
+
+    def _read(self, numbers: Sequence[int]) -> None:
+        """Read the index files among these that have not been read."""
+        absent = [number for number in numbers if number not in self._files]
+        records = [self._manifest.indexes[number] for number in absent]
+        for number, data in zip(absent, self._read_files(records), strict=True):
+            index = decode_index(data, self._name_of(number))
+            self._overview.require_within(number, index, self._name_of(number))
+            self._files[number] = index
+
+    def _name_of(self, number: int) -> str:
+        return f"{self._where}{self._manifest.attempt}/{self._manifest.indexes[number].name}"
+
+
+def _corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where a region starts and stops; what compares equal is one region."""
+    if isinstance(region, FlatRange):
+        return (region.start,), (region.stop,)
+    return region.start, region.stop

@@ -1,0 +1,196 @@
+"""The tensors of an index: their specs by FQN, and the same as columns, for checks on all of them at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain, pairwise
+from operator import attrgetter
+
+import numpy as np
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.format.index.columns import Ints, firsts, packed, positions, products, unpacked
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.tensor import TensorSpec
+
+Column = tuple[int, bytes]
+
+NDIM_MAX = 64
+"""Dimensions of a tensor, as in torch and numpy."""
+
+_TENSOR_BYTES_MAX = 1 << 62
+"""Bytes of one tensor, its empty dimensions counted as one: what numpy and torch can address."""
+
+
+class TensorTable:
+    """Tensors numbered by FQN, ascending: columns, and what is asked by name once it is asked for."""
+
+    def __init__(self, fqns: list[str], dtypes: Sequence[str], dtype_numbers: Ints, ndims: Ints, lengths: Ints) -> None:
+        """Hold columns that have been checked.
+
+        Args:
+            fqns: FQN of each tensor, ascending.
+            dtypes: Element types.
+            dtype_numbers: Which of them each tensor has.
+            ndims: Dimensions of each.
+            lengths: Shapes, one tensor after the other.
+        """
+        self.fqns, self.ndims, self.lengths = fqns, ndims, lengths
+        self._dtypes, self._dtype_numbers = dtypes, dtype_numbers
+        self.first_length = firsts(ndims)
+        """For each, and one past the last: where its shape begins in `lengths`."""
+
+    @staticmethod
+    def of(tensors: Iterable[TensorSpec]) -> TensorTable:
+        """Return the table of tensors that may be listed; no two of one FQN."""
+        specs = sorted(tensors, key=attrgetter("fqn"))
+        shapes = [spec.global_shape for spec in specs]
+        names = [spec.dtype for spec in specs]
+        dtypes = sorted(set(names))
+        number_of = {name: number for number, name in enumerate(dtypes)}
+        ndims = np.fromiter(map(len, shapes), np.int64, len(specs))
+        lengths = np.fromiter(chain.from_iterable(shapes), np.int64, int(ndims.sum()))
+        numbers = np.fromiter(map(number_of.__getitem__, names), np.int64, len(specs))
+        table = TensorTable([spec.fqn for spec in specs], dtypes, numbers, ndims, lengths)
+        table.specs = dict(zip(table.fqns, specs, strict=True))
+        return table
+
+    @property
+    def count(self) -> int:
+        """How many tensors there are."""
+        return len(self.fqns)
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor by FQN, ascending."""
+        lengths = self.lengths.tolist()
+        names = map(self._dtypes.__getitem__, self._dtype_numbers.tolist())
+        stops = self.first_length.tolist()
+        return {
+            fqn: TensorSpec(fqn, dtype, tuple(lengths[begin:stop]))
+            for fqn, dtype, (begin, stop) in zip(self.fqns, names, pairwise(stops), strict=True)
+        }
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """Number of each FQN."""
+        return dict(zip(self.fqns, range(self.count), strict=True))
+
+    @cached_property
+    def itemsizes(self) -> Ints:
+        """Bytes of an element of each."""
+        return np.array([DTYPES[name].itemsize for name in self._dtypes], dtype=np.int64)[self._dtype_numbers]
+
+    @cached_property
+    def numels(self) -> Ints:
+        """Elements of each."""
+        return products(self.ndims, self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum((self.numels * self.itemsizes).tolist())
+
+    def taken(self, chosen: Ints) -> TensorTable:
+        """Return the table of some of the tensors, by their numbers, ascending."""
+        return TensorTable(
+            [self.fqns[number] for number in chosen.tolist()],
+            self._dtypes,
+            self._dtype_numbers[chosen],
+            self.ndims[chosen],
+            self.lengths[positions(self.first_length, chosen)],
+        )
+
+    def encoded(self) -> tuple[list[str], list[str], Column, Column, Column]:
+        """Return FQNs, dtypes, and the columns of dtype numbers, dimensions and shapes; inverse of `decode_tensors`."""
+        used = np.unique(self._dtype_numbers).tolist()
+        dtypes = sorted({self._dtypes[number] for number in used})
+        renumbered = np.zeros(len(self._dtypes), dtype=np.int64)
+        renumbered[used] = [dtypes.index(self._dtypes[number]) for number in used]
+        return self.fqns, dtypes, packed(renumbered[self._dtype_numbers]), packed(self.ndims), packed(self.lengths)
+
+
+def require_listable(tensor: TensorSpec) -> None:
+    """Refuse a tensor that no index may list.
+
+    Raises:
+        InvalidError: It has too many dimensions or bytes.
+    """
+    shape = tensor.global_shape
+    if len(shape) > NDIM_MAX:
+        raise InvalidError(
+            f"{tensor.fqn}: {len(shape)} dimensions; expected at most {NDIM_MAX}. Reshape it, or leave it out with "
+            "skip="
+        )
+    if not is_addressable(tensor):
+        raise InvalidError(
+            f"{tensor.fqn}: {tensor.dtype} of shape {list(shape)}; expected under 2**62 bytes, empty dimensions "
+            "counted as one. Leave it out with skip="
+        )
+
+
+def is_addressable(tensor: TensorSpec) -> bool:
+    """Return whether a tensor has fewer bytes than an index may say, its empty dimensions counted as one."""
+    return math.prod(length or 1 for length in tensor.global_shape) * tensor.itemsize < _TENSOR_BYTES_MAX
+
+
+class TensorTables:
+    """Tables decoded before: thousands of ranks list the same few."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, TensorTable] = {}
+
+    def of(
+        self, fqns: list[str], dtypes: list[str], numbers: Column, ndims: Column, shapes: Column, where: str
+    ) -> TensorTable:
+        """Return the table that columns hold; arguments and errors as `decode_tensors`."""
+        key = (tuple(fqns), tuple(dtypes), numbers, ndims, shapes)
+        if key not in self._known:
+            self._known[key] = decode_tensors(fqns, dtypes, numbers, ndims, shapes, where)
+        return self._known[key]
+
+
+def decode_tensors(
+    fqns: list[str], dtypes: list[str], numbers: Column, ndims: Column, shapes: Column, where: str
+) -> TensorTable:
+    """Return the table of tensors that columns of an index hold, every number of it checked.
+
+    Raises:
+        CorruptError: Names are not ascending, a dtype is unknown, or a shape is impossible.
+    """
+    count = len(fqns)
+    if any(fqn >= later for fqn, later in pairwise(fqns)):
+        raise CorruptError(f"{where}: an FQN is listed twice, or FQNs are not in order")
+    if count and not fqns[0]:
+        raise CorruptError(f"{where}: an FQN is empty")
+    unknown = [name for name in dtypes if name not in DTYPES]
+    if unknown:
+        raise CorruptError(f"{where}: dtype {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
+    dtype_of = unpacked(numbers, where, count)
+    ndim_of = unpacked(ndims, where, count)
+    if count and (int(dtype_of.max()) >= len(dtypes) or int(ndim_of.max()) > NDIM_MAX):
+        raise CorruptError(f"{where}: a tensor names a dtype that is not listed or has over {NDIM_MAX} dimensions")
+    lengths = unpacked(shapes, where, int(ndim_of.sum()))
+    table = TensorTable(fqns, dtypes, dtype_of, ndim_of, lengths)
+    _require_addressable(table, where)
+    return table
+
+
+def _require_addressable(table: TensorTable, where: str) -> None:
+    """Refuse tensors of more bytes than anybody can address.
+
+    Raises:
+        CorruptError: Names the first.
+    """
+    # Whoever is near the limit is reckoned again, exactly: whole numbers of numpy's would wrap around.
+    lengths = np.maximum(table.lengths, 1).astype(np.float64)
+    with np.errstate(over="ignore"):  # Infinitely many are too many, too.
+        likely = products(table.ndims, lengths) * table.itemsizes
+    for number in np.flatnonzero(likely >= _TENSOR_BYTES_MAX / 2).tolist():
+        spec = table.specs[table.fqns[number]]
+        if not is_addressable(spec):
+            raise CorruptError(
+                f"{where}: {spec.fqn}: {spec.dtype} of shape {spec.global_shape}; expected under 2**62 bytes"
+            )

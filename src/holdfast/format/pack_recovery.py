@@ -1,0 +1,76 @@
+"""What a pack says of its own pieces: enough to list them again where the index is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.format.pack import entries_of
+from holdfast.format.values.json_text import loads
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import BY_SAFETENSORS, DTYPES
+from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.types.plan import APART
+
+
+@dataclass(frozen=True, slots=True)
+class StatedPiece:
+    """One piece as the header of its pack tells it."""
+
+    tensor: TensorSpec
+    """The tensor it is of."""
+
+    region: Region
+    """What it holds of it."""
+
+    start: int
+    """First byte in the pack."""
+
+    stop: int
+    """Byte past the last."""
+
+
+def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]:
+    """Return the pieces of a pack, by offset.
+
+    Args:
+        header: All bytes before the data, the length included.
+        pack: Name of the pack.
+        where: The same, for messages.
+    Raises:
+        CorruptError: It is not the header of a pack, or says something impossible.
+    """
+    try:
+        metadata: dict[str, Any] = cast(Any, loads(header[8:]))["__metadata__"]
+        shapes = cast(Any, loads(metadata["holdfast.global_shapes"].encode()))
+        notes = cast(
+            Any, loads(metadata["holdfast.pieces" if pack.startswith(APART) else "DCP_SHARDING_INFO"].encode())
+        )
+        pieces = []
+        for entry in entries_of(header, where):
+            note = notes[entry.fqn]
+            if pack.startswith(APART):
+                dtype, region = note["dtype"], _region_of(note)
+            else:
+                start = tuple(note["saved_offsets"])
+                dtype = BY_SAFETENSORS[entry.dtype].name
+                region = Box(start, tuple(at + length for at, length in zip(start, entry.shape, strict=True)))
+            tensor = TensorSpec(entry.fqn, dtype, tuple(shapes[entry.fqn]))
+            if region.numel * DTYPES[dtype].itemsize != entry.stop - entry.start:
+                raise CorruptError(
+                    f"{where}: {entry.fqn} has {entry.stop - entry.start} bytes; expected those of {region}"
+                )
+            pieces.append(StatedPiece(tensor, region, entry.start, entry.stop))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidError) as error:
+        raise CorruptError(f"{where}: the header does not tell where its pieces belong ({error})") from error
+    return sorted(pieces, key=lambda piece: (piece.start, piece.stop))
+
+
+def _region_of(note: Mapping[str, Any]) -> Region:
+    if "flat" in note:
+        return FlatRange(*note["flat"])
+    starts, stops = note["box"]
+    return Box(tuple(starts), tuple(stops))

@@ -1,0 +1,165 @@
+"""A rank's part: what it wrote, told to whoever commits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from holdfast.errors import CorruptError
+from holdfast.format.digest import digest_of
+from holdfast.format.health import (
+    CountedDocument,
+    ReplicasDocument,
+    counted_document,
+    counted_in,
+    replicas_document,
+    replicas_in,
+)
+from holdfast.format.index.index import Index
+from holdfast.format.index.index_file import IndexDocument, document_of, index_of
+from holdfast.format.index.tensor_table import TensorTables
+from holdfast.format.names import is_pack_name, step_of_pack
+from holdfast.geometry.chunking import DIGEST_BYTES
+from holdfast.types.health import Counted, Replicas
+from holdfast.types.manifest import FileRecord
+
+
+class _PartDocument(msgspec.Struct):
+    rank: int
+    attempt: str
+    index: IndexDocument
+    packs: list[tuple[str, int, str]]
+    tree: bytes | None
+    aliases: dict[str, str]
+    layouts: list[tuple[list[int], list[str], int]]
+    per_rank: bytes | None = None
+    nonfinite: CountedDocument | UnsetType = UNSET
+    replicas: ReplicasDocument | UnsetType = UNSET
+    world_size: int = 0
+    digest: bytes = b""
+
+
+class _Seal(msgspec.Struct):
+    world_size: int = 0
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Everything the committing rank must know of one rank."""
+
+    rank: int
+    """Who wrote it."""
+
+    attempt: str
+    """The attempt it belongs to."""
+
+    index: Index
+    """Tensors and pieces this rank wrote."""
+
+    packs: tuple[FileRecord, ...]
+    """Its packs, and those of other steps that hold pieces it left there."""
+
+    tree: bytes | None
+    """The encoded non-tensor state; only from the lowest rank of a class, the others' being equal or set aside."""
+
+    aliases: dict[str, str]
+    """Tied names; from the same ranks as `tree`."""
+
+    layouts: tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]
+    """Distinct (mesh shape, placements, count of tensors); from the same ranks as `tree`."""
+
+    per_rank: bytes | None = None
+    """This rank's own values by path, encoded; None if it has none."""
+
+    counted: Counted | None = None
+    """Non-finite elements in what it wrote; None if it did not count."""
+
+    replicas: Replicas | None = None
+    """The copies it holds of what others hold too; None if it did not compare."""
+    world_size: int = 0
+    """How many ranks save; 0 where that is not said."""
+
+
+def require_own(part: RankPart, rank: int, attempt: str, where: str) -> None:
+    """Refuse the part of another rank or attempt.
+
+    Raises:
+        CorruptError: It says that it is of another.
+    """
+    if (part.rank, part.attempt) != (rank, attempt):
+        raise CorruptError(
+            f"{where}: the part of rank {rank} says rank {part.rank}, attempt {part.attempt[:80]!r}; "
+            f"expected rank {rank}, attempt {attempt}"
+        )
+
+
+def encode_part(part: RankPart) -> bytes:
+    """Return the bytes of a part file; the last of them are the digest of all before."""
+    data = msgspec.msgpack.encode(
+        _PartDocument(
+            part.rank,
+            part.attempt,
+            document_of(part.index),
+            [(pack.name, pack.bytes, pack.digest) for pack in part.packs],
+            part.tree,
+            part.aliases,
+            [(list(mesh), list(placements), count) for mesh, placements, count in part.layouts],
+            part.per_rank,
+            counted_document(part.counted),
+            replicas_document(part.replicas),
+            part.world_size,
+            bytes(DIGEST_BYTES),
+        )
+    )
+    body = data[:-DIGEST_BYTES]
+    return body + digest_of(body)
+
+
+def is_sealed(data: bytes) -> bool:
+    """Return whether a part file ends in the digest of all before, so that it is proven without a manifest."""
+    try:
+        seal = _SEAL_DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+    return len(seal.digest) == DIGEST_BYTES and seal.digest == digest_of(data[:-DIGEST_BYTES]) == data[-DIGEST_BYTES:]
+
+
+_SEAL_DECODER = msgspec.msgpack.Decoder(_Seal)
+_DECODER = msgspec.msgpack.Decoder(_PartDocument)
+
+
+def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> RankPart:
+    """Return the part that a file holds.
+
+    Args:
+        data: The file.
+        where: Its name, for messages.
+        tables: Tables of tensors of parts decoded before; thousands of ranks list the same few.
+    Raises:
+        CorruptError: It is not a part, or not a possible one.
+    """
+    try:
+        document = _DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: not a part of format 1 ({error})") from error
+    for name, pack_bytes, _ in document.packs:
+        if not (is_pack_name(name) or step_of_pack(name) is not None) or pack_bytes < 0:
+            raise CorruptError(
+                f"{where}: pack {name[:200]!r} of {pack_bytes} bytes; expected a pack of this rank or of another step"
+            )
+    return RankPart(
+        document.rank,
+        document.attempt,
+        index_of(document.index, where, tables),
+        tuple(FileRecord(*pack) for pack in document.packs),
+        document.tree,
+        document.aliases,
+        tuple((tuple(mesh), tuple(placements), count) for mesh, placements, count in document.layouts),
+        document.per_rank,
+        counted_in(document.nonfinite, where),
+        replicas_in(document.replicas, where),
+        document.world_size,
+    )

@@ -1,0 +1,364 @@
+"""The non-tensor state as tagged JSON: a closed set of types, each given back as exactly what it was.
+
+`encode` and `decode` go between values and documents, `dumps` and `loads` between documents and JSON text.
+The encoding is specified in docs/values.md. Containers and nouns are handled here, scalars in
+`repository.leaves`, numpy in `repository.arrays`, text in `repository.text`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, get_args
+
+import numpy as np
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.format.values.arrays import decode_array, decode_scalar, encode_array, encode_scalar
+from holdfast.format.values.json_text import dumps, loads, plain
+from holdfast.format.values.scalars import LEAVES, Leaf, text_document, text_value
+from holdfast.settings import MIB
+from holdfast.types.values import FrameworkValue, Group, GroupKind, PerRankRef, Skipped, TensorRef
+
+__all__ = ["DEPTH_MAX", "ENCODED_BYTES_MAX", "decode", "dumps", "encode", "loads", "plain"]
+
+DEPTH_MAX = 200
+"""Arrays and objects of the document around one value; leaves room for an envelope within `TEXT_DEPTH_MAX`."""
+
+ENCODED_BYTES_MAX = 64 * MIB
+"""Content of one encoded value in all. The document is read whole by every load: what is larger is a tensor."""
+
+_VALUE_BYTES = 8
+"""What each value counts beside its content, so that a container shared ever again cannot grow without end."""
+
+_LEAVES: dict[type, Leaf] = {
+    **LEAVES,
+    np.ndarray: Leaf("$ndarray", encode_array, decode_array),
+    TensorRef: Leaf("$tensor", lambda ref: _name(ref.fqn), lambda content: TensorRef(text_value(content))),
+    PerRankRef: Leaf("$per_rank", lambda ref: _name(ref.path), lambda content: PerRankRef(text_value(content))),
+    Skipped: Leaf("$skipped", lambda gap: _name(gap.path), lambda content: Skipped(text_value(content))),
+}
+_SCALAR = Leaf("$scalar", encode_scalar, decode_scalar)
+_LEAF_OF_TAG = {leaf.tag: leaf for leaf in (*_LEAVES.values(), _SCALAR)}
+_GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
+_KEY_TYPES = (str, int, float, bool, type(None))
+_CONVERSIONS = {
+    kind: kind.__name__ for kind in (str, int, float, complex, bytes, tuple, list, dict, set, frozenset)
+} | {np.ndarray: "numpy.asarray"}
+
+
+def encode(value: object, path: str) -> object:
+    """Return the document of a value: dicts, lists and plain scalars that share no container with it.
+
+    Args:
+        value: Anything of the closed set of docs/values.md, nested at will.
+        path: Dotted name of the value, for errors.
+    Raises:
+        InvalidError: Something in it is of another type, contains itself, nests deeper than `DEPTH_MAX`, or the
+            whole exceeds `ENCODED_BYTES_MAX`; the message names its path, its type and what to do.
+    """
+    try:
+        return _Encoder(path).encode(value, path, 0)
+    except RecursionError as error:
+        raise InvalidError(f"{path}: nested too deeply for the stack that is left; flatten it") from error
+
+
+def decode(document: object, path: str) -> object:
+    """Return the value of a document, with the type that every part of it had.
+
+    Args:
+        document: What `encode` returned, or what `loads` made of stored text.
+        path: Dotted name of the value, for errors.
+    Raises:
+        CorruptError: No value encodes to this document; the message names the path of the part at fault.
+    """
+    try:
+        return _decode(document, path, 0)
+    except RecursionError as error:
+        raise CorruptError(f"{path}: nested too deeply for the stack that is left") from error
+
+
+class _Encoder:
+    """One call of `encode`: what is left of its bytes, and the containers that are open around a value."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._bytes_left = ENCODED_BYTES_MAX
+        self._open: set[int] = set()
+        self._containers: dict[type, Callable[[Any, str, int], object]] = {
+            list: self._list,
+            dict: self._dict,
+            tuple: lambda items, path, depth: {"$tuple": self._list(items, path, depth + 1)},
+            set: lambda members, path, depth: {"$set": self._members(members, path, depth + 2)},
+            frozenset: lambda members, path, depth: {"$frozenset": self._members(members, path, depth + 2)},
+            OrderedDict: self._ordered_dict,
+            Counter: self._counter,
+            Group: self._group,
+            FrameworkValue: self._framework_value,
+        }
+
+    def encode(self, value: object, path: str, depth: int) -> object:
+        kind = type(value)
+        if plain(value):
+            self._charge(value, path)
+            return value
+        if depth > DEPTH_MAX:
+            raise InvalidError(f"{path}: nested deeper than {DEPTH_MAX} levels of JSON; flatten it")
+        container = self._containers.get(kind)
+        if container is None:
+            leaf = _SCALAR if isinstance(value, np.generic) else _LEAVES.get(kind)
+            if leaf is None:
+                _refuse(value, path)
+            self._charge(value, path)
+            try:
+                return {leaf.tag: leaf.encode(value)}
+            except ValueError as error:
+                raise InvalidError(f"{path}: {_type_name(value)} cannot be kept: {error}. {_advice(path)}") from error
+        self._bytes_left -= _VALUE_BYTES
+        if id(value) in self._open:
+            raise InvalidError(f"{path}: this {_type_name(value)} contains itself. {_advice(path)}")
+        self._open.add(id(value))
+        document = container(value, path, depth)
+        self._open.remove(id(value))
+        return document
+
+    def _charge(self, value: object, path: str) -> None:
+        self._bytes_left -= _VALUE_BYTES + _content_bytes(value)
+        if self._bytes_left < 0:
+            raise InvalidError(
+                f"{path}: with this value of {_content_bytes(value)} bytes, {self._root or 'the state'} exceeds "
+                f"{ENCODED_BYTES_MAX} bytes of values; expected a tensor for data of this size. "
+                f"Make it a tensor, or leave it out with skip=[{path!r}]"
+            )
+
+    def _list(self, items: Iterable[object], path: str, depth: int) -> list[object]:
+        return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
+
+    def _members(self, members: Iterable[object], path: str, depth: int) -> list[object]:
+        # Sets come in an order that changes from process to process; equal states shall give equal bytes.
+        return sorted((self.encode(member, _below(path, member), depth) for member in members), key=dumps)
+
+    def _dict(self, content: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
+        if all(type(key) is str and plain(key) and not key.startswith("$") for key in content):
+            document = {}
+            for key, value in content.items():
+                assert isinstance(key, str)
+                self._charge(key, path)
+                document[key] = self.encode(value, _below(path, key), depth + 1)
+            return document
+        return {"$dict": self._pairs(content, path, depth + 3)}
+
+    def _pairs(self, content: Mapping[object, object], path: str, depth: int) -> list[object]:
+        pairs: list[object] = []
+        for key, value in content.items():
+            below = _below(path, key)
+            if not _is_key(key):
+                raise InvalidError(
+                    f"{below}: a key of type {_type_name(key)} cannot be kept; "
+                    f"expected str, int, float, bool, None or a tuple of these. {_advice(path)}"
+                )
+            pairs.append([self.encode(key, below, depth), self.encode(value, below, depth)])
+        return pairs
+
+    def _ordered_dict(self, content: OrderedDict[object, object], path: str, depth: int) -> object:
+        pairs = self._pairs(content, path, depth + 4)
+        # torch.nn.Module.state_dict() hangs its version numbers on the dict itself.
+        attributes = _attributes(content, path, allowed={"_metadata"})
+        if not attributes:
+            return {"$ordered_dict": pairs}
+        metadata = self.encode(attributes["_metadata"], f"{path}._metadata", depth + 2)
+        return {"$ordered_dict": {"items": pairs, "metadata": metadata}}
+
+    def _counter(self, content: Counter[object], path: str, depth: int) -> object:
+        _attributes(content, path, allowed=set())
+        return {"$counter": self._pairs(content, path, depth + 3)}
+
+    def _group(self, group: Group, path: str, depth: int) -> object:
+        if group.kind not in _GROUP_KINDS or type(group.items) is not dict:
+            raise InvalidError(f"{path}: Group of kind {group.kind!r:.80}; expected one of {_GROUP_KINDS} and a dict")
+        for name in group.items:
+            if type(name) is not str:
+                raise InvalidError(f"{path}: the children of a Group are named by str, not {_type_name(name)}")
+        return {"$group": {"kind": group.kind, "items": self.encode(group.items, path, depth + 2)}}
+
+    def _framework_value(self, value: FrameworkValue, path: str, depth: int) -> object:
+        if type(value.kind) is not str:
+            raise InvalidError(f"{path}: the kind of a FrameworkValue is a str, not {_type_name(value.kind)}")
+        return {"$framework": {"kind": text_document(value.kind), "value": self.encode(value.value, path, depth + 2)}}
+
+
+def _name(name: object) -> object:
+    if type(name) is not str:
+        raise ValueError(f"its name is a str, not {_type_name(name)}")
+    return text_document(name)
+
+
+def _content_bytes(value: object) -> int:
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.nbytes
+    return value.bit_length() // 8 if type(value) is int else 0
+
+
+def _attributes(content: object, path: str, *, allowed: set[str]) -> Mapping[str, object]:
+    attributes = vars(content)
+    if attributes.keys() - allowed:
+        raise InvalidError(
+            f"{path}: this {_type_name(content)} carries attributes {sorted(attributes.keys() - allowed)}, "
+            f"which would be lost. {_advice(path)}"
+        )
+    return attributes
+
+
+def _is_key(key: object) -> bool:
+    return type(key) in _KEY_TYPES or (type(key) is tuple and all(_is_key(part) for part in key))
+
+
+def _below(path: str, key: object) -> str:
+    """Return the name of what lies under a key: `x.name`, or `x{(1, 2)}` for keys that are not names."""
+    if type(key) is str and len(key) <= 200 and key.isprintable():
+        return f"{path}.{key}" if path else key
+    # Only the repr of a known type is sure to be short to make and not to raise.
+    try:
+        shown = f"{key[:200]!r}" if type(key) is str else f"{key!r:.200}" if _is_key(key) else f"<{_type_name(key)}>"
+    except ValueError:
+        shown = "<a huge integer>"  # Python refuses to write one in decimal.
+    return f"{path}{{{shown}}}"
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _advice(path: str) -> str:
+    return (
+        f"Convert it to plain values, give the object that holds it state_dict() and load_state_dict(), "
+        f"or leave it out with skip=[{path!r}]"
+    )
+
+
+def _refuse(value: object, path: str) -> NoReturn:
+    bases = [_CONVERSIONS[base] for base in type(value).__mro__[1:] if base in _CONVERSIONS]
+    hint = f" Only exact types are kept: {bases[0]}(value) would be." if bases else ""
+    raise InvalidError(f"{path}: a value of type {_type_name(value)} cannot be kept.{hint} {_advice(path)}")
+
+
+def _decode(document: object, path: str, depth: int) -> object:
+    if plain(document):
+        return document
+    if depth > DEPTH_MAX:
+        raise CorruptError(f"{path}: nested deeper than {DEPTH_MAX} levels of JSON")
+    if type(document) is list:
+        return _decode_list(document, path, depth)
+    if type(document) is not dict or not all(type(key) is str and plain(key) for key in document):
+        raise CorruptError(f"{path}: {document!r:.80} of type {_type_name(document)} is no document of a value")
+    if not any(key.startswith("$") for key in document):
+        return {key: _decode(item, _below(path, key), depth + 1) for key, item in document.items()}
+    if len(document) != 1:
+        raise CorruptError(f"{path}: an object with a tag has one key, found {[key[:40] for key in document][:10]}")
+    [(tag, content)] = document.items()
+    if tag in _CONTAINER_OF_TAG:
+        return _CONTAINER_OF_TAG[tag](content, path, depth)
+    if tag not in _LEAF_OF_TAG:
+        raise CorruptError(f"{path}: unknown tag {tag[:80]!r}; damaged, or written by a later version of the format")
+    try:
+        return _LEAF_OF_TAG[tag].decode(content)
+    except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        raise CorruptError(f"{path}: {tag}: {error}") from error
+
+
+def _items(content: object, path: str) -> list[object]:
+    if type(content) is not list:
+        raise CorruptError(f"{path}: expected a list, found {_type_name(content)}")
+    return content
+
+
+def _decode_list(content: object, path: str, depth: int) -> list[object]:
+    return [_decode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(_items(content, path))]
+
+
+def _decode_tuple(content: object, path: str, depth: int) -> tuple[object, ...]:
+    return tuple(_decode_list(content, path, depth + 1))
+
+
+def _decode_set(content: object, path: str, depth: int) -> set[object]:
+    items = _decode_list(content, path, depth + 1)
+    try:
+        members = set(items)
+    except (TypeError, ValueError) as error:
+        raise CorruptError(f"{path}: a member of a set has no hash: {error}") from error
+    if len(members) != len(items):
+        raise CorruptError(f"{path}: a set of {len(items)} members repeats one")
+    return members
+
+
+def _decode_pairs(content: object, path: str, depth: int, into: dict[object, Any]) -> dict[object, Any]:
+    items = _items(content, path)
+    for index, pair in enumerate(items):
+        if type(pair) is not list or len(pair) != 2:
+            raise CorruptError(f"{path}: item {index} is not a pair of key and value")
+        key = _decode(pair[0], f"{path}{{key {index}}}", depth)
+        if not _is_key(key):
+            raise CorruptError(f"{path}: key {index} is of type {_type_name(key)}")
+        if key in into:
+            raise CorruptError(f"{_below(path, key)}: the key is repeated")
+        into[key] = _decode(pair[1], _below(path, key), depth)
+    return into
+
+
+def _decode_dict(content: object, path: str, depth: int) -> object:
+    return _decode_pairs(content, path, depth + 3, {})
+
+
+def _decode_counter(content: object, path: str, depth: int) -> object:
+    return _decode_pairs(content, path, depth + 3, Counter())
+
+
+def _decode_ordered_dict(content: object, path: str, depth: int) -> object:
+    result: OrderedDict[object, object] = OrderedDict()
+    if type(content) is not dict:
+        return _decode_pairs(content, path, depth + 4, result)
+    fields = _fields(content, {"items", "metadata"}, path)
+    _decode_pairs(fields["items"], path, depth + 4, result)
+    vars(result)["_metadata"] = _decode(fields["metadata"], f"{path}._metadata", depth + 2)
+    return result
+
+
+def _decode_group(content: object, path: str, depth: int) -> Group:
+    fields = _fields(content, {"kind", "items"}, path)
+    items = _decode(fields["items"], path, depth + 2)
+    kind = next((known for known in _GROUP_KINDS if known == fields["kind"]), None)
+    if kind is None:
+        raise CorruptError(f"{path}: unknown kind of group {fields['kind']!r:.80}")
+    if type(items) is not dict or not all(type(name) is str for name in items):
+        raise CorruptError(f"{path}: the children of a group are not named by text")
+    return Group(kind, items)
+
+
+def _decode_framework_value(content: object, path: str, depth: int) -> FrameworkValue:
+    fields = _fields(content, {"kind", "value"}, path)
+    try:
+        kind = text_value(fields["kind"])
+    except ValueError as error:
+        raise CorruptError(f"{path}: kind of a framework value: {error}") from error
+    return FrameworkValue(kind, _decode(fields["value"], path, depth + 2))
+
+
+def _fields(content: object, names: set[str], path: str) -> dict[str, object]:
+    if type(content) is not dict or content.keys() != names:
+        raise CorruptError(f"{path}: expected an object of the fields {', '.join(sorted(names))}")
+    return content
+
+
+_CONTAINER_OF_TAG: dict[str, Callable[[object, str, int], object]] = {
+    "$tuple": _decode_tuple,
+    "$set": _decode_set,
+    "$frozenset": lambda content, path, depth: frozenset(_decode_set(content, path, depth)),
+    "$dict": _decode_dict,
+    "$ordered_dict": _decode_ordered_dict,
+    "$counter": _decode_counter,
+    "$group": _decode_group,
+    "$framework": _decode_framework_value,
+}

@@ -1,1 +1,0 @@
-"""Checkpoints of other systems: listed where they lie, and written for them."""

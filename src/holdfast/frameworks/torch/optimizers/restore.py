@@ -1,0 +1,229 @@
+"""An optimizer filled by FQN: hyperparameters, state in place, and state it has not made yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.frameworks.torch.containers import put_together
+from holdfast.frameworks.torch.optimizers.state import OptimizerView, new_state_tensor
+from holdfast.frameworks.torch.tensors import torch_dtype
+from holdfast.geometry.sharded import Sharded
+from holdfast.ports.framework import Catalog
+from holdfast.types.values import Group, TensorRef, Value
+
+
+class TensorTaker(Protocol):
+    """Who asks for tensors to be filled and counts names."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+    def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None) -> bool:
+        """Ask for a tensor to be filled; return whether the checkpoint has it."""
+        ...
+
+    def take(self, reference: TensorRef, template: object) -> torch.Tensor:
+        """Return the tensor a container refers to, to be filled."""
+        ...
+
+    def pass_over(self, fqn: str) -> None:
+        """Take note that the state needs nothing of a stored tensor."""
+        ...
+
+    def takes_part(self, name: str) -> bool:
+        """Return whether `only` and `skip` let a name take part; count it as skipped if not."""
+        ...
+
+
+class OptimizerRestoration:
+    """What one optimizer gets back."""
+
+    def __init__(
+        self,
+        view: OptimizerView,
+        saved: Group,
+        taker: TensorTaker,
+        catalog: Catalog,
+        tensors: Iterable[str] | None = None,
+    ) -> None:
+        """Ask for what the checkpoint has of an optimizer.
+
+        Args:
+            view: The optimizer.
+            saved: What it was saved as, but for tensors.
+            taker: Who is asked.
+            catalog: What the checkpoint holds.
+            tensors: Names of its state's tensors, where not every name of the catalog is one by FQN.
+        """
+        self._view, self._taker = view, taker
+        self._masters = set(catalog.masters.values())
+        self._members = _mapping(saved, "param_groups")
+        self._hyperparameters = _mapping(saved, "hyperparameters")
+        self._values = _mapping(saved, "state")
+        listed = (*catalog.tensors, *catalog.aliases) if tensors is None else tensors
+        self._stored = _stored_by_name(listed, f"{view.path}.state.", self._values)
+        self._groups: list[tuple[dict[str, object], dict[str, object]]] = []
+        self._states: list[tuple[torch.Tensor, dict[str, object]]] = []
+        for group in view.optimizer.param_groups:
+            self._group(group)
+            for parameter in group["params"]:
+                self._state(parameter, group, catalog)
+        own = set(view.names.values())
+        for name in self._members:
+            if name not in own and self._is_of_tie(name, catalog):
+                for key in self._stored.get(name, ()):
+                    taker.pass_over(view.state_fqn(name, key))
+            elif name not in own and taker.takes_part(f"{view.path}.param_groups.{name}"):
+                taker.unexpected.append(f"{view.path}.param_groups.{name}")
+
+    def _is_of_tie(self, name: str, catalog: Catalog) -> bool:
+        """Return whether a name is tied to one of this optimizer's and was saved with the same state and rates."""
+        tied = self._view.ties.get(name)
+        if tied is None or self._members.get(tied) != self._members[name]:
+            return False
+        keys = self._stored.get(name, [])
+        if sorted(keys) != sorted(self._stored.get(tied, [])):
+            return False
+        for key in keys:
+            first, second = (self._view.state_fqn(each, key) for each in (tied, name))
+            if not catalog.same_content(catalog.aliases.get(first, first), catalog.aliases.get(second, second)):
+                return False
+        return True
+
+    def finish(self) -> None:
+        """Set hyperparameters and state."""
+        for group, values in self._groups:
+            group.update(values)
+        for parameter, state in self._states:
+            if state:
+                self._view.optimizer.state[parameter] = state
+            else:
+                self._view.optimizer.state.pop(parameter, None)
+
+    def _group(self, group: dict[str, object]) -> None:
+        """Find a group's hyperparameters.
+
+        Raises:
+            InvalidError: Its parameters were saved with different ones.
+        """
+        chosen: dict[str, Value] | None = None
+        chosen_name = ""
+        parameters = group["params"]
+        assert isinstance(parameters, list)
+        for parameter in parameters:
+            name = self._view.names[parameter]
+            path = f"{self._view.path}.param_groups.{name}"
+            if not self._taker.takes_part(path):
+                continue
+            key = self._members.get(name)
+            values = self._hyperparameters.get(str(key)) if key is not None else None
+            if not isinstance(values, dict):
+                # One that takes no gradient is never stepped; DeepSpeed keeps it out of its optimizer.
+                if key is not None or parameter.requires_grad or self._view.optimizer.state.get(parameter):
+                    self._taker.missing.append(path)
+                continue
+            if "params" in values:
+                raise CorruptError(f"{path}: hyperparameters hold params, which no save writes. Read another copy")
+            if chosen is None:
+                chosen, chosen_name = values, name
+            elif chosen is not values:
+                self._require_same(chosen_name, chosen, name, values)
+        if chosen is not None:
+            self._groups.append((group, {k: put_together(v, lambda leaf: leaf) for k, v in chosen.items()}))
+
+    def _require_same(self, first: str, chosen: dict[str, Value], second: str, values: dict[str, Value]) -> None:
+        for key in sorted(chosen.keys() | values.keys()):
+            if _written(chosen.get(key)) != _written(values.get(key)):
+                raise InvalidError(
+                    f"{self._view.path}.param_groups: one group holds {first} with {key}={_written(chosen.get(key))} "
+                    f"and {second} with {key}={_written(values.get(key))} in the checkpoint; "
+                    "expected one value per group. Group the parameters as they were saved"
+                )
+
+    def _state(self, parameter: torch.Tensor, group: Mapping[str, object], catalog: Catalog) -> None:
+        view, name = self._view, self._view.names[parameter]
+        if name not in self._members:
+            return
+        present = view.optimizer.state.get(parameter, {})
+        state: dict[str, object] = {}
+        for key in self._stored.get(name, ()):
+            fqn = view.state_fqn(name, key)
+            if not self._taker.takes_part(fqn) or self._needs_no_place(fqn, key, present, catalog):
+                continue
+            spec = catalog.tensors[catalog.aliases.get(fqn, fqn)]
+            local_shape = view.local_shape(parameter, spec.global_shape)
+            tensor = present.get(key)
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != local_shape:
+                catalog.require_stored(catalog.aliases.get(fqn, fqn))
+                tensor = new_state_tensor(parameter, group, key, torch_dtype(spec.dtype), local_shape)
+            self._taker.want(fqn, tensor, view.declared_for(parameter, tensor))
+            state[key] = tensor
+        values = self._values.get(name)
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if self._taker.takes_part(view.state_fqn(name, key)):
+                state[key] = put_together(value, lambda leaf: self._leaf(leaf, present))
+        stepped = bool(self._stored.get(name) or values)
+        for key, own in present.items():
+            if key in state:
+                continue
+            fqn = view.state_fqn(name, key)
+            if not self._taker.takes_part(fqn):
+                state[key] = own
+            elif stepped:
+                # Saved without this one entry: a state without it could not take another step.
+                self._taker.missing.append(fqn)
+                state[key] = own
+        if id(parameter) not in view.elsewhere:
+            self._states.append((parameter, state))
+
+    def _needs_no_place(self, fqn: str, key: str, present: Mapping[str, object], catalog: Catalog) -> bool:
+        """Return whether it is a master copy, of which this optimizer keeps none."""
+        return catalog.aliases.get(fqn, fqn) in self._masters and key not in present
+
+    def _leaf(self, leaf: Value, present: Mapping[str, object]) -> object:
+        return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf
+
+
+def _written(value: Value) -> str:
+    """Return a hyperparameter as Python writes it, which is also how two are compared.
+
+    Raises:
+        InvalidError: It holds an integer so long that Python refuses to write it.
+    """
+    try:
+        return repr(value)
+    except ValueError as error:
+        raise InvalidError(f"a hyperparameter cannot be compared: {error}; group the parameters as saved") from error
+
+
+def _mapping(saved: Group, name: str) -> dict[str, Value]:
+    found = saved.items.get(name)
+    if not isinstance(found, dict):
+        raise InvalidError(f"the checkpoint's optimizer has no {name}; expected one saved by Holdfast")
+    return found
+
+
+def _stored_by_name(listed: Iterable[str], prefix: str, values: Mapping[str, Value]) -> dict[str, list[str]]:
+    """Return, by parameter FQN, the keys of the state tensors that stand in it directly."""
+    inside = {ref.fqn for each in values.values() for ref in _references(each)}
+    stored: dict[str, list[str]] = defaultdict(list)
+    for fqn in listed:
+        if fqn.startswith(prefix) and fqn not in inside:
+            name, _, key = fqn.removeprefix(prefix).rpartition(".")
+            stored[name].append(key)
+    return stored
+
+
+def _references(value: Value) -> list[TensorRef]:
+    if isinstance(value, TensorRef):
+        return [value]
+    if isinstance(value, dict):
+        return [ref for each in value.values() for ref in _references(each)]
+    if isinstance(value, list | tuple):
+        return [ref for each in value for ref in _references(each)]
+    return []

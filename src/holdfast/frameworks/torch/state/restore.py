@@ -1,0 +1,490 @@
+"""A state filled: what it wants of a checkpoint, and how values go back once its tensors are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.containers import put_together, take_apart
+from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
+from holdfast.frameworks.torch.held import (
+    Held,
+    Ranks,
+    held_if_plain,
+    held_of,
+    is_meta,
+    is_ordinary,
+    memory_bytes,
+    memory_of,
+)
+from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
+from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
+from holdfast.frameworks.torch.state import rng
+from holdfast.frameworks.torch.state.entries import ABSENT, EntryMerge, anything_selected
+from holdfast.frameworks.torch.state.gradients import (
+    SUFFIX,
+    declared_for_gradient,
+    forget_unreduced,
+    give_gradient,
+    room_for_gradient,
+)
+from holdfast.frameworks.torch.state.naming import extra_state_owners
+from holdfast.frameworks.torch.state.selection import selected, selected_whole, takes_all
+from holdfast.frameworks.torch.state.walk import (
+    DictNode,
+    ModuleNode,
+    Node,
+    OptimizerNode,
+    Stateful,
+    StatefulNode,
+    TensorNode,
+    ValueNode,
+    walk,
+)
+from holdfast.frameworks.torch.tensors import (
+    Ties,
+    TorchTarget,
+    dtype_name,
+    require_storable,
+    storable_dtype,
+    storage_key,
+    torch_dtype,
+)
+from holdfast.frameworks.torch.wrappers import unwrapped
+from holdfast.geometry.sharded import Sharded
+from holdfast.ports.framework import Catalog, Selection, Wanted
+from holdfast.types.per_rank import PerRank, RngState
+from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
+
+
+class TorchRestoration:
+    """A load under way."""
+
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        catalog: Catalog,
+        selection: Selection,
+        ranks: Ranks,
+    ) -> None:
+        self._catalog, self._selection = catalog, selection
+        self._takes_all = takes_all(selection)
+        self._ranks = ranks
+        self.wanted: list[Wanted] = []
+        self.held: dict[str, int] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.skipped: list[str] = []
+        self._used: set[str] = set()
+        self._names: set[str] = set()
+        self._ties: Ties[tuple[str, str, Held]] = Ties()
+        self._lacked: dict[int, str] = {}
+        self._had: dict[int, torch.Tensor] = {}
+        self._without: list[tuple[str, torch.Tensor]] = []
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        self._finishes: list[Callable[[], None]] = []
+        root = walk(state, ranks.rank_of_global)
+        self._dict(root, catalog.tree)
+        if catalog.drops_ties:
+            self._forgive_ties()
+        self._find_unexpected_tensors(state)
+
+    def finish(self) -> None:
+        """Put values back once every tensor is placed."""
+        for each in self._finishes:
+            each()
+
+    def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None) -> bool:
+        """Ask for a tensor to be filled; return whether the checkpoint has it.
+
+        Raises:
+            InvalidError: The tensor cannot be filled as it is.
+        """
+        if not (self._takes_all or self.takes_part(fqn)):
+            return True
+        stored = self._catalog.aliases.get(fqn, fqn)
+        spec = self._catalog.tensors.get(stored)
+        if spec is None:
+            self._without.append((fqn, tensor))
+            if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
+                self.held[fqn] = memory_bytes(tensor, declared, fqn)
+            return False
+        masters = self._catalog.masters
+        master = self._catalog.tensors.get(masters.get(stored, "")) if masters else None
+        if master is not None and spec.dtype != master.dtype == dtype_name(tensor.dtype):
+            self._used.add(stored)
+            stored, spec = master.fqn, master
+        held = self._held(fqn, tensor, declared)
+        if fqn in self._names:
+            raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
+        self._names.add(fqn)
+        self._used.add(stored)
+        for part in held.parts:
+            if not part.local.is_contiguous():
+                _require_places_of_their_own(part.local, fqn)
+        if held.global_shape != spec.global_shape:
+            raise InvalidError(
+                f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
+                "expected the same. Build the model it was saved from, or leave it out with skip="
+            )
+        self._had[id(tensor)] = tensor
+        if id(tensor) in self._lacked:
+            # A tied tensor that came under another name lacks nothing.
+            self.held.pop(self._lacked[id(tensor)], None)
+        if self._is_first_of_tie(fqn, stored, tensor, held):
+            target = TorchTarget(held, spec.dtype)
+            self.held[fqn] = target.local_bytes
+            dtype = storable_dtype(tensor, fqn)
+            self.wanted.append(Wanted(stored, dtype, held.global_shape, target.boxes, target, fqn))
+        return True
+
+    def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Held:
+        """Return what this rank holds of a tensor that is to be filled."""
+        if declared is None and (plain := held_if_plain(tensor)) is not None:
+            return plain
+        for each in memory_of(tensor, declared, fqn):
+            if not is_ordinary(each):
+                require_storable(each, fqn)
+                if is_meta(each):
+                    raise InvalidError(
+                        f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
+                    )
+        return held_of(tensor, declared, fqn, self._ranks)
+
+    def take(self, reference: TensorRef, template: object) -> torch.Tensor:
+        """Return the tensor a container refers to, to be filled: the template if it fits, else new."""
+        stored = self._catalog.aliases.get(reference.fqn, reference.fqn)
+        spec = self._catalog.tensors.get(stored)
+        if spec is None:
+            raise InvalidError(f"{reference.fqn}: its container is in the checkpoint, the tensor is not")
+        if isinstance(template, torch.Tensor) and not selected(self._selection, reference.fqn):
+            self.takes_part(reference.fqn)
+            return template
+        fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
+        if fits and isinstance(template, torch.Tensor) and not is_meta(template):
+            tensor = template
+        elif stored in self._made:
+            tensor = self._made[stored]  # Tied when it was saved, and so again.
+        else:
+            self._catalog.require_stored(stored)
+            tensor = self._made[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
+        self.want(reference.fqn, tensor)
+        return tensor
+
+    def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor, held: Held) -> bool:
+        """Return whether this memory is not yet being filled.
+
+        Raises:
+            InvalidError: It would be filled twice, with different content.
+        """
+        # What is whole has the shape that was asked for already; asked once more, torch makes it anew.
+        if 0 in (held.global_shape if held.holders is None else tensor.shape):
+            return True
+        first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held), fqn)
+        if first_fqn == fqn:
+            return True
+        if _lies(held) != _lies(first_held):
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first_fqn}, but the two are stated to be different parts; "
+                "state the same of both, or leave one out with skip="
+            )
+        if stored != first_stored and not self._catalog.same_content(stored, first_stored):
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first_fqn}, but the checkpoint holds different values for the two; "
+                "untie them, or leave one out with skip="
+            )
+        return False
+
+    def pass_over(self, fqn: str) -> None:
+        """Take note that the state needs nothing of a stored tensor: what it is tied to is filled."""
+        self._used.add(self._catalog.aliases.get(fqn, fqn))
+
+    def takes_part(self, name: str) -> bool:
+        """Return whether `only` and `skip` let a name take part; count it as skipped if not."""
+        if selected(self._selection, name):
+            return True
+        self.skipped.append(name)
+        self._used.add(self._catalog.aliases.get(name, name))
+        return False
+
+    def _takes_part_whole(self, path: str) -> bool:
+        if selected_whole(self._selection, path):
+            return True
+        self.skipped.append(path)
+        return False
+
+    def _dict(self, node: DictNode, saved: Value) -> None:
+        items = _children(saved)
+        for key, child in node.children.items():
+            self._node(node, key, child, items.get(key, ABSENT))
+        if node.path:
+            for key, value in items.items():
+                path = f"{node.path}.{key}"
+                if key in node.children or isinstance(value, Skipped):
+                    continue
+                if anything_selected(self._selection, path, value):
+                    self.unexpected.append(path)
+
+    def _node(self, parent: DictNode, key: str, node: Node, saved: Value) -> None:
+        match node:
+            case DictNode():
+                self._dict(node, saved)
+            case TensorNode():
+                if not self.want(node.path, node.tensor, node.declared):
+                    self.missing.append(node.path)
+                if self._selection.grads:
+                    self._gradient(node.path, node.tensor, node.declared)
+            case ModuleNode():
+                self._module(node, saved)
+            case OptimizerNode():
+                tensors = None
+                if (by_number := numbered(saved)) is not None:
+                    named = by_name(by_number, node.view, self._catalog, self._leaf({}))
+                    self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **named.aliases})
+                    saved, tensors = named.group, named.aliases
+                if not isinstance(saved, Group) or saved.kind != "optimizer":
+                    if self._takes_part_whole(node.path):
+                        self.missing.append(node.path)
+                else:
+                    restoration = OptimizerRestoration(node.view, saved, self, self._catalog, tensors)
+                    self._finishes.append(restoration.finish)
+            case StatefulNode():
+                self._stateful(node, saved)
+            case ValueNode():
+                self._value(parent, key, node, saved)
+
+    def _module(self, node: ModuleNode, saved: Value) -> None:
+        own = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
+        made_by_hooks: dict[str, object] = {}
+        for fqn, tensor in node.tensors.items():
+            if not self.want(f"{node.path}.{fqn}", tensor, node.declared.get(id(tensor))):
+                self.missing.append(f"{node.path}.{fqn}")
+            elif id(tensor) not in own:
+                made_by_hooks[fqn] = tensor
+        for fqn, tensor in node.tensors.items() if self._selection.grads else ():
+            self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
+        if self._selection.grads and self._takes_part_whole(node.path):
+            self._finishes.append(lambda: forget_unreduced(node.module))
+        items = _children(saved)
+        for fqn in node.values:
+            path = f"{node.path}.{fqn}"
+            if not self.takes_part(path):
+                continue
+            if fqn not in items:
+                self.missing.append(path)
+                continue
+            made_by_hooks[fqn] = put_together(items[fqn], self._leaf({}))
+        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values]
+        if made_by_hooks:
+            self._finishes.append(lambda: _load_module_entries(node, made_by_hooks))
+
+    def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
+        """Give a parameter the gradient it was saved with, or none."""
+        fqn = f"{name}{SUFFIX}"
+        stored = self._catalog.tensors.get(self._catalog.aliases.get(fqn, fqn))
+        if not tensor.is_leaf or (stored is None and tensor.grad is None) or not self.takes_part(fqn):
+            return
+        if stored is None:
+            if id(tensor) not in self._gradients:
+                self._finishes.append(lambda: give_gradient(tensor, None, fqn))
+            return
+        grad = self._gradients.setdefault(id(tensor), room_for_gradient(tensor, torch_dtype(stored.dtype)))
+        self.want(fqn, grad, declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1))
+        self._finishes.append(lambda: give_gradient(tensor, grad, fqn))
+
+    def _stateful(self, node: StatefulNode, saved: Value) -> None:
+        if not self._takes_part_whole(node.path):
+            return
+        own = node.stateful.state_dict()
+        if isinstance(saved, Group) and saved.kind == "stateful":
+            saved = saved.items.get("state")
+        elif isinstance(saved, dict) or (isinstance(saved, Group) and saved.kind in ("dict", "module")):
+            # Systems that keep nothing but dicts do not tell an object's state from one, nor from a module's.
+            saved = self._with_tensors(saved, own, node.path)
+        else:
+            self.missing.append(node.path)
+            return
+        current: dict[str, object] = {}
+        take_apart(own, node.path, lambda path, tensor: current.setdefault(path, tensor))
+        loaded = put_together(saved, self._leaf(current))
+        if not isinstance(loaded, dict):
+            raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict")
+        self._finishes.append(lambda: _load_stateful(node, loaded))
+
+    def _with_tensors(self, saved: Value, own: object, path: str) -> dict[object, Value]:
+        """Return a dict that was saved, with those of its tensors that are listed by name and that an object has."""
+        items = saved.items if isinstance(saved, Group) else saved
+        assert isinstance(items, dict)
+        known = own if isinstance(own, dict) else {}
+        found: dict[object, Value] = {
+            key: self._with_tensors(value, known.get(key), f"{path}.{key}") if isinstance(value, Group) else value
+            for key, value in items.items()
+        }
+        for key, each in known.items():
+            fqn = f"{path}.{key}"
+            if isinstance(each, torch.Tensor) and self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors:
+                found[key] = TensorRef(fqn)
+        return found
+
+    def _value(self, parent: DictNode, key: str, node: ValueNode, saved: Value) -> None:
+        if isinstance(node.value, dict) and isinstance(saved, Group) and saved.kind == "dict":
+            # Saved with tensors or modules in it, plain now: judged entry by entry.
+            branch = DictNode(node.path, node.value)
+            for name, value in node.value.items():
+                branch.children[name] = ValueNode(f"{node.path}.{name}", value)
+            self._dict(branch, saved)
+            return
+        known = [node.value] if saved is ABSENT else [node.value, saved]
+        if not any(anything_selected(self._selection, node.path, each) for each in known):
+            self.skipped.append(node.path)
+            return
+        if saved is ABSENT or isinstance(saved, Group):
+            self.missing.append(node.path)
+            return
+        if isinstance(node.value, PerRank | RngState):
+            self._own_value(node.path, node.value, saved)
+            return
+        merge = EntryMerge(
+            self._selection,
+            self.takes_part,
+            self.missing,
+            lambda value, tensors: put_together(value, self._leaf(tensors)),
+        )
+        loaded = merge.merged(saved, node.value, node.path)
+        mapping = parent.mapping
+        if not isinstance(mapping, MutableMapping):
+            raise InvalidError(f"{node.path}: stands in a read-only {type(mapping).__name__}; expected a dict")
+        self._finishes.append(lambda: mapping.__setitem__(key, loaded))
+
+    def _own_value(self, path: str, value: PerRank | RngState, saved: Value) -> None:
+        """Take back what this rank kept as its own, or what stands in for it on another number of ranks."""
+        if not isinstance(saved, PerRankRef):
+            raise InvalidError(
+                f"{path}: was saved once for all ranks, not by rank; expected a plain value in the state to load into"
+            )
+        catalog = self._catalog
+
+        def kept_by(rank: int) -> object:
+            kept = catalog.per_rank(rank)
+            if saved.path not in kept:
+                raise InvalidError(
+                    f"{path}: rank {rank} kept nothing under this name when step {catalog.step} was saved"
+                )
+            return put_together(kept[saved.path], lambda leaf: leaf)
+
+        if isinstance(value, RngState):
+            if self._ranks.rank < catalog.world_size:
+                own = kept_by(self._ranks.rank)
+                self._finishes.append(lambda: rng.restore(own, path))
+            else:
+                self._finishes.append(lambda: rng.seed(catalog.run_id, catalog.step, self._ranks.rank))
+        elif self._ranks.world_size == catalog.world_size:
+            self._set_own(path, value, kept_by(self._ranks.rank))
+        elif value.resize == "error":
+            raise InvalidError(
+                f"{path}: kept by each of {catalog.world_size} ranks, and there are {self._ranks.world_size} now; pass "
+                "PerRank(…, resize='first') or a function that makes one rank's value of all, or skip= it"
+            )
+        elif value.resize == "first":
+            self._set_own(path, value, kept_by(0))
+        else:
+            everybody = [kept_by(rank) for rank in range(catalog.world_size)]
+            self._set_own(path, value, value.resize(everybody, self._ranks.rank, self._ranks.world_size))
+
+    def _set_own(self, path: str, value: PerRank, loaded: object) -> None:
+        own = value.value
+        if isinstance(own, Stateful) and not isinstance(own, type):
+            if not isinstance(loaded, dict):
+                raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict")
+            node = StatefulNode(path, own)
+            self._finishes.append(lambda: _load_stateful(node, loaded))
+        else:
+            self._finishes.append(lambda: setattr(value, "value", loaded))
+
+    def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
+        def on_leaf(value: Value) -> object:
+            if isinstance(value, TensorRef):
+                return self.take(value, current.get(value.fqn))
+            if isinstance(value, Skipped):
+                if value.path not in current:
+                    raise InvalidError(f"{value.path}: was left out of the checkpoint and the state has no such entry")
+                return current[value.path]
+            return value
+
+        return on_leaf
+
+    def _forgive_ties(self) -> None:
+        """Miss no name of which the memory is filled under another."""
+        filled = {storage_key(tensor) for tensor in self._had.values()} if self._without else set()
+        for fqn, tensor in self._without:
+            if storage_key(tensor) in filled and fqn in self.missing:
+                self.missing.remove(fqn)
+                self.held.pop(fqn, None)
+
+    def _find_unexpected_tensors(self, state: Mapping[str, object]) -> None:
+        masters = set(self._catalog.masters.values())
+        for fqn in self._catalog.tensors:
+            if fqn in self._used or fqn in masters or not selected(self._selection, fqn):
+                continue
+            if any(fqn == key or fqn.startswith(f"{key}.") for key in state):
+                self.unexpected.append(fqn)
+
+
+def _lies(held: Held) -> tuple[object, ...]:
+    """Return what two names of one memory must have in common."""
+    return (held.global_shape, *(part.region for part in held.parts))
+
+
+def _require_places_of_their_own(local: torch.Tensor, fqn: str) -> None:
+    """Refuse to fill a tensor of which several elements are one place in memory."""
+    if any(length > 1 and not step for length, step in zip(local.shape, local.stride(), strict=True)):
+        raise InvalidError(
+            f"{fqn}: the target is expanded, several of its elements are one place in memory; "
+            "pass tensor.contiguous() or what it was expanded from"
+        )
+
+
+def _children(saved: Value) -> Mapping[str, Value]:
+    if isinstance(saved, Group):
+        return saved.items
+    if isinstance(saved, dict):
+        return {key: value for key, value in saved.items() if isinstance(key, str)}
+    return {}
+
+
+def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
+    """Give a module what only its own hooks and methods can take back.
+
+    Raises:
+        InvalidError: They refuse it, or nobody took it.
+    """
+    left: Sequence[str] = ()
+    try:
+        if any(map(is_wrapper, node.module.modules())):
+            load_extra_state(node.module, entries, extra_state_owners(node.module))
+        else:
+            # A module's own load_state_dict is heard only where it is called itself, not inside a wrapper.
+            module, prefix = unwrapped(node.module)
+            keys = {node.keys[fqn].removeprefix(prefix): value for fqn, value in entries.items()}
+            left = getattr(module.load_state_dict(keys, strict=False), "unexpected_keys", ())
+    except Exception as error:
+        raise InvalidError(f"{node.path}: {type(node.module).__name__} refused its extra state: {error}") from error
+    if left:
+        raise InvalidError(
+            f"{node.path}: {type(node.module).__name__} took nothing of {', '.join(left)}, which state_dict() made; "
+            "expected its load_state_dict() to take back what state_dict() gives at the same depth. Use "
+            "get_extra_state/set_extra_state, or leave it out with skip="
+        )
+
+
+def _load_stateful(node: StatefulNode, state: dict[str, object]) -> None:
+    try:
+        node.stateful.load_state_dict(state)
+    except Exception as error:
+        raise InvalidError(
+            f"{node.path}: {type(node.stateful).__name__}.load_state_dict refused it: {error}"
+        ) from error

@@ -1,0 +1,240 @@
+"""The nodes of a state: found once, used by collecting and by restoring alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.containers import holds_tensor
+from holdfast.frameworks.torch.fsdp1 import declarations, holds_any
+from holdfast.frameworks.torch.held import RankOfGlobal, tensors_of
+from holdfast.frameworks.torch.optimizers.state import OptimizerView, named_parameters_of, ties_of
+from holdfast.frameworks.torch.state.naming import module_entries
+from holdfast.geometry.sharded import Sharded
+from holdfast.types.per_rank import PerRank, RngState
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives its state as a dict and takes it back."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object:
+        """Take a state back."""
+        ...
+
+
+@dataclass(slots=True)
+class ModuleNode:
+    """A module: tensors by FQN, and values such as extra state."""
+
+    path: str
+    module: torch.nn.Module
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, object]
+    keys: dict[str, str]
+    """By FQN, the key of each entry in the module's own state dict, where wrappers leave their prefixes."""
+
+    declared: dict[int, Sharded]
+    """Layouts of tensors that do not carry one themselves (FSDP1), by identity."""
+
+
+@dataclass(slots=True)
+class OptimizerNode:
+    """An optimizer whose parameters have names."""
+
+    path: str
+    view: OptimizerView
+
+
+@dataclass(slots=True)
+class StatefulNode:
+    """An object with `state_dict` and `load_state_dict`."""
+
+    path: str
+    stateful: Stateful
+
+
+@dataclass(slots=True)
+class TensorNode:
+    """A tensor that stands in a dict of the state."""
+
+    path: str
+    tensor: torch.Tensor
+    declared: Sharded | None = None
+
+
+@dataclass(slots=True)
+class ValueNode:
+    """Anything else: a plain value or a container, tensors inside included."""
+
+    path: str
+    value: object
+
+
+@dataclass(slots=True)
+class DictNode:
+    """A dict of the state with string keys."""
+
+    path: str
+    mapping: Mapping[str, object]
+    children: dict[str, Node] = field(default_factory=dict)
+
+
+Node = ModuleNode | OptimizerNode | StatefulNode | TensorNode | ValueNode | DictNode
+
+
+def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
+    """Return the nodes of a state.
+
+    Args:
+        state: The state.
+        rank_of_global: Numbers ranks within the group that saves or loads.
+    Raises:
+        InvalidError: Names collide, an optimizer's parameter has no name, or the state is not a dict of names.
+    """
+    root = DictNode("", state)
+    found = _Found(rank_of_global)
+    _fill(root, found, set())
+    if not found.optimizers:
+        return root
+    tensors = {path: node.tensors for path, node in found.modules.items()}
+    loose = dict(_loose(root))
+    for parent, key, optimizer in found.optimizers:
+        path = _joined(parent.path, key)
+        _require_unlisted(optimizer, path, found.listed)
+        names = named_parameters_of(optimizer, path, tensors, loose)
+        view = OptimizerView(
+            optimizer, path, names, found.declared, frozenset(found.elsewhere), ties_of(names, tensors)
+        )
+        parent.children[key] = OptimizerNode(path, view)
+    return root
+
+
+def _require_unlisted(optimizer: torch.optim.Optimizer, path: str, listed: Mapping[int, str]) -> None:
+    """Refuse to guess how state lies that belongs to one of several tensors under a name."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in listed:
+                raise InvalidError(
+                    f"{path}: holds a tensor of {listed[id(parameter)]}, which Sharded declares as a list; expected "
+                    "one tensor for each parameter of an optimizer. State its moments as Sharded too, and leave it out"
+                )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the nodes so far have that optimizers need to know."""
+
+    rank_of_global: RankOfGlobal
+    optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = field(default_factory=list)
+    modules: dict[str, ModuleNode] = field(default_factory=dict)
+    declared: dict[int, Sharded] = field(default_factory=dict)
+    elsewhere: set[int] = field(default_factory=set)
+    listed: dict[int, str] = field(default_factory=dict)
+    """Path of the list in a declaration that a tensor stands in, by the tensor's identity."""
+
+
+def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+    """Yield every tensor that stands in a dict: its path, the top-level key that it lies under if any, and itself."""
+    for key, child in node.children.items():
+        if isinstance(child, TensorNode):
+            yield child.path, (branch, child.tensor)
+        elif isinstance(child, DictNode):
+            yield from _loose(child, branch or key)
+
+
+def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
+    if id(node.mapping) in above:
+        raise InvalidError(f"{node.path}: the dict holds itself; a state must be a tree")
+    for key, value in node.mapping.items():
+        if not isinstance(key, str):
+            raise InvalidError(
+                f"{node.path or 'state'}: key {key!r} is {type(key).__name__}; expected names (str) for whatever "
+                "holds modules, optimizers or tensors"
+            )
+        path = _joined(node.path, key)
+        if isinstance(value, torch.Tensor):  # First, for most are.
+            node.children[key] = TensorNode(path, value)
+        elif isinstance(value, torch.optim.Optimizer):
+            _require_own_state(value, path)
+            found.optimizers.append((node, key, value))
+            # Keeps the order of the dict: the node is put in once every parameter has its name.
+            node.children[key] = ValueNode(path, None)
+        elif isinstance(value, torch.nn.Module):
+            child = found.modules[path] = module_node(path, value, found.rank_of_global)
+            found.declared |= child.declared
+            found.elsewhere |= {each for each, shard in child.declared.items() if not holds_any(shard)}
+            node.children[key] = child
+        elif isinstance(value, Sharded):
+            tensors = tensors_of(value, path)
+            tensor = tensors[0]
+            if isinstance(value.tensor, list | tuple):
+                found.listed |= dict.fromkeys(map(id, tensors), path)
+            found.declared[id(tensor)] = value
+            node.children[key] = TensorNode(path, tensor, value)
+        elif isinstance(value, dict) and _is_branch(value):
+            child_node = DictNode(path, value)
+            _fill(child_node, found, above | {id(node.mapping)})
+            node.children[key] = child_node
+        elif not isinstance(value, type) and isinstance(value, Stateful):
+            node.children[key] = StatefulNode(path, value)
+        else:
+            node.children[key] = ValueNode(path, value)
+
+
+def _require_own_state(optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Refuse optimizers that keep their state in another optimizer's hands, where ours would not find it.
+
+    Raises:
+        InvalidError: Names the optimizer.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
+            raise InvalidError(
+                f"{path}: {kind.__name__} keeps its state where it cannot be read by parameter; use fully_shard, or "
+                "pass the optimizer inside it"
+            )
+
+
+def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal) -> ModuleNode:
+    """Return a module's entries; DDP, FSDP1 and compile wrappers around it leave no trace.
+
+    Raises:
+        InvalidError: Colliding names, or an FSDP1 wrapper whose parameters cannot be told apart.
+    """
+    declared = declarations(module, path, rank_of_global)
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, object] = {}
+    keys: dict[str, str] = {}
+    for fqn, key, value in module_entries(module, path):
+        keys[fqn] = key
+        if isinstance(value, torch.Tensor):
+            tensors[fqn] = value
+        else:
+            values[fqn] = value
+    return ModuleNode(path, module, tensors, values, keys, declared)
+
+
+def _is_branch(value: dict[object, object]) -> bool:
+    """Return whether a dict is part of the state's own tree rather than one plain value."""
+    if not all(isinstance(key, str) for key in value):
+        return False
+    return any(
+        isinstance(each, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | Sharded | PerRank | RngState)
+        or (isinstance(each, dict) and _is_branch(each))
+        or (isinstance(each, list | tuple) and holds_tensor(each))
+        or (not isinstance(each, type) and isinstance(each, Stateful))
+        for each in value.values()
+    )
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

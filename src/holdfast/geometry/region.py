@@ -1,0 +1,100 @@
+"""What a piece covers of its tensor: a box, or a run of the flattened tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.geometry.box import Box, flat_range_boxes
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """A half-open run `[start, stop)` of a tensor's row-major elements, as ZeRO and other flat partitions hold it."""
+
+    start: int
+    """Row-major number of the first element."""
+
+    stop: int
+    """Row-major number past the last element."""
+
+    @property
+    def numel(self) -> int:
+        """Count of elements."""
+        return self.stop - self.start
+
+
+Region = Box | FlatRange
+
+
+def run_boxes(region: Region, global_shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that a run of a region's own elements covers, in order, global coordinates.
+
+    Args:
+        region: The region.
+        global_shape: Shape of the whole tensor.
+        start, stop: Half-open element numbers in the region's own order: row-major within a box,
+            row-major within the tensor for a flat range.
+    """
+    if isinstance(region, FlatRange):
+        yield from flat_range_boxes(global_shape, region.start + start, region.start + stop)
+        return
+    if start == 0 and stop == region.numel:
+        yield region
+        return
+    for box in flat_range_boxes(region.shape, start, stop):
+        yield Box(
+            tuple(a + o for a, o in zip(box.start, region.start, strict=True)),
+            tuple(b + o for b, o in zip(box.stop, region.start, strict=True)),
+        )
+
+
+def region_boxes(region: Region, global_shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return the boxes a region consists of: itself, or at most 2·ndim − 1 for a flat range."""
+    if isinstance(region, Box):
+        return (region,)
+    return tuple(flat_range_boxes(global_shape, region.start, region.stop))
+
+
+def flat_run(region: Region, global_shape: tuple[int, ...]) -> FlatRange | None:
+    """Return the run of row-major elements that a region is; None where its elements lie in several."""
+    if isinstance(region, FlatRange):
+        return region
+    if not region.numel:
+        return None
+    first = _row_major(region.start, global_shape)
+    last = _row_major(tuple(stop - 1 for stop in region.stop), global_shape)
+    return FlatRange(first, last + 1) if last + 1 - first == region.numel else None
+
+
+def elements_spanned(region: Region, global_shape: tuple[int, ...], wanted: Box) -> tuple[int, int]:
+    """Return the first and past-the-last element of a region, in its own order, that a box may meet.
+
+    The run between them holds every common element; `(0, 0)` if there is none.
+    """
+    if isinstance(region, Box):
+        overlap = region.intersect(wanted)
+        if overlap is None:
+            return 0, 0
+        if overlap == region:
+            return 0, region.numel
+        first = _row_major(tuple(a - o for a, o in zip(overlap.start, region.start, strict=True)), region.shape)
+        last = _row_major(tuple(b - 1 - o for b, o in zip(overlap.stop, region.start, strict=True)), region.shape)
+        return first, last + 1
+    if not wanted.numel:
+        return 0, 0
+    first = max(_row_major(wanted.start, global_shape), region.start)
+    last = min(_row_major(tuple(b - 1 for b in wanted.stop), global_shape) + 1, region.stop)
+    return (first - region.start, last - region.start) if first < last else (0, 0)
+
+
+def contains(outer: Region, inner: Region) -> bool:
+    """Return whether `inner` lies in `outer`; both of one kind."""
+    if isinstance(outer, Box):
+        return isinstance(inner, Box) and outer.contains(inner)
+    return isinstance(inner, FlatRange) and outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def _row_major(at: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    return sum(each * math.prod(shape[dim + 1 :]) for dim, each in enumerate(at))

@@ -1,0 +1,98 @@
+"""Tensors, how a job lays them out, and what one rank holds of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.region import Region
+from holdfast.geometry.value_class import noun
+
+
+@noun
+class TensorSpec:
+    """A tensor as the checkpoint knows it, independent of any rank."""
+
+    fqn: str
+    """Dotted name of the leaf."""
+
+    dtype: str
+    """Element type by name, a key of `DTYPES`."""
+
+    global_shape: tuple[int, ...]
+    """Elements along each dimension of the whole tensor."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.global_shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a tensor lies on one mesh dimension: split along `dim`, or whole on every rank."""
+
+    dim: int | None
+    """Tensor dimension that is split; None for Replicate."""
+
+    split: int = 1
+    """Runs the dimension is cut into before each rank takes its part of every run (`_StridedShard`); 1 for Shard."""
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "Replicate"
+        return f"Shard({self.dim})" if self.split == 1 else f"_StridedShard({self.dim}, split={self.split})"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A mesh and the placements of a tensor on it; the same value on every rank of the mesh."""
+
+    mesh_shape: tuple[int, ...]
+    """Ranks along each mesh dimension."""
+
+    mesh_ranks: tuple[int, ...]
+    """Ranks of the process group, in row-major order of the mesh."""
+
+    placements: tuple[Placement, ...]
+    """One placement per mesh dimension."""
+
+
+class Role(Enum):
+    """What a plain tensor is for: decides whether its copies must agree."""
+
+    PARAMETER = "parameter"
+    """A parameter: copies on several ranks must agree."""
+
+    OPTIMIZER = "optimizer"
+    """Optimizer state: copies on several ranks must agree."""
+
+    BUFFER = "buffer"
+    """Anything else: taken whole from the lowest rank that holds it."""
+
+
+@noun
+class Shard:
+    """What one rank holds of one tensor."""
+
+    tensor: TensorSpec
+    """The tensor."""
+
+    layout: Layout | None
+    """Mesh and placements, for the record and for comparing ranks; None where there are none."""
+
+    holders: tuple[int, ...] | None
+    """Ranks stated to hold the same pieces, ascending; None for a plain tensor, of which nothing is stated."""
+
+    role: Role
+    """Whether copies of a plain tensor must agree."""
+
+    pieces: tuple[Region, ...]
+    """What this rank holds, as boxes or flat ranges; empty where the split leaves it nothing."""

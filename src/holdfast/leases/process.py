@@ -1,0 +1,94 @@
+"""Who this process is, and whether a process that held an epoch is still there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from holdfast.clock import Clock, told_time
+from holdfast.types.epoch import Holder
+
+_NONCE_BYTES = 16
+
+
+def this_process(clock: Clock, lease_seconds: float) -> Holder:
+    """Return this process as the holder of an epoch that it is about to take."""
+    stat = _stat_of(os.getpid())
+    return Holder(
+        host=_host(),
+        boot=_boot(),
+        namespaces=_namespaces(),
+        pid=os.getpid(),
+        started=stat.started if stat is not None else 0,
+        since=told_time(clock),
+        nonce=clock.random_bytes(_NONCE_BYTES).hex(),
+        lease_seconds=lease_seconds,
+    )
+
+
+def is_this_process(holder: Holder) -> bool:
+    """Return whether a holder is this very process."""
+    stat = _stat_of(os.getpid())
+    return can_be_seen(holder) and holder.pid == os.getpid() and stat is not None and stat.started == holder.started
+
+
+def is_gone(holder: Holder) -> bool:
+    """Return whether a holder is certain to run no more: its process could be seen from here, and is not there."""
+    if not can_be_seen(holder):
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # Somebody else's; it is there.
+    stat = _stat_of(holder.pid)
+    return stat is not None and (stat.started != holder.started or stat.is_corpse)
+
+
+class _Stat:
+    """What the system says of a process."""
+
+    def __init__(self, text: str) -> None:
+        # The name, in parentheses, may hold anything.
+        fields = text.rpartition(")")[2].split()
+        self.started = int(fields[19])
+        # A process of which the first thread has ended looks like a corpse while others still run.
+        self.is_corpse = fields[0] in "ZX" and int(fields[17]) <= 1
+
+
+def _stat_of(pid: int) -> _Stat | None:
+    try:
+        return _Stat(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def can_be_seen(holder: Holder) -> bool:
+    """Return whether it can be told from here if a holder still runs: process ids and starts mean the same to both."""
+    is_here = bool(holder.boot) and (holder.boot, holder.namespaces) == (_boot(), _namespaces())
+    # A copy of a virtual machine has its boot id, under another name mostly.
+    return is_here and holder.host == _host() and holder.pid > 0 and holder.started > 0
+
+
+def _host() -> str:
+    return socket.gethostname().encode("ascii", "replace").decode()
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _namespaces() -> str:
+    """Return the namespaces of process ids and of time, which shifts when a process seems to have started."""
+    names = []
+    for kind in ("pid", "time"):
+        try:
+            names.append(os.readlink(f"/proc/self/ns/{kind}"))
+        except OSError:
+            names.append(f"{kind}:unknown")
+    return " ".join(names)

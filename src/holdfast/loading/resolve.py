@@ -1,0 +1,151 @@
+"""What a job loads: resolved by rank 0, given to every rank, and of a large index as much as each rank needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
+from holdfast.checkpoint.index_loading import given_frames, listing_at, resolved_frames
+from holdfast.checkpoint.location import Place
+from holdfast.clock import Clock
+from holdfast.coordination.job import error_from, error_text, is_absence
+from holdfast.errors import CheckpointError, CorruptError, MissingError
+from holdfast.format.frames import decode_frames, encode_frames
+from holdfast.format.index.foreign_index import adopted, decode_adopted, encode_adopted
+from holdfast.format.index.index import Index
+from holdfast.format.index.split_index import SplitIndex
+from holdfast.leases.reader import Reading
+from holdfast.loading.step_choice import Choice, Damage
+from holdfast.ports.comm import Comm
+from holdfast.repository.catalog import short_packs
+from holdfast.types.manifest import Manifest
+from holdfast.types.reports import PassedOver
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a job loads."""
+
+    place: Place
+    """Where it lies."""
+
+    manifest: Manifest
+    """Its commit record."""
+
+    index: Index | SplitIndex
+    """Its tensors and pieces."""
+
+    require_stored: RequireStored
+    """Refuses tensors of which a piece is not there."""
+
+    passed_over: tuple[PassedOver, ...]
+    """Newer steps that are damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    frames: Sequence[bytes]
+    manifest: Manifest
+    index: Index | SplitIndex
+    short: Mapping[str, tuple[int, CheckpointError]]
+    is_listed: bool
+
+
+def resolve(
+    comm: Comm,
+    clock: Clock,
+    home: Place,
+    choice: Choice,
+    wrong: Damage | None = None,
+    lease: Reading | None = None,
+) -> Resolved | None:
+    """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
+
+    Of an index in several files it gives the overview, and each rank reads and judges what it needs. Of another
+    system's checkpoint it gives what a format listed.
+
+    Args:
+        comm: The ranks that load together.
+        clock: For chance.
+        home: Where checkpoints lie, on every rank.
+        choice: Asked on rank 0.
+        wrong: What the ranks found wrong with what was resolved before, if anything was.
+        lease: Told on rank 0 what is read, so that nobody collects it.
+    Returns:
+        What is to be loaded; None if there is nothing.
+    """
+    frames: list[bytes] = []
+    own = None
+    judged: _Judged | None = None
+    if comm.rank == 0:
+        place = None
+        try:
+            place = choice.next(wrong)
+            while place is not None:
+                try:
+                    judged = _judged(place, clock, whole=choice.falls_back)
+                    if lease is not None:
+                        lease.begin(place, judged.manifest)
+                    break
+                except (CorruptError, MissingError) as error:
+                    place = choice.next(Damage(error, frozenset((0,)), is_absence(error)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
+            own = error
+        head = {
+            "error": error_text(own) if own else None,
+            "folder": place.folder if place else None,
+            "step": place.step if place else None,
+            "listed": judged is not None and judged.is_listed,
+            "short": {
+                name: [there, error_text(error)] for name, (there, error) in (judged.short if judged else {}).items()
+            },
+            "passed_over": [[each.step, each.why] for each in choice.passed_over],
+        }
+        frames = [json.dumps(head).encode(), *(judged.frames if judged else ())]
+    frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
+    head = json.loads(frames[0])
+    if head["error"] is not None:
+        raise own if own is not None else error_from(head["error"], "rank 0: ")
+    if head["folder"] is None:
+        return None
+    place = replace(home, folder=head["folder"], step=head["step"])
+    if judged is not None:
+        manifest, index = judged.manifest, judged.index
+    else:
+        given = frames[1:]
+        manifest, index = decode_adopted(given, place.url) if head["listed"] else resolved_frames(given, place)
+    told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
+    passed_over = tuple(PassedOver(step, why) for step, why in head["passed_over"])
+    return Resolved(place, manifest, index, stored_by(index, told), passed_over)
+
+
+def _judged(place: Place, clock: Clock, *, whole: bool) -> _Judged:
+    """Read and judge a checkpoint before it is given away, so that damage is one rank's error and not every rank's.
+
+    Args:
+        place: Where it lies.
+        clock: For chance.
+        whole: Whether it is damage that a pack is cut short of which perhaps nothing is wanted.
+    Raises:
+        CheckpointError: It is damaged, or cannot be read.
+    """
+    listing = listing_at(place)
+    short: Mapping[str, tuple[int, CheckpointError]] = {}
+    if listing is None:
+        frames = given_frames(place)
+        manifest, index = resolved_frames(frames, place)
+        short = short_packs(place.store, place.folder, manifest, place.packs_of(manifest))
+        damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
+        if whole and damaged is not None:
+            raise damaged
+    else:
+        manifest, index = adopted(listing, place.url)
+        frames = encode_adopted(manifest, index)
+    if isinstance(index, Index):
+        require_covered(index, clock, place.url)
+    return _Judged(frames, manifest, index, short, listing is not None)

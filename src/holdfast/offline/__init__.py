@@ -1,0 +1,5 @@
+"""What is done to a checkpoint without a training job: diff, export, import, repair.
+
+Only `api`, `wiring` and `cli` call it. Each folder is one verb.
+Nothing here runs on a training thread.
+"""

@@ -1,0 +1,199 @@
+"""What differs between two checkpoints: decided from their indexes, read only where digests do not settle it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE
+from holdfast.engine.casting import common_type
+from holdfast.engine.compare import Measure
+from holdfast.engine.parallel_map import each_in_flight
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.offline.diff.values import value_diffs
+from holdfast.plan.compare import Window, batches, unsettled
+from holdfast.ports.observer import Observer
+from holdfast.types.diff import Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+from holdfast.types.events import Progress
+from holdfast.types.values import per_rank_paths
+
+
+def differences(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    chosen: Callable[[str], bool] | None = None,
+    cast: bool = False,
+    full: bool = False,
+    observer: Observer | None = None,
+) -> Diff:
+    """Return everything that differs between two checkpoints.
+
+    Args:
+        a, b: The two.
+        chosen: Which names are compared; None: all, and the values that are not tensors.
+        cast: Compare tensors of different types by value, where numpy has a type that holds both exactly.
+        full: Read what digests settle too, so that norms are those of whole tensors.
+        observer: Told how far reading has come, in bytes of A.
+    Raises:
+        CorruptError: Stored bytes are not what was saved.
+    """
+    names = _Names(a, b, chosen)
+    pairs = [_pair(number, a, b, *each, cast=cast, full=full) for number, each in enumerate(names.pairs())]
+    read_bytes = _measure(pairs, a, b, observer)
+    return Diff(
+        a=a.url,
+        b=b.url,
+        tensors=tuple(pair.outcome() for pair in pairs),
+        only_a=names.only(a, names.of_a, names.of_b),
+        only_b=names.only(b, names.of_b, names.of_a),
+        ties=tuple(names.ties()),
+        values=() if chosen is not None else (*value_diffs(a.objects, b.objects), *_per_rank_diffs(a, b)),
+        read_bytes=read_bytes,
+        settled_bytes=sum(pair.settled_bytes for pair in pairs),
+    )
+
+
+def _per_rank_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
+    """Yield what differs of the values that each rank kept as its own, rank by rank."""
+    for rank in range(max(a.manifest.world_size, b.manifest.world_size)):
+        yield from value_diffs(_kept(a, rank), _kept(b, rank))
+
+
+def _kept(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
+    """Return what a rank kept as its own, by path; nothing where there was no such rank."""
+    manifest = checkpoint.manifest
+    if rank >= manifest.world_size or next(per_rank_paths(manifest.tree), None) is None:
+        return {}
+    return {f"{path}[rank {rank}]": value for path, value in checkpoint.per_rank(rank).items()}
+
+
+class _Names:
+    """Every name of two checkpoints, and the stored tensor it stands for in each."""
+
+    def __init__(self, a: Checkpoint, b: Checkpoint, chosen: Callable[[str], bool] | None) -> None:
+        self.of_a, self.of_b = _standing_for(a, chosen), _standing_for(b, chosen)
+        self._both = sorted(self.of_a.keys() & self.of_b.keys())
+
+    def pairs(self) -> Iterator[tuple[str, str, str]]:
+        """Yield what is to be compared: a name, and the tensors it stands for; no two tensors twice."""
+        met = set()
+        for name in self._both:
+            pair = self.of_a[name], self.of_b[name]
+            if pair not in met:
+                met.add(pair)
+                yield name, *pair
+
+    def only(self, checkpoint: Checkpoint, own: Mapping[str, str], other: Mapping[str, str]) -> tuple[NameOnly, ...]:
+        """Return the names that the other lacks."""
+        found = []
+        for name in sorted(own.keys() - other.keys()):
+            spec = checkpoint.index.tensors[own[name]]
+            found.append(NameOnly(name, spec.dtype, spec.global_shape, own[name] if own[name] != name else None))
+        return tuple(found)
+
+    def ties(self) -> Iterator[TieDiff]:
+        """Yield the names of both that share a tensor with others in one of the two than in the other."""
+        of_a, of_b = self._tied(self.of_a), self._tied(self.of_b)
+        for name in self._both:
+            a, b = self.of_a[name], self.of_b[name]
+            if (a != name or b != name) and of_a[a] != of_b[b]:
+                yield TieDiff(name, a, b)
+
+    def _tied(self, own: Mapping[str, str]) -> dict[str, set[str]]:
+        """Return the names that stand for each stored tensor, of those that both have."""
+        found: dict[str, set[str]] = {}
+        for name in self._both:
+            found.setdefault(own[name], set()).add(name)
+        return found
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A tensor on its way to being compared."""
+
+    name: str
+    a: TensorSpec
+    b: TensorSpec
+    verdict: Verdict | None
+    """What is known before anything is read."""
+    common: str
+    """The type both are widened to; empty for one type."""
+    windows: list[Window]
+    settled_bytes: int
+    measure: Measure | None = field(default=None)
+
+    def take(self, measured: Measure) -> None:
+        """Take in what was measured of a part."""
+        if self.measure is None:
+            self.measure = measured
+        else:
+            self.measure.merge(measured)
+
+    def outcome(self) -> TensorDiff:
+        """Return what came of it."""
+        change = None if self.measure is None else self.measure.change()
+        verdict = self.verdict
+        if verdict is None:
+            verdict = Verdict.CHANGED if change is not None and change.changed else Verdict.EQUAL
+        return TensorDiff(
+            fqn=self.name,
+            verdict=verdict,
+            dtype=(self.a.dtype, self.b.dtype),
+            shape=(self.a.global_shape, self.b.global_shape),
+            numel=self.a.global_bytes // self.a.itemsize,
+            settled_bytes=self.settled_bytes,
+            change=change,
+        )
+
+
+def _standing_for(checkpoint: Checkpoint, chosen: Callable[[str], bool] | None) -> dict[str, str]:
+    names = {**{fqn: fqn for fqn in checkpoint.index.tensors}, **checkpoint.aliases}
+    return {name: fqn for name, fqn in names.items() if chosen is None or chosen(name)}
+
+
+def _pair(
+    number: int, a: Checkpoint, b: Checkpoint, name: str, fqn_a: str, fqn_b: str, *, cast: bool, full: bool
+) -> _Pair:
+    of_a, of_b = a.index.tensors[fqn_a], b.index.tensors[fqn_b]
+    if of_a.global_shape != of_b.global_shape:
+        return _Pair(name, of_a, of_b, Verdict.SHAPE, "", [], 0)
+    alike = of_a.dtype == of_b.dtype
+    common = None if alike or not cast else common_type(of_a.dtype, of_b.dtype)
+    if not alike and common is None:
+        return _Pair(name, of_a, of_b, Verdict.DTYPE, "", [], 0)
+    others = b.index.pieces_of(fqn_b) if alike and not full else ()
+    windows, settled_bytes = unsettled(number, a.index.pieces_of(fqn_a), others)
+    return _Pair(name, of_a, of_b, None, common or "", windows, settled_bytes)
+
+
+def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observer | None) -> int:
+    """Read and compare every window; return the bytes read of both."""
+    from_a, from_b = a.source, b.source
+
+    def compare(batch: tuple[Window, ...]) -> tuple[dict[int, Measure], int, int]:
+        of = [pairs[window.number] for window in batch]
+        ours, read_a = from_a.read([(p.a.fqn, w) for p, w in zip(of, batch, strict=True)], [p.a.dtype for p in of])
+        theirs, read_b = from_b.read([(p.b.fqn, w) for p, w in zip(of, batch, strict=True)], [p.b.dtype for p in of])
+        measures: dict[int, Measure] = {}
+        for window, pair, own, other in zip(batch, of, ours, theirs, strict=True):
+            measures.setdefault(window.number, Measure()).add(own, other, pair.common)
+        return measures, read_a + read_b, sum(window.bytes for window in batch)
+
+    def bytes_of(window: Window) -> int:
+        pair = pairs[window.number]
+        return (window.stop - window.start) * max(pair.a.itemsize, pair.b.itemsize)
+
+    total = sum(window.bytes for pair in pairs for window in pair.windows)
+    done = read_bytes = 0
+    if observer is not None:
+        observer.hear(Progress(0, total))
+    work = batches((pair.windows for pair in pairs), BATCH_BYTES, bytes_of)
+    for measures, read, compared in each_in_flight(compare, work, BATCHES_AT_ONCE):
+        for number, measured in measures.items():
+            pairs[number].take(measured)
+        done, read_bytes = done + compared, read_bytes + read
+        if observer is not None:
+            observer.hear(Progress(done, total))
+    return read_bytes

@@ -1,0 +1,139 @@
+"""Any checkpoint saved again, as a checkpoint of Holdfast with packs of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place, require_no_checkpoint
+from holdfast.coordination.job import Job
+from holdfast.engine.write import PackWriter
+from holdfast.errors import InvalidError
+from holdfast.format.health import encode_health
+from holdfast.format.names import MANIFEST_FILE
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import Region, flat_run
+from holdfast.geometry.tensor import Role, Shard, TensorSpec
+from holdfast.leases.writer import Tenure
+from holdfast.offline.export.export import ExportReport
+from holdfast.offline.imports.stored_source import PieceReader, StoredSource
+from holdfast.ports.framework import Collected, LocalShard
+from holdfast.ports.observer import Observer
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import check_pack, read_manifest
+from holdfast.runs.run import claimed
+from holdfast.saving.save import Save
+from holdfast.types.plan import Piece
+from holdfast.types.reports import SaveReport
+from holdfast.types.values import per_rank_paths
+
+
+def saved_again(
+    source: Checkpoint, place: Place, job: Job, observer: Observer | None = None, tenure: Tenure | None = None
+) -> SaveReport:
+    """Save what a checkpoint holds once more, through the way every save goes; its bytes are read once and checked.
+
+    Tensors whose pieces follow one another become one piece; others keep theirs.
+
+    Args:
+        source: Any checkpoint: of Holdfast, or of another system.
+        place: Where it goes.
+        job: This process alone.
+        observer: Told of progress.
+        tenure: The right to write to the run, for a step of one.
+    Raises:
+        ConflictError: A checkpoint is there; it was not touched. Or another job writes to the run, or a file of the
+            source was written again meanwhile; nothing was committed.
+        InvalidError: Ranks that saved the source kept values of their own.
+        CorruptError: The source is damaged; nothing was committed.
+        UnavailableError: Storage failed, or the outcome is unknown.
+    """
+    assert job.comm.world_size == 1, "one process copies"
+    assert (place.step is None) == (tenure is None), "steps are written under an epoch, and nothing else is"
+    if place.step is not None:
+        require_no_checkpoint(place.store)
+
+    def claim(place: Place) -> dict[str, object]:
+        if tenure is not None:
+            return claimed(place, tenure, job.clock)
+        place.require_empty()
+        return {"run_id": job.clock.random_bytes(8).hex()}
+
+    def collect() -> Collected:
+        return _collected(source, observer)
+
+    def continued() -> None:
+        """Return that it continues no checkpoint; asked once everything is copied, before it is committed."""
+        source.require_unchanged()
+
+    writer = PackWriter(place.store, job.settings)
+    manifest = source.manifest
+    inherited: dict[str, object] = {"origin": source.origin, "masters": manifest.masters, "metrics": manifest.metrics}
+    if manifest.health is not None:
+        # What was found when it was saved: a copy knows no roles, and no checkpoint before it.
+        inherited["health"] = encode_health(manifest.health)
+    save = Save(job, place, writer, claim, continued, lambda *_: None, awaited=True, inherited=inherited)
+    report = save.begin(collect).wait()
+    assert report is not None, "committed comes with a report"
+    return report
+
+
+def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | None = None) -> ExportReport:
+    """Save what a checkpoint holds once more, as the one checkpoint that a store is to hold.
+
+    Arguments and errors as `saved_again`.
+    """
+    start = job.clock.monotonic_seconds()
+    report = saved_again(source, Place(store, "", None), job, observer)
+    made = read_manifest(store, "")
+    overviews = () if made.overview is None else (made.overview,)
+    files = {
+        f"{made.attempt}/{file.name}": file.bytes for file in (*made.packs, *made.parts, *made.indexes, *overviews)
+    }
+    return ExportReport(
+        url=report.url,
+        format="holdfast",
+        files={MANIFEST_FILE: store.size(MANIFEST_FILE), **files},
+        resumed_bytes=0,
+        read_bytes=report.bytes,
+        seconds=job.clock.monotonic_seconds() - start,
+        begun_anew=False,
+    )
+
+
+def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
+    manifest = source.manifest
+    kept = sorted(per_rank_paths(manifest.tree))
+    if kept and manifest.world_size > 1:
+        raise InvalidError(
+            f"{source.url}: {manifest.world_size} ranks saved it and kept values of their own under {kept[:5]}; "
+            "expected none, for one process copies it. Copy its folder, or load it on as many ranks and save it there"
+        )
+    for pack in manifest.packs:
+        check_pack(source.packs(pack.name), pack, manifest.step)
+    tensors = source.index.tensors.values()
+    reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), observer)
+    return Collected(
+        shards=[_shard(spec, source.index.pieces_of(spec.fqn), reader) for spec in tensors],
+        tree=manifest.tree,
+        aliases=manifest.aliases,
+        skipped=[],
+        per_rank=source.per_rank(0) if kept else {},
+    )
+
+
+def _shard(spec: TensorSpec, pieces: Sequence[Piece], reader: PieceReader) -> LocalShard:
+    regions = _regions(spec, [piece for piece in pieces if piece.bytes])
+    shard = Shard(spec, None, (0,), Role.PARAMETER, tuple(regions))
+    return LocalShard(shard, StoredSource(reader, regions))
+
+
+def _regions(spec: TensorSpec, pieces: Sequence[Piece]) -> dict[Region, Sequence[Piece]]:
+    """Return what a tensor is saved as: whole where its pieces are runs of its elements, else piece by piece."""
+    runs = [(run.start, run.stop, piece) for piece in pieces if (run := flat_run(piece.region, spec.global_shape))]
+    if len(runs) < len(pieces):
+        return {piece.region: [piece] for piece in pieces}
+    runs.sort(key=lambda run: run[:2])
+    assert all(one[1] == next_one[0] for one, next_one in pairwise(runs)), "pieces cover a tensor exactly once"
+    return {Box.whole(spec.global_shape): [piece for *_, piece in runs]}

@@ -1,0 +1,93 @@
+"""Reads every chunk of another system's files once, several reads in flight, to know what each hashes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from holdfast.engine.buffers import Slabs
+from holdfast.engine.parallel_map import each_in_flight
+from holdfast.format.digest import digest_of
+from holdfast.format.index.columns import Ints, firsts, positions
+from holdfast.format.index.index import Index
+from holdfast.geometry.chunking import DIGEST_BYTES
+from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs
+from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.types.events import Progress
+
+
+def digested(index: Index, packs: Packs, settings: Settings, observer: Observer | None = None) -> Index:
+    """Return an index with the digests of all chunks, cut to `settings.chunk_bytes`.
+
+    Bytes that two pieces share from end to end, as tied tensors do, are read once.
+
+    Args:
+        index: Pieces of which nothing is known but where they lie.
+        packs: Where that is.
+        settings: Bytes of a chunk, of a read, and reads in flight.
+        observer: Told of progress.
+    Raises:
+        CorruptError: A file ends before a piece does.
+        MissingError: A file is not there.
+    """
+    pieces, chunk_bytes = index.pieces, settings.chunk_bytes
+    rows, row_of = np.unique(
+        np.stack([pieces.packs, pieces.offsets, pieces.bytes], axis=1).reshape(-1, 3), axis=0, return_inverse=True
+    )
+    row_of = row_of.reshape(-1)
+    run_bytes_max = max(settings.read_window_bytes, chunk_bytes)
+    slabs = Slabs(settings.windows_in_flight, run_bytes_max + 2 * PAGE_BYTES)
+
+    def digests_of(run: _Run) -> tuple[bytes, int]:
+        stored = packs(index.packs[run.pack])
+        with slabs.lent() as slab:
+            (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [slab])
+            found = [digest_of(data[start - run.start : stop - run.start]) for start, stop in run.chunks]
+        return b"".join(found), run.stop - run.start
+
+    done, total, found = 0, int(rows[:, 2].sum()), bytearray()
+    for digests, count in each_in_flight(digests_of, _runs(rows, chunk_bytes, run_bytes_max)):
+        found += digests
+        done += count
+        if observer is not None:
+            observer.hear(Progress(done, total))
+    row_chunks = -(-rows[:, 2] // chunk_bytes)
+    at = positions(firsts(row_chunks), row_of)
+    taken = np.frombuffer(found, dtype=f"V{DIGEST_BYTES}")[at]
+    known = replace(pieces, chunks=row_chunks[row_of], digests=taken.view(np.uint8).data)
+    return Index(chunk_bytes, index.table, [packs(name).url for name in index.packs], known)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Neighbouring chunks of one file."""
+
+    pack: int
+    start: int
+    stop: int
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+
+
+def _runs(rows: Ints, chunk_bytes: int, run_bytes_max: int) -> Iterator[_Run]:
+    """Yield the chunks of pieces, in their order, those that adjoin together.
+
+    Args:
+        rows: Number of the pack, offset and bytes of each piece.
+        chunk_bytes: Bytes of each chunk but the last of a piece.
+        run_bytes_max: Bytes of a run at most.
+    """
+    run: _Run | None = None
+    for pack, offset, count in rows.tolist():
+        for start in range(offset, offset + count, chunk_bytes):
+            stop = min(start + chunk_bytes, offset + count)
+            if run is None or run.pack != pack or run.stop != start or stop - run.start > run_bytes_max:
+                if run is not None:
+                    yield run
+                run = _Run(pack, start, start)
+            run.stop = stop
+            run.chunks.append((start, stop))
+    if run is not None:
+        yield run

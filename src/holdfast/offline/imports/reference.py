@@ -1,0 +1,143 @@
+"""A checkpoint of another system as a step of a run, its bytes left where they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import Place, require_no_checkpoint
+from holdfast.clock import Clock, told_time
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.format.index.index import Index
+from holdfast.format.manifest import encode_manifest
+from holdfast.format.names import is_file_url
+from holdfast.format.pack import pack_digest
+from holdfast.format.values import values
+from holdfast.leases.writer import Tenure
+from holdfast.offline.imports.hash_chunks import digested
+from holdfast.ports.observer import Observer
+from holdfast.repository.catalog import check_size
+from holdfast.runs.run import claimed
+from holdfast.saving.commit import PublishedLate, PublishFailed, epoch_of, published, sweep, written_index
+from holdfast.saving.provenance import software_at_hand
+from holdfast.settings import Settings
+from holdfast.types.manifest import FileRecord, Manifest
+
+logger = logging.getLogger(__name__)
+
+
+def referenced(
+    source: Checkpoint, place: Place, tenure: Tenure, clock: Clock, settings: Settings, observer: Observer | None = None
+) -> str:
+    """Publish a step whose tensors lie in another system's files; return the attempt's id.
+
+    Every byte of them is read once, for its digest.
+
+    Args:
+        source: Another system's checkpoint.
+        place: The step.
+        tenure: The right to write to the run; used once everything is read.
+        clock: For time and chance.
+        settings: Bytes of a chunk, and reads in flight.
+        observer: Told of progress.
+    Raises:
+        ConflictError: The step exists; it was not touched. Or another job writes to the run, or a file of the source
+            was written again meanwhile; nothing was published.
+        InvalidError: The source is a checkpoint of Holdfast, or a file's name cannot be written down.
+        CorruptError: A file of the source is damaged; nothing was published.
+        UnavailableError: Storage failed, or the outcome is unknown.
+    """
+    if source.manifest.attempt:
+        raise InvalidError(
+            f"{source.url}: a checkpoint of Holdfast; expected another system's, to be referenced. Copy it (--copy, "
+            "copy=True), or load it where it is"
+        )
+    require_no_checkpoint(place.store)
+    place.require_empty()
+    name = f"import of step {place.step}"
+    for pack in source.manifest.packs:
+        url = source.packs(pack.name).url
+        if not is_file_url(url) or not values.plain(url):
+            raise InvalidError(
+                f"{url[:300]!r}: expected a path of plain text, to be written down. Import it with --copy"
+            )
+    index = digested(source.index, source.packs, settings, observer)
+    files = _records(source, index)
+    attempt, written = clock.random_bytes(8).hex(), list[str]()
+    try:
+        note = claimed(place, tenure, clock)
+        data = _manifest(source, place, clock, note, attempt, index, files, settings, written)
+        source.require_unchanged()
+        published(place, data, tenure.epoch)
+    except (PublishFailed, PublishedLate) as failure:
+        raise UnavailableError(
+            f"{name}: outcome unknown: {failure}. The step may or may not be at {place.url}; nothing was removed. Look "
+            "there (holdfast ls) before importing again"
+        ) from failure
+    except BaseException:
+        _remove(place, written, name)
+        raise
+    sweep(place, attempt, name, tenure.epoch)
+    return attempt
+
+
+def _records(source: Checkpoint, index: Index) -> tuple[FileRecord, ...]:
+    """Return the files that pieces lie in, each found as long as it was when it was listed."""
+    records = []
+    for pack in source.manifest.packs:
+        stored = source.packs(pack.name)
+        pieces = index.pieces_in(stored.url)
+        if pieces:
+            check_size(stored.files, stored.key, pack)
+            digests = b"".join(piece.digests for piece in pieces)
+            records.append(FileRecord(stored.url, pack.bytes, pack_digest(b"", digests)))
+    return tuple(records)
+
+
+def _manifest(
+    source: Checkpoint,
+    place: Place,
+    clock: Clock,
+    note: Mapping[str, object],
+    attempt: str,
+    index: Index,
+    files: tuple[FileRecord, ...],
+    settings: Settings,
+    written: list[str],
+) -> bytes:
+    """Write the index and return the manifest; the key of every file is told before it is written."""
+    listed = source.manifest
+    # With an overview, tensors may not have more bytes than the files; tied ones do.
+    is_tied = listed.tensor_bytes > sum(file.bytes for file in files)
+    indexes, overview = written_index(place, attempt, index, settings, written, whole=is_tied)
+    return encode_manifest(
+        Manifest(
+            run_id=str(note["run_id"]),
+            step=place.step,
+            attempt=attempt,
+            created=told_time(clock),
+            parent=None,
+            world_size=listed.world_size,
+            layouts=(),
+            software=software_at_hand(),
+            tensors=listed.tensors,
+            tensor_bytes=listed.tensor_bytes,
+            aliases=listed.aliases,
+            tree=listed.tree,
+            packs=files,
+            parts=(),
+            indexes=indexes,
+            overview=overview,
+            origin=listed.origin,
+            masters=listed.masters,
+            epoch=epoch_of(note),
+        )
+    )
+
+
+def _remove(place: Place, keys: list[str], name: str) -> None:
+    try:
+        place.store.delete(keys)
+    except CheckpointError as error:
+        logger.warning("%s: files of the failed attempt stay for now: %s", name, error)

@@ -1,0 +1,144 @@
+"""The bytes of stored tensors as a source to save from: read as they are written, and checked on the way."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Self
+
+from holdfast.engine.buffers import new_slab
+from holdfast.errors import CorruptError, MissingError
+from holdfast.format.digest import new_digest
+from holdfast.geometry.region import Region
+from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs
+from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.types.events import Progress
+from holdfast.types.plan import Piece
+
+_READ_BYTES = 4 * MIB
+
+
+class PieceReader:
+    """Reads pieces of one checkpoint front to back, a part at a time; what has digests is checked against them."""
+
+    def __init__(self, packs: Packs, total_bytes: int, observer: Observer | None) -> None:
+        """Read nothing yet.
+
+        Args:
+            packs: Where pieces lie.
+            total_bytes: Bytes of all of them, for the observer.
+            observer: Told of progress.
+        """
+        self._packs, self._total_bytes, self._observer = packs, total_bytes, observer
+        self._slab = new_slab(_READ_BYTES + 2 * PAGE_BYTES)
+        self._done_bytes = 0
+        self._digest = new_digest()
+        self._checked: tuple[Piece | None, int] = None, 0
+
+    def read(self, piece: Piece, start: int, target: memoryview) -> None:
+        """Fill memory with the bytes of a piece from `start` on.
+
+        Raises:
+            CorruptError: They are not what was saved; the message names tensor, file and byte range.
+        """
+        stored, at = self._packs(piece.pack), 0
+        offset = piece.offset + start
+        try:
+            at = stored.files.get_cached(stored.key, offset, [target])
+            while at < len(target):
+                stop = min(at + _READ_BYTES, len(target))
+                (data,) = stored.files.get_ranges(stored.key, [(offset + at, offset + stop)], [self._slab])
+                target[at:stop] = data
+                at = stop
+        except MissingError as missing:
+            raise CorruptError(
+                f"{piece.tensor.fqn}: {stored.url}: the file is missing; the checkpoint names it. Read another copy"
+            ) from missing
+        if piece.digests:
+            self._check(piece, start, target, stored.url)
+        self._done_bytes += len(target)
+        if self._observer is not None:
+            self._observer.hear(Progress(self._done_bytes, self._total_bytes))
+
+    def _check(self, piece: Piece, start: int, data: memoryview, where: str) -> None:
+        """Hold bytes against the digests of their chunks; a chunk that goes on is checked with its last byte."""
+        while data:
+            number, within = divmod(start, piece.chunk_bytes)
+            if not within:
+                self._digest.reset()
+            else:
+                assert self._checked == (piece, start), f"{piece.tensor.fqn} is read at {start}, not front to back"
+            part = data[: piece.chunk_bytes - within]
+            self._digest.update(part)
+            start, data = start + len(part), data[len(part) :]
+            self._checked = piece, start
+            if start % piece.chunk_bytes and start < piece.bytes:
+                return
+            found, expected = self._digest.digest(), piece.digests[16 * number : 16 * number + 16]
+            if found != expected:
+                first = piece.offset + number * piece.chunk_bytes
+                raise CorruptError(
+                    f"{piece.tensor.fqn}: {where}: bytes {first}–{piece.offset + start} hash to {found.hex()}; "
+                    f"expected {expected.hex()}. Read another copy or another step"
+                )
+
+
+class _Read:
+    """A copy that was complete at once."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+_READ = _Read()
+
+
+class StoredSource:
+    """A tensor as a checkpoint holds it. What is stored does not change, so it needs no copy and bears no stamp."""
+
+    def __init__(self, reader: PieceReader, regions: Mapping[Region, Sequence[Piece]]) -> None:
+        """Read nothing yet.
+
+        Args:
+            reader: Reads pieces.
+            regions: What can be copied of it: each the bytes of some pieces, one after the other.
+        """
+        self._reader = reader
+        self._regions = {
+            region: (pieces, [0, *accumulate(piece.bytes for piece in pieces)]) for region, pieces in regions.items()
+        }
+
+    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> _Read:
+        """Copy a run of a region's bytes to the front of `slab`."""
+        pieces, firsts = self._regions[piece]
+        at = start
+        while at < stop:
+            number = bisect_right(firsts, at) - 1
+            end = min(stop, firsts[number + 1])
+            self._reader.read(pieces[number], at - firsts[number], slab[at - start : end - start])
+            at = end
+        return _READ
+
+    @classmethod
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> _Read:
+        """Copy several regions, each whole, one after the other."""
+        at = 0
+        for source, piece in zip(sources, pieces, strict=True):
+            total = source._regions[piece][1][-1]
+            source.copy_into(piece, 0, total, slab[at : at + total])
+            at += total
+        return _READ
+
+    def sample(self, blocks: int, block_bytes: int) -> bytes:
+        """Never called: one process copies, and there are no replicas to compare."""
+        raise AssertionError("replicas of what is stored are compared; expected one process to copy it")
+
+    def stamp(self) -> object:
+        """Return the source itself."""
+        return self
+
+    def copied(self) -> StoredSource:
+        """Return the source itself."""
+        return self

@@ -1,0 +1,114 @@
+"""What a load must read: stored pieces against wanted boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Protocol
+
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import chunk_count, chunk_range
+from holdfast.geometry.region import elements_spanned, run_boxes
+from holdfast.geometry.value_class import noun
+from holdfast.types.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
+
+
+@noun
+class WantedBoxes:
+    """What a rank wants of one stored tensor."""
+
+    stored_fqn: str
+    """Name in the checkpoint."""
+
+    boxes: tuple[Box, ...]
+    """Regions, global coordinates."""
+
+
+class Wants(Protocol):
+    """Whatever says so: nobody makes a hundred thousand values only to be asked."""
+
+    @property
+    def stored_fqn(self) -> str:
+        """Name in the checkpoint."""
+        ...
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Regions, global coordinates."""
+        ...
+
+
+def load_plan(
+    wanted: Sequence[Wants], pieces_near: Callable[[str, Box], Sequence[Piece]], run_bytes_max: int
+) -> LoadPlan:
+    """Return the reads that fill every wanted box: each chunk that meets one, once, whole, and no other.
+
+    Args:
+        wanted: What is wanted, by number.
+        pieces_near: Stored pieces of an FQN, all that share an element with a box among them.
+        run_bytes_max: Neighbouring chunks are read together up to this many bytes.
+    """
+    # Tied tensors of another system's files share bytes, not always as many or of one type.
+    chunks: dict[tuple[str, int, int, int], tuple[Piece, int, list[Part]]] = {}
+    for number, each in enumerate(wanted):
+        for box in each.boxes:
+            for piece in pieces_near(each.stored_fqn, box):
+                region, count = piece.region, piece.bytes
+                if (region is box or region == box) and 0 < count <= piece.chunk_bytes:
+                    # Nearly every tiny tensor, and there may be a hundred thousand of them.
+                    key = piece.pack, piece.offset, count, piece.tensor.itemsize
+                    known = chunks.get(key)
+                    if known is None:
+                        chunks[key] = piece, 0, [Part(number, box, box, 0)]
+                    else:
+                        known[2].append(Part(number, box, box, 0))
+                    continue
+                for chunk_number, part in _parts(number, piece, box):
+                    start = chunk_number * piece.chunk_bytes
+                    chunk_bytes = min(piece.bytes - start, piece.chunk_bytes)
+                    key = piece.pack, piece.offset + start, chunk_bytes, piece.tensor.itemsize
+                    known = chunks.get(key)
+                    if known is None:
+                        chunks[key] = piece, chunk_number, [part]
+                    else:
+                        known[2].append(part)
+    reads = []
+    for (pack, offset, chunk_bytes, _), (piece, chunk_number, parts) in sorted(chunks.items(), key=itemgetter(0)):
+        reads.append((pack, ChunkRead(piece, chunk_number, offset, chunk_bytes, tuple(parts))))
+    return LoadPlan(tuple(_runs(reads, run_bytes_max)))
+
+
+def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
+    """Yield, by chunk, the parts of a piece that a wanted box takes from it."""
+    itemsize, shape = piece.tensor.itemsize, piece.tensor.global_shape
+    first, last = elements_spanned(piece.region, shape, wanted)
+    for number in range(first * itemsize // piece.chunk_bytes, chunk_count(last * itemsize, piece.chunk_bytes)):
+        start, stop = chunk_range(piece.bytes, piece.chunk_bytes, number)
+        at = 0
+        for source_box in run_boxes(piece.region, shape, start // itemsize, stop // itemsize):
+            part = source_box.intersect(wanted)
+            if part is not None:
+                yield number, Part(wanted_number, part, source_box, at)
+            at += source_box.numel * itemsize
+
+
+def _runs(reads: list[tuple[str, ChunkRead]], run_bytes_max: int) -> list[ReadRun]:
+    """Return neighbouring chunks joined into runs."""
+    runs: list[ReadRun] = []
+    current: list[ChunkRead] = []
+    pack = ""
+
+    def close() -> None:
+        if current:
+            runs.append(ReadRun.of(pack, tuple(current)))
+            current.clear()
+
+    for name, read in reads:
+        if current:
+            stop = current[-1].offset + current[-1].bytes
+            if name != pack or read.offset != stop or read.offset + read.bytes - current[0].offset > run_bytes_max:
+                close()
+        pack = name
+        current.append(read)
+    close()
+    return runs

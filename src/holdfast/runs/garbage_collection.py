@@ -1,0 +1,415 @@
+"""Collecting what no policy keeps: looked for, marked, left in peace for a while, looked for again, then removed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.errors import ConflictError, CorruptError, MissingError
+from holdfast.checkpoint.location import require_no_checkpoint
+from holdfast.leases.reader import Readers
+from holdfast.leases.writer import Tenure, held
+from holdfast.runs.reachability import doomed
+from holdfast.runs.retention import kept
+from holdfast.clock import Clock
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
+from holdfast.repository.removal import (
+    is_pack_key,
+    look_into,
+    mark_keys,
+    named_files,
+    put_mark,
+    remove,
+    remove_folders,
+    remove_marks,
+)
+from holdfast.types.removal import Doomed, StepFiles
+from holdfast.repository.epochs import standing_fence
+from holdfast.format.names import RUN_FILE
+from holdfast.repository.quarantine import quarantined, set_aside_packs
+from holdfast.repository.tags import read_tags
+from holdfast.types.manifest import Manifest
+from holdfast.types.policy import KeepPolicy
+from holdfast.types.retention import KeptFacts
+
+logger = logging.getLogger(__name__)
+
+_NONCE_BYTES = 16
+
+Wait = Callable[[float], bool]
+"""Waits for seconds; returns whether to give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a run consists of, and what of it nobody needs."""
+
+    run_id: str
+    """The run."""
+
+    standing: Mapping[int, str]
+    """Steps that have a manifest that counts, each with what tells it from another."""
+
+    reasons: Mapping[int, tuple[str, ...]]
+    """Why each of those stays that do."""
+
+    doomed: Doomed
+    """What does not."""
+
+    bare: tuple[int, ...]
+    """Steps of which nothing but folders is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectReport:
+    """What a collection did."""
+
+    reasons: Mapping[int, tuple[str, ...]]
+    """Steps that stay, each with why."""
+
+    steps: tuple[int, ...]
+    """Steps that were removed, or would be; none that never counted, which nobody has seen."""
+
+    files: int
+    """Files that were removed, or would be, manifests left out."""
+
+    bytes: int
+    """Bytes of these."""
+
+
+class Pins:
+    """Steps that the saves of this process need, or may be about to publish; asked from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._removed = threading.Condition(self._lock)
+        self._pinned: dict[int, set[int]] = {}
+        self._unknown: set[int] = set()
+        self.stands_at: int | None = None
+        """The step that this process saved or loaded last: wherever it stands among the others, training goes on from
+        there."""
+        self._going: frozenset[int] = frozenset()
+
+    def pin(self, step: int, base: int | None) -> bool:
+        """Note that a step is being saved, with references to what another holds; return whether it may refer to it."""
+        with self._lock:
+            # A manifest there that does not count may just be going, and must not take a new one with it.
+            self._removed.wait_for(lambda: step not in self._going)
+            granted = base is not None and base not in self._going
+            self._pinned.setdefault(step, set()).update({step} if base is None or not granted else {step, base})
+            return granted
+
+    def note_unknown(self, step: int) -> None:
+        """Note that a save may be published later, whatever becomes of another try at its step."""
+        with self._lock:
+            self._unknown.add(step)
+
+    def unpin(self, step: int, *, is_committed: bool) -> None:
+        """Note that a save is committed, or certain never to be."""
+        with self._lock:
+            if is_committed:
+                self._unknown.discard(step)
+            if step not in self._unknown:
+                self._pinned.pop(step, None)
+
+    def under_way(self) -> frozenset[int]:
+        """Return the steps that are being saved, or may be published later."""
+        with self._lock:
+            return frozenset(self._pinned)
+
+    def needed(self) -> frozenset[int]:
+        """Return these, and the steps that they refer to."""
+        with self._lock:
+            return self._needed()
+
+    def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
+        """Return which of some steps no save needs; from now on no save can refer to them."""
+        with self._lock:
+            self._going = steps - self._needed()
+            self._removed.notify_all()
+            return self._going
+
+    def _needed(self) -> frozenset[int]:
+        return frozenset(step for pinned in self._pinned.values() for step in pinned)
+
+
+class Collector:
+    """Finds and removes what a run does not need; for the holder of its epoch."""
+
+    def __init__(
+        self, store: Store, clock: Clock, keep: KeepPolicy | None, tenure: Tenure | None, pins: Pins | None = None
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            store: The root of the run.
+            clock: For the grace, and for chance.
+            keep: What to keep; None for every step, so that only what no step needs goes.
+            tenure: The right to write; None to look only.
+            pins: What saves of this process need.
+        """
+        self._store, self._clock, self._keep, self._tenure = store, clock, keep, tenure
+        self._pins = Pins() if pins is None else pins
+        self._readers = Readers(store, clock)
+        self._said: set[str] = set()
+
+    def collect(self, grace_seconds: float, wait: Wait) -> CollectReport | None:
+        """Remove what nobody needs; return what that was, or None if it was given up while waiting.
+
+        Args:
+            grace_seconds: How long what is marked is left in peace, for readers that came before the mark.
+            wait: Waits for that long.
+        Raises:
+            ConflictError: Another process took over the run.
+            CorruptError: What must stay cannot be told; nothing was removed.
+            UnavailableError: Storage failed; calling again goes on.
+        """
+        assert self._tenure is not None, "only the holder of the epoch removes"
+        first = self.survey()
+        remove_folders(self._store, first.bare)
+        if not first.doomed:
+            self._forget_marks()
+            return _report(first, Doomed())
+        nonce = self._clock.random_bytes(_NONCE_BYTES).hex()
+        self._forget_marks()
+        mark = put_mark(self._store, first.run_id, nonce, self._tenure.epoch, first.doomed, is_carried_out=False)
+        try:
+            if wait(grace_seconds):
+                return None
+            put_mark(self._store, first.run_id, nonce, self._tenure.epoch, first.doomed, is_carried_out=True)
+            return self._carried_out(first)
+        finally:
+            # Also where it failed: what stays can be read again.
+            remove_marks(self._store, [mark.key])
+
+    def _carried_out(self, first: Survey) -> CollectReport:
+        assert self._tenure is not None, "only the holder of the epoch removes"
+        second = self.survey()
+        _require_all_listed(self._store, first, second, self._pins.under_way())
+        going = first.doomed.confirmed_by(second.doomed)
+        free = self._pins.release_for_removal(frozenset(going.steps))
+        try:
+            if free != going.steps.keys():
+                # A save began to refer to one of them: what it needs is found anew.
+                second = self.survey()
+                going = going.confirmed_by(second.doomed)
+            going = replace(going, steps={s: d for s, d in going.steps.items() if manifest_digest(self._store, s) == d})
+            self._tenure.require()
+            remove(self._store, going)
+        finally:
+            self._pins.release_for_removal(frozenset())
+        return _report(second, going)
+
+    def survey(self) -> Survey:
+        """Return what lies under the root, and what of it nobody needs.
+
+        Raises:
+            CorruptError: What must stay cannot be told: the run's record or a tag is damaged.
+            InvalidError: The policy ranks by a metric that no step has.
+            UnavailableError: Storage failed.
+        """
+        store = self._store
+        run_id = _require_run(store)
+        fence, noted = standing_fence(store), quarantined(store)
+        # Before the steps are looked at: a save that ends meanwhile is still taken for one under way.
+        under_way, needed = self._pins.under_way(), self._pins.needed()
+        found: list[StepFiles] = []
+        manifests: dict[int, Manifest | None] = {}
+        reasons: dict[int, tuple[str, ...]] = {}
+        for step in step_folders(store):
+            records = noted.get(step, {})
+            spared = {attempt for record in records.values() for attempt in record.attempts}
+            files, manifest, strangers = look_into(store, step, fence, spared)
+            found.append(files)
+            for key in strangers:
+                self._say_once("%s/%s: nothing that a save puts there; left alone", store.url, key)
+            if files.digest is None or not files.counts:
+                continue
+            manifests[step] = manifest
+            if manifest is None:
+                reasons[step] = ("its manifest cannot be read",)
+            elif files.digest[:16] in records or manifest.attempt in spared:
+                reasons[step] = ("under quarantine",)
+        whole = {step: each for step, each in manifests.items() if each is not None}
+        reasons |= self._kept(whole, reasons, found)
+        for step in needed & manifests.keys():
+            reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
+        stands_at = self._pins.stands_at
+        if stands_at is not None and stands_at in manifests:
+            reasons.setdefault(stands_at, ("the run goes on from it",))
+        packs_known = all(manifest is not None for manifest in manifests.values())
+        if not packs_known:
+            unread = [step for step, manifest in manifests.items() if manifest is None]
+            self._say_once(
+                "no pack is removed while the manifests of steps %s cannot be read: they may refer to any. Run: "
+                "holdfast repair %s",
+                unread[:20],
+                store.url,
+            )
+        staying = {*reasons, *under_way}
+        return Survey(
+            run_id,
+            {each.step: each.digest for each in found if each.digest is not None and each.counts},
+            reasons,
+            doomed(found, staying, under_way, is_pack_key, set_aside_packs(store), packs_known=packs_known),
+            tuple(each.step for each in found if not each.holds_anything and each.step not in under_way),
+        )
+
+    def _kept(
+        self, manifests: Mapping[int, Manifest], known: Mapping[int, tuple[str, ...]], found: Sequence[StepFiles]
+    ) -> Mapping[int, tuple[str, ...]]:
+        """Return why further steps stay: the policy keeps them, or somebody reads them."""
+        tags = read_tags(self._store)
+        for error in tags.damaged.values():
+            raise error
+        candidates = {step: each for step, each in manifests.items() if step not in known}
+        reasons = dict(_torn(candidates, found))
+        facts = [
+            KeptFacts(step, each.created, each.metrics, tags.of(step, each.digest), each.healthy)
+            for step, each in candidates.items()
+            if step not in reasons
+        ]
+        for step, why in self._readers.holds(forget=self._tenure is not None).items():
+            steps = candidates if step is None else [step] if step in candidates else []
+            reasons |= dict.fromkeys(steps, (f"read by {why}",))
+        for step, whys in kept(self._keep, facts).items():
+            reasons[step] = (*whys, *reasons.get(step, ()))
+        return reasons
+
+    def await_readers(self, wait: Callable[[float], None]) -> None:
+        """Watch leases for as long as their holders may be silent, where it cannot be seen whether they live."""
+        seconds = self._readers.seconds_to_watch()
+        if seconds:
+            logger.info("%s: watching who reads for %g s", self._store.url, seconds)
+            wait(seconds)
+
+    def _say_once(self, text: str, *values: object) -> None:
+        if text % values not in self._said:
+            self._said.add(text % values)
+            logger.warning(text, *values)
+
+    def _forget_marks(self) -> None:
+        """Remove marks of collections that nobody carries out any more: only the holder of the epoch does."""
+        left = mark_keys(self._store)
+        if left:
+            remove_marks(self._store, left)
+
+
+def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapping[int, tuple[str, ...]]:
+    """Return the newest steps that lack files, down to the first that does not.
+
+    Nobody resumes from them, so they count for nothing, and the step before them is the newest valid one.
+    """
+    there = {key: size for each in found for files in each.attempts.values() for key, size in files.items()}
+    torn = {}
+    for step in sorted(manifests, reverse=True):
+        short = [key for key, size in named_files(manifests[step]).items() if there.get(key) != size]
+        if not short:
+            break
+        torn[step] = (f"{short[0]} is missing or of another size",)
+    return torn
+
+
+def _require_all_listed(store: Store, first: Survey, second: Survey, under_way: frozenset[int]) -> None:
+    """Refuse to go by a listing that lacks what was there a moment ago, and that nobody but us removes."""
+    lost = sorted(first.standing.keys() - second.standing.keys() - under_way)
+    if lost:
+        raise CorruptError(
+            f"{store.url}: steps {lost[:20]} were there and are not listed any more; nothing was removed. Something "
+            "else removes steps here, or the listing is stale: look, then try again"
+        )
+
+
+def _report(survey: Survey, going: Doomed) -> CollectReport:
+    steps = tuple(sorted(going.steps.keys() & survey.standing.keys()))
+    return CollectReport(survey.reasons, steps, len(going.files), sum(going.files.values()))
+
+
+def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectReport:
+    """Return what a collection would do; changes nothing.
+
+    Raises:
+        MissingError: Nothing of a run lies there.
+        CheckpointError: As `Collector.survey`.
+    """
+    _require_run(store)
+    survey = Collector(store, clock, keep, None).survey()
+    return _report(survey, survey.doomed)
+
+
+def collected(
+    store: Store, clock: Clock, keep: KeepPolicy | None, grace_seconds: float, lease_seconds: float
+) -> CollectReport:
+    """Collect, in a process that does not train.
+
+    Raises:
+        MissingError: Nothing of a run lies there.
+        CheckpointError: As `Collector.collect`; a job that writes there is `ConflictError`.
+    """
+    with held(store, clock, lease_seconds, _require_run(store)) as tenure:
+
+        def wait(seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+        collector = Collector(store, clock, keep, tenure)
+        collector.await_readers(time.sleep)
+        report = collector.collect(grace_seconds, wait)
+        assert report is not None, "nobody gives it up"
+        return report
+
+
+def _require_run(store: Store) -> str:
+    require_no_checkpoint(store)
+    run_id = read_run_id(store)
+    if run_id is None:
+        raise MissingError(f"{store.url}: no root of a run; expected a folder that holds {RUN_FILE}. Look elsewhere")
+    return run_id
+
+
+class Background:
+    """Collects on a thread of its own, after each commit, for as long as the run is open."""
+
+    def __init__(self, collector: Collector, grace_seconds: float) -> None:
+        self._collector, self._grace_seconds = collector, grace_seconds
+        self._wanted, self._closed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._said: set[str] = set()
+
+    def want(self) -> None:
+        """Have a collection made, now or after the one under way."""
+        self._wanted.set()
+        if self._thread is None and not self._closed.is_set():
+            self._thread = threading.Thread(target=self._work, name="holdfast-collect", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End; a removal under way is finished, a grace is not waited for."""
+        self._closed.set()
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            self._wanted.wait()
+            if self._closed.is_set():
+                return
+            self._wanted.clear()
+            try:
+                report = self._collector.collect(self._grace_seconds, self._closed.wait)
+            except ConflictError as over:
+                logger.warning("collecting ends: %s", over)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next commit tries again
+                # A policy that cannot decide says so at every commit otherwise.
+                if str(error) not in self._said:
+                    self._said.add(str(error))
+                    logger.warning("nothing was collected: %s: %s", type(error).__name__, error)
+            else:
+                if report is not None and (report.steps or report.files):
+                    logger.info("collected steps %s: %d bytes", list(report.steps), report.bytes)

@@ -1,0 +1,97 @@
+"""Which steps of a run are kept, and why: a pure function of what their manifests and tags say."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from holdfast.errors import InvalidError
+from holdfast.types.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, SavePolicy, Tagged
+from holdfast.types.retention import KeptFacts
+
+NEWEST = "newest"
+"""Why the newest step is kept, whatever the policy says."""
+
+LAST_HEALTHY = "last healthy"
+"""Why the newest step without a mark is kept, once the health of some step is known."""
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:", re.ASCII)
+_PERIOD_CHARACTERS = {"day": len("2026-01-31"), "hour": len("2026-01-31T23")}
+
+Reasons = dict[int, tuple[str, ...]]
+"""Why each step is kept; steps that are not are absent."""
+
+
+def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
+    """Return the steps that are kept, ascending, each with the reasons; the newest is always among them,
+    and so is the last healthy one where some step carries a mark or the lack of one.
+
+    What was decided stands: once the other steps are gone, the same are kept.
+
+    Args:
+        policy: What to keep; None for everything.
+        steps: The whole steps of the run, in any order. A damaged one counts for nothing, so that it takes no place
+            from one that can be loaded.
+    Raises:
+        InvalidError: The policy ranks by a metric that no step has; the message names it. Nothing is decided then, for
+            a misspelt name must not remove the best step.
+    """
+    if not steps:
+        return {}
+    found: Reasons = {each.step: ("no policy",) for each in steps} if policy is None else _kept_by(policy, steps)
+    newest = max(each.step for each in steps)
+    found[newest] = (*found.get(newest, ()), NEWEST)
+    healthy = _last_healthy(steps)
+    if healthy is not None:
+        found[healthy] = (*found.get(healthy, ()), LAST_HEALTHY)
+    return {step: tuple(dict.fromkeys(found[step])) for step in sorted(found)}
+
+
+def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
+    """Return the newest step known to be healthy; where none is, that of which nothing is known beside marked ones."""
+    known = [each for each in steps if each.healthy is not None]
+    unmarked = [each.step for each in known if each.healthy] or [each.step for each in steps if each.healthy is None]
+    return max(unmarked) if known and unmarked else None
+
+
+def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts]) -> Reasons:
+    if isinstance(policy, AnyOf | AllOf):
+        each_kept = [_kept_by(each, steps) for each in policy.policies]
+        together = set.union if isinstance(policy, AnyOf) else set.intersection
+        chosen = together(*map(set, each_kept))
+        return {step: tuple(why for each in each_kept for why in each.get(step, ())) for step in chosen}
+    if isinstance(policy, LatestN):
+        return dict.fromkeys(sorted(each.step for each in steps)[-policy.n :], (f"latest {policy.n}",))
+    if isinstance(policy, EveryNth):
+        return {each.step: (f"every {policy.n}",) for each in steps if each.step % policy.n == 0}
+    if isinstance(policy, BestN):
+        return _best(policy, steps)
+    if isinstance(policy, NewestPer):
+        return _newest_per(policy, steps)
+    assert isinstance(policy, Tagged), policy
+    return {each.step: tuple(f"tag {tag}" for tag in sorted(each.tags)) for each in steps if each.tags}
+
+
+def _best(policy: BestN, steps: Sequence[KeptFacts]) -> Reasons:
+    known = [each for each in steps if policy.metric in each.metrics]
+    if not known:
+        names = sorted({name for each in steps for name in each.metrics})
+        raise InvalidError(
+            f"keep={policy}: no step has the metric {policy.metric!r}; they have {names or 'none'}. "
+            "Nothing was decided: give the metric to save, or name another"
+        )
+    sign = 1 if policy.mode == "min" else -1
+    ranked = sorted(
+        (sign * each.metrics[policy.metric], -each.step) for each in known if math.isfinite(each.metrics[policy.metric])
+    )
+    return {-step: (f"{policy.mode} {policy.metric}",) for _, step in ranked[: policy.n]}
+
+
+def _newest_per(policy: NewestPer, steps: Sequence[KeptFacts]) -> Reasons:
+    newest: dict[str, int] = {}
+    for each in steps:
+        # One whose time is told otherwise belongs to no period, and is kept rather than lost.
+        period = each.created[: _PERIOD_CHARACTERS[policy.period]] if _TIME.match(each.created) else f"? {each.step}"
+        newest[period] = max(each.step, newest.get(period, -1))
+    return {step: (f"newest of {period}",) for period, step in newest.items()}

@@ -1,0 +1,385 @@
+"""One run: a root with many steps, saved, listed and loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from holdfast.engine.write import PackWriter
+from holdfast.errors import CheckpointError, InvalidError, MissingError
+from holdfast.telemetry.dispatcher import Audience
+from holdfast.runs.garbage_collection import Background, Collector, Pins
+from holdfast.engine.gc_pause import CollectorPause
+from holdfast.saving.commit import vacated
+from holdfast.runs.suspect_steps import Distrust
+from holdfast.saving.handle import SaveHandle
+from holdfast.coordination.job import Job
+from holdfast.loading.load import LoadRequest, load
+from holdfast.runs.step_metrics import WantedMetrics, told_metrics
+from holdfast.checkpoint.location import Place, none_allowed, require_no_checkpoint
+from holdfast.runs.preemption import Departure, owed_bytes
+from holdfast.saving.deduplication import Base, Previous, Unchanged, previous_of
+from holdfast.loading.step_choice import Choice, Newest, One
+from holdfast.saving.save import Save
+from holdfast.coordination.save_schedule import Schedule
+from holdfast.runs.tags import require_all_free, tag_saved, tag_step, untag, wanted_tags
+from holdfast.leases.writer import Tenure
+from holdfast.clock import Clock
+from holdfast.ports.framework import Collected, Framework, Selection
+from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs, Store
+from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id
+from holdfast.repository.removal import marks
+from holdfast.repository.epochs import counts, fenced_error, standing_fence
+from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
+from holdfast.repository.quarantine import set_aside
+from holdfast.types.manifest import Parent
+from holdfast.types.policy import Policies
+from holdfast.types.reports import LoadReport, SaveReport
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A root and the job that saves into it."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: Job,
+        framework: Framework,
+        references: Packs = none_allowed,
+        policies: Policies = Policies(),  # noqa: B008 - frozen
+        observers: Sequence[Observer] = (),
+        departure: Departure | None = None,
+    ) -> None:
+        require_no_checkpoint(store)
+        self._audience = Audience(observers, job.clock)
+        self._store, self._job, self._framework = store, job, framework
+        self._home = Place(store, "", None, references=references, root=store)
+        self._writer = PackWriter(store, job.settings)
+        self._tenure = Tenure(store, job.clock, job.settings.lease_seconds)
+        self._latest = _Link(None, None)
+        self._previous: Previous | None = None
+        self._loaded: int | None = None
+        self._distrust = Distrust(store)
+        self._pending: list[SaveHandle] = []
+        self._closed = False
+        self._schedule = None if policies.save is None else Schedule(job, policies.save)
+        self._keep = policies.keep
+        self._departure = departure
+        self._pins = Pins()
+        self._collecting: Background | None = None
+        if policies.keep is not None and job.comm.rank == 0:
+            collector = Collector(store, job.clock, policies.keep, self._tenure, self._pins)
+            self._collecting = Background(collector, job.settings.collect_grace_seconds)
+        self._metrics = WantedMetrics(store, policies.keep)
+        self.load_report: LoadReport | None = None
+        """What the last load did."""
+
+    def maybe_save(
+        self, step: int, state: Mapping[str, object], selection: Selection, metrics: Mapping[str, object] | None = None
+    ) -> SaveHandle | None:
+        """Begin a save of a step if it is due.
+
+        Raises:
+            InvalidError: The run has no policy that says when to save.
+            Preempted: Some rank was told to end, and all leave at this step.
+        """
+        self._require_open()
+        require_step(step)
+        if self._schedule is None:
+            raise InvalidError(
+                f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
+                "save=…, as in CheckpointManager(root, every=100). save(step, state) saves at once"
+            )
+        if self._departure is not None and self._departure.is_time(step):
+            self._departure.leave(
+                step,
+                self._place_of(step),
+                lambda: self._owed_bytes(state, selection),
+                lambda: self.save(step, state, selection, metrics, is_last=True),
+                is_there=step == self._loaded,
+            )
+        return self.save(step, state, selection, metrics) if self._schedule.is_due(step) else None
+
+    def request_save(self) -> None:
+        """Ask for a save soon; from any thread, or from a signal handler.
+
+        Raises:
+            InvalidError: The policy of the run takes no requests.
+        """
+        if self._schedule is None or not self._schedule.takes_requests:
+            raise InvalidError(
+                f"{self._store.url}: the policy takes no requests, so nothing would come of it; expected every=…, or "
+                "save=AnyOf(…, OnRequest())"
+            )
+        self._schedule.request()
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        selection: Selection,
+        metrics: Mapping[str, object] | None = None,
+        tags: Iterable[str] | str = (),
+        *,
+        is_last: bool = False,
+    ) -> SaveHandle:
+        """Begin a save of a step; where it is the last of a job that is told to end, metrics may be missing."""
+        self._require_open()
+        require_step(step)
+        self._loaded = None
+        if self._schedule is not None:
+            self._schedule.note_saved(step)
+        place = self._place_of(step)
+        before, own = self._latest, _Link(None, self._latest)
+        told: dict[str, object] = {}
+        names: list[str] = []
+
+        def collect() -> Collected:
+            # Here, so that what is wrong on one rank is refused on all.
+            told.update(told_metrics(metrics))
+            names.extend(wanted_tags(tags))
+            return self._framework.collect(state, selection)
+
+        def claim(place: Place) -> dict[str, object]:
+            if not is_last:
+                self._metrics.require_in(told)
+            require_all_free(self._store, names)
+            base = self._pinned(step)
+            note = claimed(place, self._tenure, self._job.clock)
+            return {**note, "base": base, "distrusted": [] if base is None else self._distrust.steps()}
+
+        def settle(place: Place, run_id: str, digest: str) -> None:
+            own.settle(place, run_id, digest)
+            self._previous = unchanged.committed(digest)
+            if self._job.comm.rank == 0:
+                tag_saved(self._store, self._job.clock, step, names)
+                self._pins.unpin(step, is_committed=True)
+                self._pins.stands_at = step
+                if self._collecting is not None:
+                    self._collecting.want()
+
+        unchanged = Unchanged(place, self._previous, self._writer, self._job.settings)
+        save = Save(
+            self._job,
+            place,
+            self._writer,
+            claim,
+            before.parent,
+            settle,
+            inherited=told,
+            audience=self._audience,
+            unchanged=unchanged,
+        )
+        save.handle.committed.add_done_callback(partial(_let_go, self._pins, step, save.handle))
+        try:
+            handle = save.begin(collect)
+        except BaseException:
+            self._pins.unpin(step, is_committed=False)
+            raise
+        self._latest = own
+        self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
+        self._pending.append(handle)
+        if self._departure is not None:
+            self._departure.note(step, handle)
+        return handle
+
+    def load(self, request: LoadRequest, step: int | None) -> int | None:
+        """Fill a state from a step, or from the newest that is whole; return the step."""
+        self._require_open()
+        job = self._job
+        # If it fails, it may have met damage in what a save would refer to.
+        self._previous = None
+        choice: Choice = Newest(self._home, job.clock, job.is_news)
+        if step is not None:
+            require_step(step)
+            choice = One(partial(self._choose, step))
+        with CollectorPause() as pause:
+            done = load(
+                job.comm,
+                job.clock,
+                job.settings,
+                self._framework,
+                self._home,
+                choice,
+                request,
+                pause,
+                self._audience,
+            )
+        if done is None:
+            return None
+        place, manifest, self.load_report = done.place, done.manifest, done.report
+        if place.step is not None:
+            self._loaded = place.step
+            self._previous = previous_of(manifest, done.index, done.filled)
+            self._pins.stands_at = place.step
+            self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
+            if self._schedule is not None:
+                self._schedule.note_loaded(place.step)
+        return place.step
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        return committed_steps(self._store)
+
+    def tag(self, step: int, name: str) -> None:
+        """Give a committed step a name; errors as `tagging.tag_step`."""
+        require_step(step)
+        tag_step(self._store, self._job.clock, step, name)
+
+    def untag(self, name: str) -> None:
+        """Take a name away from its step; errors as `tagging.untag`."""
+        untag(self._store, name)
+
+    def kept(self) -> dict[int, tuple[str, ...]]:
+        """Return the steps that stay as things are now, ascending, each with why; errors as `Collector.survey`."""
+        if read_run_id(self._store) is None:
+            return {}
+        reasons = Collector(self._store, self._job.clock, self._keep, None, self._pins).survey().reasons
+        return {step: reasons[step] for step in sorted(reasons)}
+
+    def wait(self) -> None:
+        """Wait for every save under way.
+
+        Raises:
+            CheckpointError: A save failed and nobody was told yet; several are its cause, as a group.
+        """
+        failures: list[Exception] = []
+        for handle in self._pending:
+            try:
+                seen = handle.was_awaited
+                handle.wait()
+            except CheckpointError as error:
+                if not seen:
+                    failures.append(error)
+        self._pending.clear()
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
+
+    def close(self, *, hand_on: bool = True) -> None:
+        """Wait for every save under way, then end.
+
+        Args:
+            hand_on: Whether a signal to end that no step answered does now what it would have done without us.
+        Raises:
+            CheckpointError: As `wait`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        # From the last to the first, each whatever became of the others.
+        with ExitStack() as ending:
+            if self._departure is not None:
+                # A signal that no step answered may end the process here.
+                ending.callback(self._departure.close, hand_on=hand_on)
+            ending.callback(self._audience.close)
+            ending.callback(self._tenure.release)
+            if self._collecting is not None:
+                ending.callback(self._collecting.close)
+            ending.callback(self._job.close)
+            self.wait()
+
+    def _pinned(self, step: int) -> Base | None:
+        """Keep a step that is to be saved, and the one it may refer to, from being collected; return the latter."""
+        base = None if self._previous is None else self._previous.of
+        if not self._pins.pin(step, None if base is None else base[0]) or base is None:
+            return None
+        # Asked now that it is pinned: another process may have collected it before this one began to write.
+        is_there = manifest_digest(self._store, base[0]) == base[1]
+        return (
+            base
+            if is_there and not any(base[0] in mark.steps for mark in marks(self._store) if mark.is_carried_out)
+            else None
+        )
+
+    def _owed_bytes(self, state: Mapping[str, object], selection: Selection) -> int:
+        """Return what this rank has to write of a state at least, as far as that is known before it is looked at."""
+        if self._previous is not None and self._job.settings.reuse_unchanged:
+            return 0  # Any of it may be as it was.
+        return owed_bytes(self._framework.collect(state, selection).shards, self._job.comm.world_size)
+
+    def _place_of(self, step: int) -> Place:
+        return replace(self._home, folder=step_folder(step), step=step)
+
+    def _choose(self, step: int) -> Place:
+        require_no_checkpoint(self._store)
+        place = self._place_of(step)
+        try:
+            is_fenced = not counts(self._store, standing_fence(self._store), step)
+        except MissingError as missing:
+            raise MissingError(
+                f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}"
+            ) from missing
+        if is_fenced:
+            raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
+        return place
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
+
+
+def _let_go(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveReport]) -> None:
+    """Pin a step no longer that is certain not to be there; knows no run, for whoever keeps the handle keeps this."""
+    if handle.may_come:
+        pins.note_unknown(step)
+    elif committed.exception() is not None:
+        pins.unpin(step, is_committed=False)
+
+
+def founded(store: Store, clock: Clock) -> str:
+    """Return the id of the run that a root belongs to, after making it that of one if need be."""
+    return found_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+
+
+def claimed(place: Place, tenure: Tenure, clock: Clock) -> dict[str, object]:
+    """Make a step one that may be written, and the root that of a run if need be; return what the ranks are told.
+
+    Raises:
+        ConflictError: A checkpoint is there, or another job writes to this root.
+    """
+    run_id = founded(place.store, clock)
+    epoch = tenure.hold(run_id)
+    if place.step is not None and set_aside(place.store, place.step):
+        logger.warning("step %d: a damaged checkpoint lay there; its manifest is kept under quarantine", place.step)
+    if not vacated(place, epoch):
+        place.require_empty()
+    return {"run_id": run_id, "epoch": epoch}
+
+
+class _Link:
+    """What a run stands at: a checkpoint, or a save under way and what it stood at before."""
+
+    def __init__(self, own: Parent | None, before: _Link | None) -> None:
+        self._own, self._before = own, before
+
+    def parent(self) -> Parent | None:
+        """Return the newest checkpoint on the way back from here; asked once the saves before are decided."""
+        link: _Link | None = self
+        while link is not None and link._own is None:
+            link = link._before
+        return link._own if link is not None else None
+
+    def settle(self, place: Place, run_id: str, digest: str) -> None:
+        """Take note that the save is committed."""
+        assert place.step is not None, "a run saves steps"
+        self._own, self._before = Parent(run_id, place.step, digest), None
+
+
+def require_step(step: object) -> None:
+    """Refuse what is no step.
+
+    Raises:
+        InvalidError: It is no whole number, or out of range.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        kind = type(step).__name__
+        raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}")

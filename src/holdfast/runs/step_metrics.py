@@ -1,0 +1,78 @@
+"""What a loop says of a step in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.errors import CheckpointError, InvalidError
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import committed_steps, read_manifest
+from holdfast.format.names import step_folder
+from holdfast.types.manifest import METRIC_CHARACTERS_MAX, is_metric_name
+from holdfast.types.policy import BestN, KeepPolicy, rules_of
+
+
+def told_metrics(metrics: object) -> dict[str, object]:
+    """Return what the ranks are told of the metrics of a step, at the opening; nothing where there are none.
+
+    Raises:
+        InvalidError: One has no name, or is no number.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidError(f"metrics: {type(metrics).__name__}; expected a dict such as {{'loss': 0.1}}")
+    if not metrics:
+        return {}
+    return {"metrics": {_name(name): _number(name, value) for name, value in metrics.items()}}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not is_metric_name(name):
+        raise InvalidError(
+            f"metrics: name {str(name)[:80]!r}; expected text of 1 to {METRIC_CHARACTERS_MAX} characters, such as "
+            "'loss', all printable, without '$' at its start"
+        )
+    return name
+
+
+def _number(name: object, value: object) -> float:
+    try:
+        if value is None or isinstance(value, str | bytes):
+            raise TypeError("no number")
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidError(
+            f"metrics: {name} is {type(value).__name__} {str(value)[:80]!r}; expected one number ({error})"
+        ) from error
+
+
+class WantedMetrics:
+    """The metrics by which a policy ranks steps: one that no step ever had is misspelt, and would keep nothing."""
+
+    def __init__(self, store: Store, keep: KeepPolicy | None) -> None:
+        self._store = store
+        self._unseen = {rule.metric for rule in rules_of(keep) if isinstance(rule, BestN)}
+
+    def require_in(self, told: Mapping[str, object]) -> None:
+        """Refuse a save that has none of a metric that no earlier step has either; on rank 0.
+
+        Raises:
+            InvalidError: Names the metric.
+        """
+        metrics = told.get("metrics", {})
+        assert isinstance(metrics, dict)
+        self._unseen -= metrics.keys()
+        if not self._unseen:
+            return
+        for step in reversed(committed_steps(self._store)):
+            try:
+                self._unseen -= read_manifest(self._store, step_folder(step)).metrics.keys()
+            except CheckpointError:
+                continue  # Damaged or gone: it says nothing.
+            if not self._unseen:
+                return
+        raise InvalidError(
+            f"keep: ranks steps by {sorted(self._unseen)}, which neither this step nor any before it has; this one has "
+            f"{sorted(metrics) or 'no metrics'}. Give it: save(step, state, metrics={{{min(self._unseen)!r}: …}})"
+        )

@@ -1,0 +1,42 @@
+"""How fast storage takes bytes, where nothing was saved yet that could tell."""
+
+from __future__ import annotations
+
+import mmap
+
+from holdfast.clock import Clock
+from holdfast.ports.store import Store
+
+_PARTS = 4
+"""Parts written at most: enough to get past what a device answers from its own memory at once."""
+
+_SECONDS = 0.5
+"""For how long, however slow storage is: time is short when this is asked."""
+
+
+def write_bytes_per_second(store: Store, key: str, part_bytes: int, clock: Clock) -> float:
+    """Return how fast an object at `key` is written, one part after the other; nothing of it stays.
+
+    Args:
+        store, key: Where.
+        part_bytes: What is written at once: as much as a save has in flight, or storage that takes its time to answer
+            would seem slower than a save finds it.
+        clock: For the time, and for bytes.
+    Raises:
+        CheckpointError: Storage cannot be written.
+    """
+    with mmap.mmap(-1, part_bytes) as part:
+        # No zeros: a file system may store none.
+        part.write(clock.random_bytes(part_bytes))
+        with memoryview(part) as data:
+            upload = store.upload(key, _PARTS * part_bytes, part_bytes)
+            written = 0
+            start = clock.monotonic_seconds()
+            try:
+                while written < _PARTS and (not written or clock.monotonic_seconds() - start < _SECONDS):
+                    upload.write(written * part_bytes, data)
+                    written += 1
+                seconds = clock.monotonic_seconds() - start
+            finally:
+                upload.abort()
+    return written * part_bytes / max(seconds, 1e-6)

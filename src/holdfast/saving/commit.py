@@ -1,0 +1,303 @@
+"""What the committing rank does: write the index of all that the ranks wrote, publish the manifest, sweep up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from holdfast.checkpoint.location import Place
+from holdfast.coordination.commit_vote import Vote
+from holdfast.engine.gc_pause import CollectorPause
+from holdfast.engine.parallel_map import each_in_flight
+from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError
+from holdfast.format.digest import hex_digest_of
+from holdfast.format.health import decode_health
+from holdfast.format.index.index import Index
+from holdfast.format.index.index_file import encode_index
+from holdfast.format.index.overview import Overview, encode_overview, split
+from holdfast.format.manifest import encode_manifest
+from holdfast.format.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
+from holdfast.format.sealed_json import stated_digest
+from holdfast.repository.catalog import committed_steps, exists, read_manifest
+from holdfast.repository.epochs import counts, require_newest, standing_fence
+from holdfast.repository.publish import publish
+from holdfast.repository.quarantine import quarantined_attempts
+from holdfast.repository.reachable import packs_named_by
+from holdfast.saving.health import counted_before
+from holdfast.saving.health_findings import Findings
+from holdfast.saving.merge import Merged, merged
+from holdfast.saving.provenance import software_at_hand
+from holdfast.settings import Settings
+from holdfast.types.health import Health
+from holdfast.types.manifest import FileRecord, Manifest, Parent
+
+logger = logging.getLogger(__name__)
+
+_FILES = 8
+"""Files of an index that is split at all, at least: so that a rank reads little that it does not need."""
+
+
+def assembled(
+    place: Place,
+    attempt: str,
+    votes: Sequence[Vote],
+    note: Mapping[str, object],
+    parent_of: Callable[[], Parent | None],
+    settings: Settings,
+    written: list[str],
+) -> tuple[bytes, Health | None]:
+    """Merge what every rank wrote, prove it whole, write its index, and return the manifest that names it all.
+
+    Beside it stands what was found of the checkpoint's health.
+
+    Args:
+        place: Where the checkpoint goes.
+        attempt: The attempt that is to be published.
+        votes: Every rank's vote, by rank.
+        note: What the ranks were told of the place at the opening.
+        parent_of: Returns the checkpoint that this one continues.
+        settings: Chunks of the index, and how many go into one file of it.
+        written: Told the key of every file before it is written.
+    Raises:
+        InvalidError: The parts do not make a whole.
+        CorruptError: A part or pack is not what its rank voted for.
+    """
+    whole = merged(place, attempt, votes, settings.chunk_bytes)
+    indexes, overview = written_index(place, attempt, whole.index, settings, written)
+    origin, masters, metrics = note.get("origin"), note.get("masters"), note.get("metrics")
+    # Known only now: the save before was perhaps still being written when this one began.
+    parent = parent_of()
+    health = _health(place, note, parent, whole.findings)
+    made = manifest_of(place, attempt, whole, (indexes, overview), str(note["run_id"]), str(note["created"]))
+    data = encode_manifest(
+        replace(
+            made,
+            parent=parent,
+            origin=None if origin is None else str(origin),
+            masters=masters if isinstance(masters, dict) else {},
+            epoch=epoch_of(note),
+            metrics=metrics if isinstance(metrics, dict) else {},
+            health=health,
+        )
+    )
+    return data, health
+
+
+def manifest_of(
+    place: Place,
+    attempt: str,
+    whole: Merged,
+    index: tuple[tuple[FileRecord, ...], FileRecord | None],
+    run_id: str,
+    created: str,
+) -> Manifest:
+    """Return what a manifest says of the files of an attempt, and nothing that only who saved it knows.
+
+    Args:
+        place: The checkpoint.
+        attempt: The attempt.
+        whole: What its ranks wrote.
+        index: Records of the files of its index, as `written_index` returns them.
+        run_id: The run.
+        created: When, for people.
+    """
+    indexes, overview = index
+    return Manifest(
+        run_id=run_id,
+        step=place.step,
+        attempt=attempt,
+        created=created,
+        parent=None,
+        world_size=len(whole.parts),
+        layouts=whole.layouts,
+        software=software_at_hand(),
+        tensors=whole.index.table.count,
+        tensor_bytes=whole.index.table.bytes,
+        aliases=whole.aliases,
+        tree=whole.tree,
+        packs=whole.packs,
+        parts=whole.parts,
+        indexes=indexes,
+        overview=overview,
+    )
+
+
+def epoch_of(note: Mapping[str, object]) -> int:
+    """Return the epoch that the ranks were told at the opening; 0 if none."""
+    epoch = note.get("epoch", 0)
+    assert isinstance(epoch, int), "rank 0 told it"
+    return epoch
+
+
+def _health(place: Place, note: Mapping[str, object], parent: Parent | None, findings: Findings) -> Health | None:
+    """Return what was found of a checkpoint's health: of a copy, what was when it was first saved."""
+    if "health" in note:
+        return decode_health(note["health"], place.url)
+    return findings.health(*counted_before(place, parent)) if findings.has_counts else findings.health(None)
+
+
+def written_index(
+    place: Place, attempt: str, index: Index, settings: Settings, written: list[str], *, whole: bool = False
+) -> tuple[tuple[FileRecord, ...], FileRecord | None]:
+    """Write an index, in several files if it is large; return their records, and that of the overview if there is one.
+
+    Args:
+        place: Where the checkpoint goes.
+        attempt: The attempt that is to be published.
+        index: The index.
+        settings: Chunks of an index that is kept in one file.
+        written: Told the key of every file before it is written.
+        whole: Whether it goes into one file, however large.
+    """
+    with CollectorPause():
+        indexes, overview = ([index], None) if whole else _files_of(index, settings.index_chunks_max)
+    folder = f"{place.folder}{attempt}/"
+
+    def put(file: tuple[str, Callable[[], bytes]]) -> FileRecord:
+        name, encode = file
+        data = encode()
+        place.store.put_if_absent(folder + name, data)
+        return FileRecord(name, len(data), hex_digest_of(data))
+
+    files = [(index_name(number), partial(encode_index, each)) for number, each in enumerate(indexes)]
+    if overview is not None:
+        files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
+    written += [folder + name for name, _ in files]
+    with CollectorPause():
+        records = list(each_in_flight(put, files))
+    return tuple(records[: len(indexes)]), records[-1] if overview is not None else None
+
+
+class PublishFailed(UnavailableError):
+    """The store failed in the very act of publishing: whether the manifest is visible is unknown."""
+
+
+class PublishedLate(Exception):
+    """The epoch was over when the manifest appeared; storage knows whether it counts."""
+
+
+def published(place: Place, data: bytes, epoch: int) -> str:
+    """Publish a manifest; return its digest.
+
+    Args:
+        place: Where.
+        data: The manifest.
+        epoch: The epoch under which it is published; 0 if none.
+    Raises:
+        ConflictError: Another attempt was published first, or another writer took over.
+        PublishFailed: The outcome is unknown.
+        PublishedLate: Another writer took over meanwhile.
+        CheckpointError: It is certain that nothing was published.
+    """
+    if epoch:
+        require_newest(place.store, epoch)
+    _put(place, data, epoch)
+    digest = stated_digest(data)
+    assert digest is not None, "a manifest is sealed"
+    if epoch:
+        try:
+            # Whoever begins an epoch looks for steps after that: if there is none yet, it will find this one.
+            require_newest(place.store, epoch)
+        except CheckpointError as doubt:
+            raise PublishedLate(str(doubt)) from doubt
+    return digest
+
+
+def _put(place: Place, data: bytes, epoch: int) -> None:
+    try:
+        try:
+            publish(place.store, place.manifest_key, data)
+        except ConflictError:
+            if not epoch or not vacated(place, epoch):
+                raise
+            publish(place.store, place.manifest_key, data)
+    except ConflictError:
+        raise
+    except Exception as error:
+        # The name may have been given before it failed (a folder could not be synced), or be given later.
+        if _is_certainly_absent(place):
+            raise
+        raise PublishFailed(str(error)) from error
+
+
+def vacated(place: Place, epoch: int) -> bool:
+    """Remove a manifest that can never count from a step that the holder of the newest epoch wants to save.
+
+    Args:
+        place: The step.
+        epoch: The epoch of who asks.
+    Returns:
+        Whether the step is free.
+    Raises:
+        ConflictError: Another writer took over.
+    """
+    assert place.step is not None, "only a run has epochs"
+    if not exists(place.store, place.manifest_key):
+        return True
+    fence = standing_fence(place.store)
+    try:
+        if fence.epoch != epoch or counts(place.store, fence, place.step):
+            return False
+    except MissingError:
+        return True
+    require_newest(place.store, epoch)
+    logger.warning("step %d: the manifest of a writer whose epoch is over does not count and is removed", place.step)
+    place.store.delete([place.manifest_key])
+    return True
+
+
+def _is_certainly_absent(place: Place) -> bool:
+    """Return whether a manifest that could not be put is not there and will not come."""
+    try:
+        return place.store.failed_calls_are_over and not exists(place.store, place.manifest_key)
+    except CheckpointError:
+        return False
+
+
+def sweep(place: Place, attempt: str, name: str, epoch: int) -> None:
+    """Remove what failed attempts left at a place: with a manifest there, none of them can publish any more.
+
+    An attempt may have been published before somebody removed its manifest, and other steps refer to its packs: such
+    packs stay, and everything does while a manifest cannot be read.
+
+    Args:
+        place: The checkpoint.
+        attempt: The attempt that was published.
+        name: What was done, for messages.
+        epoch: The epoch under which it was; 0 if none.
+    """
+    try:
+        others = [each for each in place.store.folders(place.folder) if is_attempt_folder(each) and each != attempt]
+        kept = quarantined_attempts(place.store, place.step) if others and place.step is not None else set()
+        named = _referred_to(place) if others else frozenset()
+        for folder in others:
+            if folder in kept:
+                continue
+            prefix = f"{place.folder}{folder}/"
+            keys = [entry.key for entry in place.store.list(prefix)]
+            if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
+                if epoch:
+                    # Asked after they were listed: what is in the list is not of a writer who took over.
+                    require_newest(place.store, epoch)
+                # A key that is absent still has its folder looked at: one that died early left nothing else.
+                place.store.delete([*(key for key in keys if key not in named), f"{prefix}nothing"])
+            else:
+                logger.warning("%s: %s holds more than an attempt and is left alone", name, prefix)
+    except CheckpointError as error:
+        logger.warning("%s: leftovers of failed attempts stay for now: %s", name, error)
+
+
+def _referred_to(place: Place) -> frozenset[str]:
+    """Return the packs of a place's run that committed steps name, by their path from its root."""
+    if place.step is None:
+        return frozenset()
+    return packs_named_by(read_manifest(place.store, step_folder(step)) for step in committed_steps(place.store))
+
+
+def _files_of(index: Index, chunks_max: int) -> tuple[list[Index], Overview | None]:
+    """Return what goes into each index file, and the overview of them where there are several."""
+    if index.pieces.first_chunk[-1] <= chunks_max:
+        return [index], None
+    return split(index, max(chunks_max // _FILES, 1))

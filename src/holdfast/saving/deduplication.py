@@ -1,0 +1,239 @@
+"""What the last committed step of a run holds of what a rank is about to save, and what of it need not be written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.checkpoint.location import Place
+from holdfast.engine.nonfinite import NonFinite
+from holdfast.engine.write import PackWriter, WrittenPack
+from holdfast.errors import CheckpointError
+from holdfast.format.index.index import Index
+from holdfast.format.index.split_index import SplitIndex
+from holdfast.format.names import is_pack_name, step_of_pack, step_pack_name
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import FlatRange, Region, region_boxes
+from holdfast.plan.plan_cache import SavePlan
+from holdfast.ports.framework import Source
+from holdfast.repository.catalog import stored_bytes
+from holdfast.saving.unchanged import heads_of, is_unchanged
+from holdfast.settings import Settings
+from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.types.plan import PackItem, Piece, PlannedPack
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, Region]
+"""A piece of a tensor: FQN and region."""
+
+
+Base = tuple[int, str]
+"""A committed step, and the digest of its manifest."""
+
+
+def _key(item: PackItem | Piece) -> Key:
+    return item.tensor.fqn, item.region
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """A committed step, as far as a rank may refer to its pieces."""
+
+    of: Base
+    """Which it is."""
+
+    find: Callable[[Sequence[PackItem]], Mapping[Key, Piece]]
+    """Returns what it holds of some pieces, each by the name that the pack bears from the root of the run."""
+
+    packs: Mapping[str, FileRecord]
+    """Every pack that its pieces lie in, by that name."""
+
+    heads: Mapping[Key, bytes]
+    """What the first page of a piece hashes to, where that is known."""
+
+
+def previous_of(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> Previous:
+    """Return a step that was loaded, as what a save may refer to; of its index no more is read than is asked for.
+
+    Args:
+        manifest: Its commit record.
+        stored: Its index.
+        filled: What was read of it here and had its digests, boxes by FQN. The rest may be damaged where it lies, and
+            good in memory: it is written.
+    """
+    assert manifest.step is not None, "a run loads steps"
+    step, attempt = manifest.step, manifest.attempt
+    # What lies in another system's files is not ours to refer to for ever.
+    names = {pack.name: _from_root(step, attempt, pack.name) for pack in manifest.packs if _is_ours(pack.name)}
+    packs = {names[pack.name]: replace(pack, name=names[pack.name]) for pack in manifest.packs if pack.name in names}
+
+    def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:
+        known = [
+            item
+            for item in items
+            if stored.tensors.get(item.tensor.fqn) == item.tensor and _is_within(item, filled.get(item.tensor.fqn, ()))
+        ]
+        wanted = [(item.tensor.fqn, _around(item)) for item in known]
+        index = stored if isinstance(stored, Index) else stored.read_for(wanted)
+        found = {}
+        for item, (fqn, box) in zip(known, wanted, strict=True):
+            for piece in index.pieces_near(fqn, box):
+                if piece.region == item.region and piece.pack in names:
+                    found[_key(item)] = replace(piece, pack=names[piece.pack])
+        return found
+
+    return Previous((step, manifest.digest), find, packs, {})
+
+
+def _is_ours(name: str) -> bool:
+    return is_pack_name(name) or step_of_pack(name) is not None
+
+
+def _from_root(step: int, attempt: str, name: str) -> str:
+    return step_pack_name(step, attempt, name) if is_pack_name(name) else name
+
+
+def _around(item: PackItem) -> Box:
+    """Return a box that holds a piece."""
+    return Box.whole(item.tensor.global_shape) if isinstance(item.region, FlatRange) else item.region
+
+
+def _is_within(item: PackItem, boxes: Sequence[Box]) -> bool:
+    """Return whether every element of a piece lies in one of some boxes, as far as that is easily told."""
+    own = region_boxes(item.region, item.tensor.global_shape)
+    return all(any(box.contains(each) for box in boxes) for each in own)
+
+
+class Unchanged:
+    """What one save leaves where an earlier step holds it, and what later saves may leave where this one puts it."""
+
+    def __init__(self, place: Place, previous: Previous | None, writer: PackWriter, settings: Settings) -> None:
+        """Compare nothing yet.
+
+        Args:
+            place: What is saved; only a step of a run refers to others.
+            previous: The last committed step that is known here.
+            writer: Lends windows to copy into.
+            settings: Bytes of a chunk.
+        """
+        self._place, self._compares = place, settings.reuse_unchanged and place.root is not None
+        self._previous, self._writer, self._settings = previous, writer, settings
+        self._heads: dict[Key, bytes] = {}
+        self._written: dict[Key, Piece] = {}
+        self._own: dict[str, FileRecord] = {}
+        self.pieces: Sequence[Piece] = ()
+        """What is not written, and where it lies."""
+        self.nonfinite: dict[str, int] = {}
+        """Elements of it that are NaN or infinite, by FQN where there are any; empty where they are not counted."""
+
+    @property
+    def packs(self) -> Sequence[FileRecord]:
+        """The packs of other steps in which that lies."""
+        known = {} if self._previous is None else self._previous.packs
+        return [known[name] for name in dict.fromkeys(piece.pack for piece in self.pieces)]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are not written."""
+        return sum(piece.bytes for piece in self.pieces)
+
+    def left_of(self, plan: SavePlan, sources: Sequence[Source], note: Mapping[str, object]) -> SavePlan:
+        """Return what of a plan must be written; before anything is copied, on the thread that trains.
+
+        Args:
+            plan: All that this rank owns.
+            sources: Bytes by shard number.
+            note: What rank 0 told: `base`, the step that may be referred to, None for none (it stays until the save
+                is over, and another that this rank may stand at does not), and steps that are `distrusted`.
+        """
+        if not self._compares or not plan.large:
+            return plan
+        items = [item for _, item in plan.large]
+        with self._writer.lent() as slab:
+            self._heads = dict(zip(map(_key, items), heads_of(items, sources, slab), strict=True))
+            candidates = self._candidates(items, note)
+            left_out = {
+                (pack, item.tensor.fqn): candidates[_key(item)]
+                for pack, item in plan.large
+                if _key(item) in candidates and self._holds(item, sources, candidates[_key(item)], slab)
+            }
+        self.pieces = list(left_out.values())
+        return plan.without(frozenset(left_out))
+
+    def _holds(self, item: PackItem, sources: Sequence[Source], piece: Piece, slab: memoryview) -> bool:
+        """Return whether a piece is as it is stored, after counting what of it is no number if it is."""
+        counted = NonFinite() if self._settings.count_nonfinite else None
+        if not is_unchanged(item, sources[item.shard_number], piece, slab, counted):
+            return False
+        for fqn, count in () if counted is None else counted.counts.items():
+            self.nonfinite[fqn] = self.nonfinite.get(fqn, 0) + count
+        return True
+
+    def note(self, pack: PlannedPack, written: WrittenPack, attempt: str) -> None:
+        """Take note of a pack that this save has written."""
+        if not self._compares or self._place.step is None:
+            return
+        name = step_pack_name(self._place.step, attempt, pack.plan.name)
+        self._own[name] = replace(written.record, name=name)
+        for item, digests in zip(pack.plan.items, written.digests, strict=True):
+            # There may be thousands that are too small to ever be compared.
+            if item.bytes >= self._settings.unchanged_bytes_min:
+                offset = len(pack.header) + item.data_offset
+                piece = Piece(item.tensor, item.region, name, offset, digests, self._settings.chunk_bytes)
+                self._written[_key(item)] = piece
+
+    def committed(self, digest: str) -> Previous:
+        """Return this save, once it is committed, as what the next may refer to.
+
+        Args:
+            digest: That of its manifest.
+        """
+        assert self._place.step is not None, "a run saves steps"
+        pieces = {_key(piece): piece for piece in self.pieces} | self._written
+        packs = {record.name: record for record in (*self.packs, *self._own.values())}
+
+        def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:
+            known = ((item, pieces.get(_key(item))) for item in items)
+            return {_key(item): piece for item, piece in known if piece is not None and piece.tensor == item.tensor}
+
+        return Previous((self._place.step, digest), find, packs, self._heads)
+
+    def _candidates(self, items: Sequence[PackItem], note: Mapping[str, object]) -> dict[Key, Piece]:
+        """Return what is stored of pieces that may be as they were."""
+        previous = self._previous
+        if previous is None or previous.of != _base_in(note):
+            return {}
+        distrusted = _distrusted_in(note)
+        heads = previous.heads
+        alike = [item for item in items if heads.get(_key(item), self._heads[_key(item)]) == self._heads[_key(item)]]
+        try:
+            found = previous.find(alike)
+            packs = {piece.pack for piece in found.values()}
+            there = {
+                name for name in packs if step_of_pack(name) not in distrusted and self._is_there(previous.packs[name])
+            }
+        except CheckpointError as error:
+            logger.warning("%s is written whole, for the step before it cannot be read: %s", self._place.url, error)
+            return {}
+        chunk_bytes = self._settings.chunk_bytes
+        return {key: piece for key, piece in found.items() if piece.pack in there and piece.chunk_bytes == chunk_bytes}
+
+    def _is_there(self, pack: FileRecord) -> bool:
+        """Return whether a pack can be referred to: in another step, and not removed by hand since."""
+        place = self._place
+        is_other = step_of_pack(pack.name) != place.step
+        return is_other and place.root is not None and stored_bytes(place.root, pack.name) == pack.bytes
+
+
+def _base_in(note: Mapping[str, object]) -> Base | None:
+    """Return the step that rank 0 says may be referred to."""
+    base = note.get("base")
+    return (int(base[0]), str(base[1])) if isinstance(base, list | tuple) else None
+
+
+def _distrusted_in(note: Mapping[str, object]) -> frozenset[int]:
+    """Return the steps in which rank 0 says that no pack may be referred to."""
+    steps = note.get("distrusted")
+    return frozenset(int(step) for step in steps) if isinstance(steps, list | tuple) else frozenset()

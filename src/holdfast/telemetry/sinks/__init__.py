@@ -1,0 +1,4 @@
+"""The observers that ship: JSON lines, Prometheus metrics, a progress bar.
+
+Only `wiring` builds them. A sink never raises into a save: the dispatcher isolates it.
+"""

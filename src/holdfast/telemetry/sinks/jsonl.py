@@ -1,0 +1,88 @@
+"""Saves and loads as lines of JSON in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+
+from holdfast.errors import InvalidError
+from holdfast.types.events import Began, Ended, Event, Failed, Operation, Phase
+
+
+class JsonLines:
+    """Appends one line for the beginning of each save or load, and one for its end.
+
+    Each line is one write to a file that is opened for appending, so that ranks of one machine may share a file, and
+    whoever rotates logs may move it away.
+    """
+
+    def __init__(self, path: object) -> None:
+        """Remember where; the file is made with the first line.
+
+        Args:
+            path: The file; `{rank}` in it becomes the number of the rank.
+        Raises:
+            InvalidError: It is no path, or its folder is not there.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise InvalidError(f"jsonl: path is {type(path).__name__}; expected a file as str or Path")
+        self._path = os.path.abspath(os.fspath(path))
+        folder = os.path.dirname(self._path)
+        if not os.path.isdir(folder):
+            raise InvalidError(f"jsonl: {self._path}: there is no folder {folder}; expected one. Make it first")
+
+    def hear(self, event: Event) -> None:
+        """Write a line."""
+        if isinstance(event, Began):
+            self._write(event.operation, "began", event.unix_seconds, {})
+        elif isinstance(event, Ended):
+            report = event.report
+            told: dict[str, object] = {
+                "id": report.id,
+                "host": report.host,
+                "pid": report.pid,
+                "seconds": round(report.seconds, 6),
+                "bytes": report.bytes,
+                "bytes_per_second": round(report.bytes_per_second),
+                **report.facts,
+                "phases": _seconds_of(report.phases),
+            }
+            self._write(report.operation, "ended", report.began_unix_seconds + report.seconds, told)
+        elif isinstance(event, Failed):
+            told = {
+                "error": event.error,
+                "message": event.message,
+                "seconds": round(event.seconds, 6),
+                "phases": _seconds_of(event.phases),
+            }
+            self._write(event.operation, "failed", event.began_unix_seconds + event.seconds, told)
+
+    def _write(self, operation: Operation, happened: str, unix_seconds: float, more: dict[str, object]) -> None:
+        document = {
+            "time": datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds"),
+            "event": happened,
+            "verb": operation.verb,
+            "step": operation.step,
+            "rank": operation.rank,
+            "world_size": operation.world_size,
+            "url": operation.url,
+            **more,
+        }
+        line = json.dumps(document, allow_nan=False).encode() + b"\n"
+        path = self._path.replace("{rank}", str(operation.rank))
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            written = os.write(file, line)
+        finally:
+            os.close(file)
+        if written < len(line):
+            raise OSError(f"{path}: {written} of {len(line)} bytes of a line were written")
+
+
+def _seconds_of(phases: tuple[Phase, ...]) -> dict[str, float]:
+    """Return how long each phase took in all, by name."""
+    found: dict[str, float] = {}
+    for each in phases:
+        found[each.name] = round(found.get(each.name, 0.0) + each.seconds, 6)
+    return found

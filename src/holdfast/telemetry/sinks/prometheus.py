@@ -1,0 +1,159 @@
+"""Saves and loads as metrics of Prometheus."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from holdfast.errors import InvalidError, UnavailableError
+from holdfast.types.events import Began, Ended, Event, Failed, Phase, RankReport
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Bounds of the histograms: a third of a power of ten apart, from a save of nothing to one that is being missed."""
+
+
+class PrometheusMetrics:
+    """Keeps metrics in a registry; observers of one registry share them, told apart by rank."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Find the metrics of a registry, or put them there."""
+        self._metrics = _metrics_in(registry)
+
+    def hear(self, event: Event) -> None:
+        """Count it."""
+        if isinstance(event, Began):
+            self._metrics.under_way.labels(event.operation.verb, event.operation.rank).inc()
+        elif isinstance(event, Ended):
+            self._metrics.ended(event.report)
+        elif isinstance(event, Failed):
+            self._metrics.failed(event)
+
+
+class _Metrics:
+    """The metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        by_rank = ("verb", "rank")
+        self.operations = Counter(
+            "holdfast_operations", "Saves committed, loads done, and either failed.", (*by_rank, "outcome"),
+            registry=registry,
+        )  # fmt: skip
+        self.under_way = Gauge(
+            "holdfast_operations_under_way", "Saves and loads that have begun and not ended.", by_rank,
+            registry=registry,
+        )  # fmt: skip
+        self.bytes = Counter(
+            "holdfast_bytes", "Bytes of tensors that the rank wrote, or read from storage.", by_rank, registry=registry
+        )
+        self.seconds = Histogram(
+            "holdfast_seconds", "From the call until it was committed, or the state filled.", by_rank,
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.phase_seconds = Counter(
+            "holdfast_phase_seconds", "Time in each phase; docs/observing.md says what they are.", (*by_rank, "phase"),
+            registry=registry,
+        )  # fmt: skip
+        self.held_seconds = Histogram(
+            "holdfast_held_seconds", "How long a save held training up: its call, without what goes on behind it.",
+            ("rank",), buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.last_step = Gauge(
+            "holdfast_last_step", "Step that was committed, or loaded, last.", by_rank, registry=registry
+        )
+        self.last_unix_seconds = Gauge(
+            "holdfast_last_timestamp_seconds", "When that was, by the wall clock.", by_rank, registry=registry
+        )
+        self.bandwidth = Gauge(
+            "holdfast_last_bytes_per_second", "Bytes by the time in which they were moved, of the last.", by_rank,
+            registry=registry,
+        )  # fmt: skip
+
+    def ended(self, report: RankReport) -> None:
+        """Count what has come to a good end."""
+        verb, rank = report.operation.verb, report.operation.rank
+        self.operations.labels(verb, rank, "done").inc()
+        self.under_way.labels(verb, rank).dec()
+        self.bytes.labels(verb, rank).inc(report.bytes)
+        self.seconds.labels(verb, rank).observe(report.seconds)
+        self.bandwidth.labels(verb, rank).set(report.bytes_per_second)
+        self.last_unix_seconds.labels(verb, rank).set(report.began_unix_seconds + report.seconds)
+        if report.operation.step is not None:
+            self.last_step.labels(verb, rank).set(report.operation.step)
+        if verb == "save":
+            self.held_seconds.labels(rank).observe(_held_seconds(report))
+        self._count(verb, rank, report.phases)
+
+    def failed(self, event: Failed) -> None:
+        """Count what has failed."""
+        verb, rank = event.operation.verb, event.operation.rank
+        self.operations.labels(verb, rank, "failed").inc()
+        if event.has_begun:
+            self.under_way.labels(verb, rank).dec()
+        self._count(verb, rank, event.phases)
+
+    def _count(self, verb: str, rank: int, phases: tuple[Phase, ...]) -> None:
+        for each in phases:
+            self.phase_seconds.labels(verb, rank, each.name).inc(each.seconds)
+
+
+def _held_seconds(report: RankReport) -> float:
+    """Return how long a save held training up; what is taken lazily does so at the fence only."""
+    lazily = report.facts.get("staging") == "lazy"
+    called = sum(phase.seconds for phase in report.phases if phase.name in ("collect", "agree", "plan", "compare"))
+    return called + float(report.facts["fence_seconds"]) if lazily else float(report.facts["staged_seconds"])
+
+
+_lock = threading.Lock()
+_known: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyDictionary()
+
+
+def _metrics_in(registry: CollectorRegistry) -> _Metrics:
+    """Return the metrics in a registry, which takes each name once."""
+    with _lock:
+        if registry not in _known:
+            _known[registry] = _Metrics(registry)
+        return _known[registry]
+
+
+def observer_in(registry: object) -> PrometheusMetrics:
+    """Return what keeps metrics in a registry; None: the default one.
+
+    Raises:
+        InvalidError: It is no registry, or one that has metrics of these names of somebody else.
+    """
+    found = _registry(registry)
+    try:
+        return PrometheusMetrics(found)
+    except ValueError as error:
+        raise InvalidError(f"prometheus: {error}; expected a registry without metrics of these names") from error
+
+
+def serve(port: object, address: object, registry: object) -> None:
+    """Serve a registry over HTTP from now on.
+
+    Raises:
+        InvalidError: The port or the address is none.
+        UnavailableError: It cannot be had.
+    """
+    if type(port) is not int or not 1 <= port <= 65535:
+        raise InvalidError(f"prometheus: port={port!r}; expected a whole number from 1 to 65535, or None")
+    if not isinstance(address, str):
+        raise InvalidError(f"prometheus: address is {type(address).__name__}; expected text, such as '127.0.0.1'")
+    try:
+        start_http_server(port, address, _registry(registry))
+    except UnicodeError as error:
+        raise InvalidError(f"prometheus: address={address[:80]!r}: {error}; expected the name of a host") from error
+    except OSError as error:
+        raise UnavailableError(
+            f"prometheus: {address}:{port}: {error.strerror or error}; expected a port that is free. Processes of one "
+            "machine need one each, such as port=9464 + rank of the machine"
+        ) from error
+
+
+def _registry(registry: object) -> CollectorRegistry:
+    found = REGISTRY if registry is None else registry
+    if not isinstance(found, CollectorRegistry):
+        raise InvalidError(f"prometheus: registry is {type(found).__name__}; expected a CollectorRegistry, or None")
+    return found

@@ -1,0 +1,187 @@
+"""Frozen plans: what will be written and what will be read, before a byte moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.geometry.box import Box
+from holdfast.geometry.region import Region
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.geometry.value_class import noun
+
+APART = "enc/"
+"""Folder, inside an attempt's, of packs whose entries are bytes to stock readers (U8): flat ranges, foreign dtypes."""
+
+Digest = bytes
+"""16 bytes, the xxh3-128 of a chunk's raw bytes."""
+
+
+@noun
+class PackItem:
+    """One piece in a pack."""
+
+    tensor: TensorSpec
+    """The tensor the piece belongs to."""
+
+    region: Region
+    """Which part of it."""
+
+    data_offset: int
+    """Bytes from the end of the pack's header to the piece."""
+
+    shard_number: int
+    """Which of the rank's shards its bytes come from."""
+
+    bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the piece."""
+
+    def __post_init__(self) -> None:
+        # Asked for many times a piece, and there may be a hundred thousand of them.
+        object.__setattr__(self, "bytes", self.region.numel * self.tensor.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """One pack to be written."""
+
+    name: str
+    """File name inside the attempt's folder."""
+
+    items: tuple[PackItem, ...]
+    """Pieces in file order; no FQN twice."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether entries are stated as bytes rather than as pieces of a dtype."""
+        return self.name.startswith(APART)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return self.items[-1].data_offset + self.items[-1].bytes if self.items else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPack:
+    """One pack to be written."""
+
+    key: str
+    """Where it goes."""
+
+    header: bytes
+    """Its first bytes."""
+
+    plan: PackPlan
+    """Its pieces."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + self.plan.data_bytes
+
+
+@noun
+class Piece:
+    """One stored piece, as an index knows it."""
+
+    tensor: TensorSpec
+    """The tensor it belongs to."""
+
+    region: Region
+    """Which part of it."""
+
+    pack: str
+    """Name of the pack that holds its bytes."""
+
+    offset: int
+    """Bytes from the start of the pack to the piece."""
+
+    digests: bytes
+    """xxh3-128 of each chunk's raw bytes, 16 bytes each, in order."""
+
+    chunk_bytes: int
+    """Bytes of each chunk but the last."""
+
+    bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the piece."""
+
+    def __post_init__(self) -> None:
+        # Asked for many times a piece, and there may be a hundred thousand of them.
+        object.__setattr__(self, "bytes", self.region.numel * self.tensor.itemsize)
+
+
+@noun
+class Part:
+    """A box of a chunk that goes to a target."""
+
+    wanted_number: int
+    """Which of the plan's wanted tensors it fills."""
+
+    box: Box
+    """What is copied, global coordinates."""
+
+    source_box: Box
+    """The box of the chunk that it is cut from, global coordinates."""
+
+    source_start: int
+    """Bytes from the start of the chunk to the row-major bytes of `source_box`."""
+
+
+@noun
+class ChunkRead:
+    """One chunk to be read, checked and placed."""
+
+    piece: Piece
+    """The piece it is a run of."""
+
+    number: int
+    """Which chunk of the piece."""
+
+    offset: int
+    """Bytes from the start of the pack to the chunk."""
+
+    bytes: int
+    """Its size."""
+
+    parts: tuple[Part, ...]
+    """What of it goes where; never empty."""
+
+    @property
+    def expected(self) -> Digest:
+        """What its bytes must hash to."""
+        return self.piece.digests[16 * self.number : 16 * self.number + 16]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """Neighbouring chunks of one pack, read at once."""
+
+    pack: str
+    """The pack."""
+
+    start: int
+    """First byte."""
+
+    stop: int
+    """Byte past the last."""
+
+    chunks: tuple[ChunkRead, ...]
+    """The chunks, in file order, without gaps."""
+
+    @staticmethod
+    def of(pack: str, chunks: tuple[ChunkRead, ...]) -> ReadRun:
+        """Return chunks of a pack that follow one another as one run."""
+        return ReadRun(pack, chunks[0].offset, chunks[-1].offset + chunks[-1].bytes, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Everything one rank reads in one load."""
+
+    runs: tuple[ReadRun, ...]
+    """Reads, by pack and offset."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read."""
+        return sum(run.stop - run.start for run in self.runs)

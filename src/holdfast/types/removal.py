@@ -1,0 +1,62 @@
+"""What garbage collection found in a run: the files of each step, and what no step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """What lies in the folder of one step."""
+
+    step: int
+    """The step."""
+
+    digest: str | None
+    """Digest of its manifest; None where there is none. Of one that cannot be read, whatever tells it from another."""
+
+    attempt: str | None
+    """The attempt that the manifest names; None where there is none, or it cannot be read."""
+
+    counts: bool
+    """Whether readers take the manifest; one that was published by a replaced writer counts for nothing."""
+
+    attempts: Mapping[str, Mapping[str, int]]
+    """Bytes by key, of what each attempt put there."""
+
+    reports: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by key, of what saves and loads told of themselves."""
+
+    packs: frozenset[str] = frozenset()
+    """Packs that the manifest names, by their path from the root."""
+
+    spared: frozenset[str] = frozenset()
+    """Attempts that stay whatever the policy says: they are under quarantine."""
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether anything of a save is left there."""
+        return self.digest is not None or any(self.attempts.values()) or bool(self.reports)
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """What is to be removed from a run."""
+
+    steps: Mapping[int, str] = field(default_factory=dict)
+    """Steps that lose their manifest, each with the digest of it."""
+
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by key of what nobody needs once these are gone."""
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything."""
+        return bool(self.steps or self.files)
+
+    def confirmed_by(self, later: Doomed) -> Doomed:
+        """Return what a later look finds doomed as well."""
+        return Doomed(
+            {step: digest for step, digest in self.steps.items() if later.steps.get(step) == digest},
+            {key: size for key, size in self.files.items() if key in later.files},
+        )

@@ -1,0 +1,53 @@
+"""A refusal that lands while another rank is arriving: found by real ranks that then counted apart for good."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch.distributed import HashStore
+
+from holdfast.clock import SystemClock
+from holdfast.coordination.agreement import Opening
+from holdfast.coordination.job import Job, error_text
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.comm import TorchBoard
+from holdfast.settings import Settings
+from holdfast.testing.faults import Faults, FaultyBoard, Operation
+
+PLACE = b"12345678"
+
+
+class RankOneOfTwo:
+    def __init__(self, faults: Faults) -> None:
+        self.rank, self.world_size = 1, 2
+        self.real = TorchBoard(HashStore())
+        self.board = FaultyBoard(self.real, faults)
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        return b"nonce678"
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        raise AssertionError("saving runs no collective")
+
+    def exchange(self, gives: object, takes: object) -> None:
+        raise AssertionError("saving runs no collective")
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+@pytest.mark.parametrize("after", [False, True])
+def test_rank_0s_refusal_may_land_at_any_moment_of_an_arrival(at: int, after: bool) -> None:
+    def refuse(operation: Operation) -> None:
+        for key, value in (
+            (job.key("opening", 0, "verdict"), {"refused": error_text(InvalidError("no")), "of": [7, PLACE.hex()]}),
+            (job.key("opening", "next"), 1),
+        ):
+            comm.real.set(key, json.dumps(value).encode(), 5.0)
+
+    faults = Faults(refuse, at=at, names=("present", "get_many"), after=after)
+    comm = RankOneOfTwo(faults)
+    job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=2.0))
+    opening = Opening(job, 7, PLACE)
+    opening.refuse(InvalidError("also no"))
+    assert job.sequence == 1, "the next save of this rank is number 1, as it is rank 0's"
+    job.close()

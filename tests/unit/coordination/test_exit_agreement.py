@@ -1,0 +1,215 @@
+"""Ranks far apart leave their loops at the same call, whoever is told to end; nobody waits for a rank in its loop."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.clock import SystemClock
+from holdfast.coordination.exit_agreement import Alarm
+from holdfast.coordination.job import Job
+from holdfast.errors import UnavailableError
+from holdfast.ports.comm import Board
+from holdfast.settings import Settings
+from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from holdfast.testing.faults import Faults, FaultyBoard, raise_error
+
+
+def played(
+    world_size: int,
+    part: Callable[[int, Alarm, Job], object],
+    *,
+    grace_seconds: float = 20.0,
+    board_of: Callable[[int, Board], Board] = lambda _, board: board,
+) -> list[object]:
+    """Return what each rank's part returned; the first error of any rank is raised."""
+
+    def work(comm: ThreadComm) -> object:
+        job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=20.0))
+        alarm = Alarm(job, grace_seconds)
+        try:
+            return part(comm.rank, alarm, job)
+        finally:
+            alarm.close()
+            job.close()
+
+    outcomes = outcomes_of_ranks(world_size, work, group=ThreadGroup(world_size), board_of=board_of)
+    for each in outcomes:
+        if isinstance(each, BaseException):
+            raise each
+    return outcomes
+
+
+def left_at(alarm: Alarm, calls: int, told: int | None, pause: Callable[[int], None] = lambda _: None) -> int | None:
+    """Return at which call of so many a rank leaves that is told to end before one of them; None if it does not."""
+    told_at = None
+    for call in range(1, calls + 1):
+        pause(call)
+        if call == told:
+            told_at = time.monotonic()
+        if alarm.is_time(told_at):
+            return call
+    return None
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    world_size=st.integers(1, 9),
+    told=st.dictionaries(st.integers(0, 8), st.integers(1, 60), min_size=1, max_size=4),
+)
+def test_ranks_that_drift_apart_leave_at_one_call(seed: int, world_size: int, told: dict[int, int]) -> None:
+    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+        chance = random.Random(seed * 11 + rank)
+
+        def pause(call: int) -> None:
+            if chance.random() < 0.2:
+                time.sleep(chance.random() * 0.004)
+
+        return left_at(alarm, 100_000, told.get(rank), pause) if told.keys() & {*range(world_size)} else None
+
+    first, *others = played(world_size, part)
+    assert others == [first] * (world_size - 1), (seed, first, others)
+    if isinstance(first, int):
+        # Whoever is told first may be far behind the others, yet never leaves before it is told.
+        assert first >= min(call for rank, call in told.items() if rank < world_size)
+
+
+def test_ranks_in_step_leave_at_the_very_call_at_which_all_are_told() -> None:
+    together = threading.Barrier(4)
+
+    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+        return left_at(alarm, 100, 7, lambda _: together.wait(10))  # type: ignore[arg-type, return-value]
+
+    assert played(4, part) == [7] * 4
+
+
+def test_a_rank_that_is_far_ahead_is_not_overtaken_and_one_behind_catches_up() -> None:
+    ahead = threading.Event()
+
+    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+        if rank == 2:
+            for _ in range(50):
+                assert not alarm.is_time(None)
+            ahead.set()
+            # In its fifty-first step, of which nobody else has seen anything.
+            time.sleep(0.3)
+            return 50 + (left_at(alarm, 100, None) or 0)
+        ahead.wait(10)
+        return left_at(alarm, 100, 3 if rank == 1 else None, lambda _: time.sleep(0.002))
+
+    assert played(3, part) == [51, 51, 51]
+
+
+def test_a_rank_that_waits_for_another_inside_a_step_keeps_nobody_from_agreeing() -> None:
+    """As in a pipeline: rank 1 is inside step 6, which rank 0 must take part in."""
+    begun = [threading.Event() for _ in range(8)]
+
+    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+        told_at = None
+        for step in range(1, 8):
+            if rank == 0:
+                begun[step].set()
+                if step == 5:
+                    # Rank 1 has passed step 5, and waits for rank 0 inside step 6.
+                    time.sleep(0.2)
+                    told_at = time.monotonic()
+            else:
+                assert begun[step].wait(10), "rank 0 waits for rank 1, which waits for rank 0"
+            if alarm.is_time(told_at):
+                return step
+        return None
+
+    assert played(2, part) == [6, 6]
+
+
+def test_told_in_the_last_call_a_rank_ends_its_loop_as_the_others_did() -> None:
+    closed = threading.Barrier(4)
+
+    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+        if rank == 3:
+            left = left_at(alarm, 9, None)
+            closed.wait(10)
+            assert left is None
+            return left_at(alarm, 1, 1)
+        left = left_at(alarm, 10, None)
+        alarm.close()
+        closed.wait(10)
+        return left
+
+    start = time.monotonic()
+    assert played(4, part) == [None] * 4
+    assert time.monotonic() - start < 8, "nobody waits for ranks whose loops are over"
+
+
+def test_a_rank_whose_handing_on_is_over_is_skipped() -> None:
+    """Rank 1 would wake ranks 3 and 4; its loop is over, as theirs are about to be."""
+    closed = threading.Event()
+
+    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+        if rank == 1:
+            left = left_at(alarm, 10, None)
+            alarm.close()
+            closed.set()
+            return left
+        left_at(alarm, 9, None)
+        closed.wait(10)
+        # Call 10 is the last that rank 1 has passed; all the others may pass it, and none would leave before.
+        return left_at(alarm, 2, 1 if rank == 0 else None, lambda _: time.sleep(0.05))
+
+    assert played(5, part) == [2, None, 2, 2, 2]
+
+
+def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_grace() -> None:
+    def part(rank: int, alarm: Alarm, job: Job) -> object:
+        if rank == 1:
+            time.sleep(4.0)
+            return "silent"
+        start = time.monotonic()
+        with pytest.raises(UnavailableError, match="did not all say in time"):
+            left_at(alarm, 1_000_000, 2, lambda _: time.sleep(0.001))
+        assert time.monotonic() - start < 3.5
+        return "left alone"
+
+    def view(rank: int, board: Board) -> Board:
+        gone = Faults(raise_error(UnavailableError), names=("get_many",), lasting=True)
+        return FaultyBoard(board, gone) if rank == 1 else board
+
+    assert played(2, part, grace_seconds=1.5, board_of=view) == ["left alone", "silent"]
+
+
+def test_a_loop_that_goes_back_is_counted_by_its_calls() -> None:
+    def part(rank: int, alarm: Alarm, job: Job) -> tuple[int, ...]:
+        steps = [*range(1, 51), *range(10, 60)]
+        told_at = None
+        for number, step in enumerate(steps):
+            if rank == 0 and number == 60:
+                told_at = time.monotonic()
+            time.sleep(0.0005)
+            if alarm.is_time(told_at):
+                return number, step
+        return ()
+
+    first, second = played(2, part)
+    assert first == second
+    number, step = first  # type: ignore[misc]
+    assert number >= 60 and step < 60
+
+
+def test_a_call_without_an_alarm_asks_the_board_nothing() -> None:
+    asked = {rank: Faults() for rank in range(2)}
+
+    def part(rank: int, alarm: Alarm, job: Job) -> bool:
+        time.sleep(0.2)
+        before = asked[rank].counted
+        for _ in range(1000):
+            assert not alarm.is_time(None)
+        return asked[rank].counted == before
+
+    assert played(2, part, board_of=lambda rank, board: FaultyBoard(board, asked[rank])) == [True, True]

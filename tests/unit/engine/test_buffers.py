@@ -1,0 +1,71 @@
+"""Memory that is read and written directly lies in huge pages from its first byte to its last."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+
+from holdfast.engine.buffers import Slabs, new_slab
+from holdfast.settings import MIB, PAGE_BYTES
+
+_HUGE = 2 * MIB
+_CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def address(slab: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(slab))
+
+
+@pytest.mark.parametrize("slab_bytes", [2 * MIB, 3 * MIB, 5 * MIB, 9 * MIB + 1, 16 * MIB + 2 * PAGE_BYTES])
+def test_whole_huge_pages_hold_a_slab_and_nothing_else(slab_bytes: int) -> None:
+    # Others' memory between two slabs moves the next one off whatever the kernel aligned the first to.
+    keep = [new_slab(count * PAGE_BYTES) for count in (1, 3, 7)]
+    slab = new_slab(slab_bytes)
+    assert slab_bytes <= slab.nbytes < slab_bytes + PAGE_BYTES
+    assert address(slab) % _HUGE == 0
+    mapped_to = address(memoryview(slab.obj)) + memoryview(slab.obj).nbytes
+    assert mapped_to >= address(slab) + -(-slab_bytes // _HUGE) * _HUGE, "its last page would be cut into small ones"
+    assert len(keep) == 3
+
+
+@pytest.mark.skipif(
+    not _CHOICE.exists() or "[never]" in _CHOICE.read_text(), reason="this kernel has no transparent huge pages"
+)
+def test_the_kernel_puts_huge_pages_there() -> None:
+    plain = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    plain.madvise(mmap.MADV_HUGEPAGE)
+    ctypes.memset(address(memoryview(plain)), 1, len(plain))
+    if huge_bytes_at(address(memoryview(plain))) < 48 * MIB:
+        pytest.skip("the kernel gives this process no huge pages, or has none left")
+    slab = new_slab(9 * MIB)
+    ctypes.memset(address(slab), 1, slab.nbytes)
+    assert huge_bytes_at(address(slab)) >= 8 * MIB
+
+
+def test_small_slabs_take_no_more_than_their_pages() -> None:
+    slab = new_slab(PAGE_BYTES + 1)
+    assert slab.nbytes == 2 * PAGE_BYTES and address(slab) % PAGE_BYTES == 0
+    assert memoryview(slab.obj).nbytes == 2 * PAGE_BYTES
+
+
+def test_slabs_are_cut_from_one_piece() -> None:
+    slabs = Slabs(5, 1 * MIB)
+    lent = [slabs.take() for _ in range(5)]
+    assert sorted(address(slab) - min(map(address, lent)) for slab in lent) == [n * MIB for n in range(5)]
+    assert min(map(address, lent)) % _HUGE == 0
+
+
+def huge_bytes_at(where: int) -> int:
+    """Return what of the mapping around an address lies in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        start, dash, stop = first.partition("-")
+        if dash and ":" not in first:
+            inside = int(start, 16) <= where < int(stop, 16)
+        elif inside and first == "AnonHugePages:":
+            return int(rest.split()[0]) * 1024
+    raise AssertionError("no such mapping")

@@ -1,0 +1,102 @@
+"""manifest.json: it comes back, every flipped bit of it is found, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.format.manifest import decode_manifest, encode_manifest
+from holdfast.format.names import STEP_MAX
+from holdfast.format.sealed_json import sealed, unsealed
+from tests.unit.format.documents import little_memory, manifest
+
+
+def test_a_manifest_comes_back_with_its_digest() -> None:
+    for each in (manifest(), replace(manifest(), step=None, parent=None, layouts=(), aliases={})):
+        data = encode_manifest(each)
+        again = decode_manifest(data, "here")
+        assert again == each
+        assert again.digest == unsealed(data, "here")[1]
+        assert encode_manifest(again) == data
+
+
+def test_metrics_come_back_and_state_the_version_that_brought_them() -> None:
+    for metrics in ({"loss": 0.25}, {"loss": math.inf, "psnr/é": -math.inf, "tokens": 3e12}):
+        data = encode_manifest(replace(manifest(), metrics=metrics))
+        assert b'"format":[1,2]' in b"".join(data.split())
+        assert decode_manifest(data, "here").metrics == metrics
+    nan = decode_manifest(encode_manifest(replace(manifest(), metrics={"loss": math.nan})), "here").metrics
+    assert list(nan) == ["loss"] and math.isnan(nan["loss"])
+    # Without any, nothing changes: older readers and golden files know it so.
+    assert b"metrics" not in encode_manifest(manifest())
+
+
+def test_every_flipped_bit_of_a_manifest_is_found() -> None:
+    data = encode_manifest(manifest())
+    for at in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            with pytest.raises((CorruptError, InvalidError)):
+                decode_manifest(bytes(flipped), "here")
+
+
+def test_every_truncation_of_a_manifest_is_found() -> None:
+    data = encode_manifest(manifest())
+    for stop in range(len(data)):
+        with pytest.raises(CorruptError):
+            decode_manifest(data[:stop], "here")
+    with pytest.raises(CorruptError):
+        decode_manifest(data + b"\n", "here")
+
+
+BAD_FIELDS: dict[str, tuple[object, ...]] = {
+    "holdfast": (None, {}, {"format": 1}, {"format": []}, {"format": [2, 0]}, {"format": [1, 0], "kind": "run"}, []),
+    "run_id": (None, 1, []),
+    "step": (-1, STEP_MAX + 1, 1.5, "7", True),
+    "attempt": (None, "", "0123456789ABCDEF", "../../../../etc/x", "0123456789abcdef0", 7),
+    "created": (None, 7),
+    "parent": ([], ["run", 1], ["run", "1", "x"], "run", 7),
+    "world_size": (None, -1, 1 << 40, "2", 2.0, True),
+    "layouts": (None, {}, "x"),
+    "software": (None, []),
+    "tensors": (None, -1, 1 << 63),
+    "tensor_bytes": (None, -1),
+    "aliases": (None, []),
+    "packs": (None, {}, [[]], [["r00000.safetensors", 1]], [["/etc/passwd", 1, "x"]], [["r00000.safetensors", -1, "x"]],
+              [["r00000.safetensors", 1.5, "x"]], [["r00000.safetensors", True, "x"]], [["r00000.safetensors", 1, 2]],
+              [["r00000.safetensors", 1, "x"]] * 2, ["r00000.safetensors"], [[1, 1, "x"]]),
+    "metrics": ([], "loss", {"loss": "low"}, {"loss": 1}, {"loss": True}, {"": 1.0}, {"$loss": 1.0}, {"a\nb": 1.0}),
+    "parts": (None, [["r00000.safetensors", 1, "x"]], [["parts/../x.msgpack", 1, "x"]]),
+    "indexes": (None, [["index-0.msgpack", 1, "x"]]),
+    "state": (None, 1, [], {"$group": 1}, {"$group": {"kind": "x", "items": {}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+def test_a_sealed_manifest_that_says_something_impossible_is_refused(field: str) -> None:
+    document, _ = unsealed(encode_manifest(manifest()), "here")
+    for bad in BAD_FIELDS[field]:
+        changed = {**document, field: bad}
+        if bad == -1 or not (isinstance(bad, int) and bad >= 1 << 63):
+            with little_memory(), pytest.raises((CorruptError, InvalidError)):
+                decode_manifest(sealed(changed), "here")
+    if field not in ("step", "parent", "metrics"):
+        without = {name: value for name, value in document.items() if name != field}
+        with pytest.raises((CorruptError, InvalidError)):
+            decode_manifest(sealed(without), "here")
+
+
+def test_a_newer_format_is_refused_saying_which_reads_it() -> None:
+    document, _ = unsealed(encode_manifest(manifest()), "here")
+    newer = sealed({**document, "holdfast": {"format": [2, 3], "kind": "checkpoint"}})
+    with pytest.raises(InvalidError, match=r"format 2\.3.*reads format 1.*major format 2"):
+        decode_manifest(newer, "here")
+
+
+def test_an_unknown_field_is_ignored() -> None:
+    document, _ = unsealed(encode_manifest(manifest()), "here")
+    assert decode_manifest(sealed({**document, "later": [1, 2]}), "here") == manifest()

@@ -1,0 +1,94 @@
+"""A step that references files elsewhere, loaded by several ranks: each opens them for itself, or gets their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from holdfast import wiring
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
+from holdfast.errors import InvalidError
+from holdfast.frameworks.alone import AloneComm
+from holdfast.geometry.tensor import Layout, Placement
+from holdfast.loading.load import LoadRequest
+from holdfast.offline.imports.import_step import import_step
+from holdfast.runs.run import Run
+from holdfast.settings import Settings
+from holdfast.stores.memory import MemoryStore
+from holdfast.stores.references import References
+from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from tests.unit.ranks import ANYTHING, PATIENT, fresh_store
+
+RANKS = 3
+STEP = 5
+ARRAYS = {
+    "rows": np.arange(40 * 300, dtype=np.float32).reshape(40, 300),
+    "whole": np.arange(9000, dtype=np.int64),
+    "tiny": np.arange(3, dtype=np.uint8),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_file(ARRAYS, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def store(source: Path) -> MemoryStore:
+    store = fresh_store()
+    job = Job(AloneComm(), SystemClock(), PATIENT)
+    import_step(wiring.checkpoint_at(source, PATIENT), store, job, STEP, copied=False)
+    job.close()
+    return store
+
+
+def played(store: MemoryStore, settings: Settings, roots: dict[int, list[str]]) -> list[object]:
+    """Return for each rank what it read and got from others, or what it raised."""
+    split = Layout((RANKS,), tuple(range(RANKS)), (Placement(0),))
+
+    def work(comm: ThreadComm) -> object:
+        state = {
+            "model.rows": GlobalTensor("float32", np.zeros((40, 300), np.float32), split),
+            "model.whole": GlobalTensor("int64", np.zeros(9000, np.int64)),
+            "model.tiny": GlobalTensor("uint8", np.zeros(3, np.uint8)),
+        }
+        job = Job(comm, SystemClock(), settings)
+        run = Run(store, job, NumpyFramework(comm.rank), References(roots.get(comm.rank, [])))
+        try:
+            assert run.load(LoadRequest(state, ANYTHING, strict=False, cast=False), None) == STEP
+        finally:
+            run.close()
+        for name, expected in ARRAYS.items():
+            tensor = state[f"model.{name}"]
+            for region in tensor.regions_on(comm.rank):
+                part = region.relative_to((0,) * expected.ndim)  # type: ignore[union-attr]
+                np.testing.assert_array_equal(tensor.array[part], expected[part])
+        assert run.load_report is not None
+        return run.load_report.bytes, run.load_report.exchanged_bytes
+
+    return outcomes_of_ranks(RANKS, work, group=ThreadGroup(RANKS))
+
+
+@pytest.mark.parametrize("exchange", ("never", "always"))
+def test_every_rank_gets_what_it_wants(store: MemoryStore, source: Path, exchange: str) -> None:
+    settings = replace(PATIENT, exchange=exchange)
+    found = played(store, settings, {rank: [str(source)] for rank in range(RANKS)})
+    whole_bytes = ARRAYS["whole"].nbytes
+    assert all(isinstance(each, tuple) for each in found), found
+    read, exchanged = (sum(counts) for counts in zip(*found, strict=True))  # type: ignore[arg-type]
+    assert (read > RANKS * whole_bytes) == (exchange == "never")
+    assert (exchanged > 0) == (exchange == "always")
+
+
+def test_where_one_rank_allows_nothing_every_rank_hears_of_it(store: MemoryStore, source: Path) -> None:
+    for forbidden in (0, 2):
+        roots = {rank: [str(source)] for rank in range(RANKS) if rank != forbidden}
+        found = played(store, replace(PATIENT, exchange="never"), roots)
+        assert all(isinstance(each, InvalidError) and "reference_roots" in str(each) for each in found), found

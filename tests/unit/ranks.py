@@ -1,0 +1,110 @@
+"""A job of threads over a memory store, as the manager's tests need it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
+from holdfast.format.names import step_folder
+from holdfast.geometry.tensor import Layout, Placement, Role
+from holdfast.ports.comm import Board
+from holdfast.ports.framework import Selection
+from holdfast.ports.observer import Observer
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import committed_steps, read_index, read_manifest
+from holdfast.runs.run import Run
+from holdfast.settings import Settings
+from holdfast.stores.memory import MemoryStore
+from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.manifest import Manifest
+from holdfast.types.plan import Piece
+
+ANYTHING = Selection()
+PATIENT = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
+HASTY = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=1.0)
+
+State = Mapping[str, object]
+
+
+def fresh_store() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def run_of(comm: ThreadComm, store: Store, settings: Settings = PATIENT, observers: Sequence[Observer] = ()) -> Run:
+    return Run(store, Job(comm, SystemClock(), settings), NumpyFramework(comm.rank), observers=observers)
+
+
+def plain(value: float, *, role: Role = Role.PARAMETER, count: int = 100) -> GlobalTensor:
+    """A plain tensor of one value throughout."""
+    return GlobalTensor("float32", np.full(count, value, dtype=np.float32), None, role)
+
+
+def sharded(world_size: int, *, rows: int = 16, ranks: tuple[int, ...] | None = None) -> GlobalTensor:
+    """A tensor split by rows over a 1-D mesh."""
+    mesh = tuple(range(world_size)) if ranks is None else ranks
+    array = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
+    return GlobalTensor("float32", array, Layout((len(mesh),), mesh, (Placement(0),)))
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A job whose ranks live as long as the test: one thread group, one run per rank."""
+
+    world_size: int
+    settings: Settings = PATIENT
+    store: MemoryStore = field(default_factory=fresh_store)
+    stores: Mapping[int, Store] = field(default_factory=dict)
+    """Ranks that see the store through something else."""
+
+    boards: Mapping[int, Callable[[Board], Board]] = field(default_factory=dict)
+    """Ranks that see the board through something else."""
+
+    observers: Sequence[Observer] = ()
+    """Who hears of every rank's saves and loads."""
+
+    def play(self, part: Callable[[int, Run], object]) -> list[object]:
+        """Return for each rank what its part returned or raised; every run is closed afterwards."""
+
+        def work(comm: ThreadComm) -> object:
+            run = run_of(comm, self.stores.get(comm.rank, self.store), self.settings, self.observers)
+            try:
+                return part(comm.rank, run)
+            finally:
+                # A failure that close reports again has been returned by the part already.
+                try:
+                    run.close()
+                except Exception as error:
+                    assert error is not None
+
+        def view(rank: int, board: Board) -> Board:
+            return self.boards[rank](board) if rank in self.boards else board
+
+        # A rank that raises leaves the others to themselves, as it does where no collective runs.
+        return outcomes_of_ranks(self.world_size, work, group=ThreadGroup(self.world_size), board_of=view)
+
+    def committed(self) -> list[int]:
+        return committed_steps(self.store)
+
+    def manifest(self, step: int) -> Manifest:
+        return read_manifest(self.store, step_folder(step))
+
+    def pieces(self, step: int) -> dict[str, list[Piece]]:
+        index = read_index(self.store, step_folder(step), self.manifest(step))
+        return {fqn: list(index.pieces_of(fqn)) for fqn in index.tensors}
+
+    def files(self) -> list[str]:
+        return sorted(entry.key for entry in self.store.list())
+
+
+def saved(run: Run, step: int, state: State, selection: Selection = ANYTHING) -> object:
+    """Save and wait; return the report or the error."""
+    try:
+        return run.save(step, state, selection).wait(timeout=25.0)
+    except Exception as error:
+        return error

@@ -1,0 +1,141 @@
+"""What a loop says of a step, metrics and tags, and what a policy then keeps."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+
+from holdfast.errors import ConflictError, CorruptError, InvalidError
+from holdfast.coordination.job import Job
+from holdfast.runs.run import Run
+from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Tagged
+from holdfast.clock import SystemClock
+from holdfast.ports.store import Store
+from holdfast.repository.tags import read_tags
+from holdfast.types.policy import Policies
+from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from holdfast.testing.framework import NumpyFramework
+from tests.unit.ranks import ANYTHING, PATIENT, World, fresh_store, plain
+
+STATE = {"a": plain(1.0)}
+
+
+def run_at(store: Store, keep: KeepPolicy | None = None, comm: ThreadComm | None = None) -> Run:
+    comm = comm or ThreadComm(ThreadGroup(1), 0)
+    job = Job(comm, SystemClock(), PATIENT)
+    return Run(store, job, NumpyFramework(comm.rank), policies=Policies(keep=keep))
+
+
+def test_tags_come_with_the_commit_and_a_taken_one_refuses_the_save() -> None:
+    store = fresh_store()
+    run = run_at(store)
+    run.save(1, STATE, ANYTHING, tags="first").wait()
+    run.save(2, STATE, ANYTHING, tags=["second", "other"]).wait()
+    assert {tag.name: tag.step for tag in read_tags(store).whole.values()} == {"first": 1, "second": 2, "other": 2}
+    with pytest.raises(ConflictError, match="tag 'first' names step 1"):
+        run.save(3, STATE, ANYTHING, tags=["third", "first"]).wait()
+    assert run.steps() == [1, 2] and "third" not in read_tags(store).whole
+    run.save(3, STATE, ANYTHING, tags=["third"]).wait()
+    run.close()
+
+
+@pytest.mark.parametrize("bad", [{"tags": ["a/b"]}, {"tags": 7}, {"metrics": {"loss": "low"}}, {"metrics": [1]}])
+def test_what_one_rank_says_wrong_is_refused_on_all(bad: dict[str, object]) -> None:
+    store = fresh_store()
+
+    def work(comm: ThreadComm) -> object:
+        run = run_at(store, comm=comm)
+        try:
+            run.save(1, STATE, ANYTHING, **(bad if comm.rank == 1 else {})).wait()  # type: ignore[arg-type]
+        except InvalidError as error:
+            return str(error)
+        finally:
+            run.close()
+        return None
+
+    said = outcomes_of_ranks(3, work, group=ThreadGroup(3))
+    assert all(isinstance(each, str) and "expected" in each for each in said), said
+
+
+def test_a_tag_that_is_taken_while_the_save_runs_costs_the_tag_not_the_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from holdfast.runs import tags as tagging
+
+    store = fresh_store()
+    run = run_at(store)
+    run.save(1, STATE, ANYTHING).wait()
+    tagging.tag_step(store, SystemClock(), 1, "paper")
+    # As if the tag had been free when the save began.
+    tagging.tag_saved(store, SystemClock(), 1, ["paper"])
+    run.save(2, STATE, ANYTHING).wait()
+    tagging.tag_saved(store, SystemClock(), 2, ["paper", "mine"])
+    assert "step 2 is saved, but not tagged paper" in caplog.text
+    assert {tag.name: tag.step for tag in read_tags(store).whole.values()} == {"paper": 1, "mine": 2}
+    run.close()
+
+
+def test_a_metric_that_no_step_has_refuses_the_save_and_an_old_one_serves() -> None:
+    store = fresh_store()
+    policy = AnyOf(BestN(1, "loss"), LatestN(1))
+    first = run_at(store, policy)
+    for metrics in (None, {}, {"los": 1.0}):
+        with pytest.raises(InvalidError, match="'loss'"):
+            first.save(1, STATE, ANYTHING, metrics)
+    assert first.steps() == []
+    first.save(1, STATE, ANYTHING, {"loss": 0.5}).wait()
+    first.save(2, STATE, ANYTHING).wait()
+    first.close()
+    # After a restart the steps that are there tell that the metric exists.
+    again = run_at(store, policy)
+    again.save(3, STATE, ANYTHING).wait()
+    again.close()
+    assert World(1, store=store).manifest(1).metrics == {"loss": 0.5}
+    assert World(1, store=store).manifest(3).metrics == {}
+
+
+class WanderingClock(SystemClock):
+    """A wall clock that somebody sets a day back or forward before every look at it."""
+
+    def __init__(self) -> None:
+        self.days = cycle((0, -1, 1, -2, 2))
+
+    def unix_seconds(self) -> float:
+        return 1_772_000_000.0 + 86_400 * next(self.days)
+
+
+def test_a_wall_clock_that_is_set_changes_nothing() -> None:
+    store = fresh_store()
+    job = Job(ThreadComm(ThreadGroup(1), 0), WanderingClock(), PATIENT)
+    policies = Policies(AnyOf(EveryNSteps(2), EverySeconds(3600)), AnyOf(LatestN(2), Tagged()))
+    run = Run(store, job, NumpyFramework(0), policies=policies)
+    saved = [step for step in range(1, 13) if run.maybe_save(step, STATE, ANYTHING) is not None]
+    run.wait()
+    assert saved == [2, 4, 6, 8, 10, 12] == run.steps()
+    run.tag(4, "early")
+    assert list(run.kept()) == [4, 10, 12]
+    times = [World(1, store=store).manifest(step).created for step in saved]
+    assert times != sorted(times), "or the clock did not wander"
+    run.close()
+
+
+def test_what_is_kept_follows_metrics_tags_and_damage() -> None:
+    store = fresh_store()
+    run = run_at(store, AnyOf(BestN(1, "loss"), LatestN(2), Tagged()))
+    for step in range(1, 7):
+        run.save(step, STATE, ANYTHING, {"loss": abs(step - 2.0)}).wait()
+    run.tag(1, "paper")
+    assert list(run.kept()) == [1, 2, 5, 6]
+    assert run.kept()[2] == ("min loss",) and run.kept()[1] == ("tag paper",)
+    # A damaged step takes no place from a whole one.
+    store.put("step-000000000006/manifest.json", b"damaged")
+    assert list(run.kept()) == [1, 2, 4, 5, 6]
+    assert run.kept()[6] == ("its manifest cannot be read",)
+    run.untag("paper")
+    assert list(run.kept()) == [2, 4, 5, 6]
+    run.tag(3, "x")
+    store.put("tags/x.json", b"damaged")
+    with pytest.raises(CorruptError, match=r"x\.json"):
+        run.kept()
+    run.close()

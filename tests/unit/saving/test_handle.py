@@ -1,0 +1,195 @@
+"""What a handle tells whom: moments, timeouts, and failures said once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+
+from holdfast.errors import CorruptError, InvalidError, UnavailableError
+from holdfast.runs.run import Run
+from holdfast.saving.handle import SaveHandle
+from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.types.reports import SaveReport
+from tests.unit.ranks import ANYTHING, World, plain, saved
+
+REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 0, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())
+
+
+def test_moments_come_one_after_the_other() -> None:
+    handle = SaveHandle("save of step 7")
+    assert handle.failure is None
+    handle.reach_staged()
+    assert handle.wait("staged", timeout=0.01) is None
+    assert not handle.replicated.done()
+    handle.reach_committed(REPORT)
+    assert handle.wait("replicated", timeout=0.01) is None
+    assert handle.wait(timeout=0.01) == REPORT
+    assert handle.committed.result(0.01) == REPORT
+    assert handle.failure is None
+
+
+def test_a_wait_that_runs_out_says_so_and_the_save_goes_on() -> None:
+    handle = SaveHandle("save of step 7")
+    with pytest.raises(TimeoutError, match=r"save of step 7: not committed within 0.01 s; the save goes on"):
+        handle.wait(timeout=0.01)
+    assert not handle.was_awaited
+    handle.reach_staged()
+    handle.reach_committed(REPORT)
+    assert handle.wait() == REPORT
+
+
+def test_an_unknown_moment_is_invalid() -> None:
+    with pytest.raises(InvalidError, match="finished"):
+        SaveHandle("save").wait("finished")  # type: ignore[arg-type]
+
+
+def test_a_failure_sets_every_moment_not_yet_reached() -> None:
+    handle = SaveHandle("save", awaited=True)
+    handle.reach_staged()
+    error = CorruptError("bad")
+    handle.fail(error)
+    assert handle.wait("staged") is None
+    for moment in ("replicated", "committed"):
+        with pytest.raises(CorruptError, match="bad"):
+            handle.wait(moment)  # type: ignore[arg-type]
+    assert handle.failure is error
+
+
+def test_a_failure_nobody_waits_for_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    handle = SaveHandle("save of step 7")
+    with caplog.at_level(logging.DEBUG, logger="holdfast"):
+        handle.fail(UnavailableError("disk full"))
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == "save of step 7 failed: UnavailableError: disk full"
+    assert not handle.was_awaited
+    with pytest.raises(UnavailableError):
+        handle.wait()
+    assert handle.was_awaited
+    assert len(caplog.records) == 1
+
+
+def test_a_failure_somebody_waits_for_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    handle = SaveHandle("save")
+    waiting = threading.Event()
+
+    def wait() -> BaseException | None:
+        waiting.set()
+        try:
+            handle.wait(timeout=20.0)
+        except UnavailableError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(wait)
+        waiting.wait(10.0)
+        while not handle._waiting:
+            pass
+        handle.fail(UnavailableError("disk full"))
+        assert isinstance(found.result(10.0), UnavailableError)
+    assert caplog.records == []
+    assert handle.was_awaited
+
+
+def test_a_failure_of_a_caller_that_always_waits_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    SaveHandle("save", awaited=True).fail(UnavailableError("disk full"))
+    assert caplog.records == []
+
+
+def test_was_awaited_tells_only_of_failures() -> None:
+    handle = SaveHandle("save")
+    handle.reach_staged()
+    handle.reach_committed(REPORT)
+    handle.wait()
+    assert not handle.was_awaited
+
+
+def broken_run() -> tuple[World, Faults]:
+    """A world of one rank whose packs cannot be written until it is healed."""
+    world = World(1)
+    faults = Faults(raise_error(UnavailableError), names={"upload"}, lasting=True)
+    return World(1, store=world.store, stores={0: FaultyStore(world.store, faults)}), faults
+
+
+def test_wait_and_close_raise_what_nobody_was_told() -> None:
+    world, faults = broken_run()
+
+    def part(rank: int, run: Run) -> object:
+        run.save(1, {"w": plain(1.0)}, ANYTHING)
+        with pytest.raises(UnavailableError, match="upload"):
+            run.wait()
+        run.wait()
+        lost = run.save(2, {"w": plain(1.0)}, ANYTHING)
+        wait([lost.committed], timeout=20.0)
+        faults.heal()
+        good = saved(run, 3, {"w": plain(1.0)})
+        with pytest.raises(UnavailableError, match="upload"):
+            run.close()
+        run.close()
+        return good
+
+    assert [type(each) for each in world.play(part)] == [SaveReport]
+    assert world.committed() == [3]
+
+
+def test_what_was_told_is_not_raised_again() -> None:
+    world, _ = broken_run()
+
+    def part(rank: int, run: Run) -> object:
+        assert isinstance(saved(run, 1, {"w": plain(1.0)}), UnavailableError)
+        run.wait()
+        run.close()
+        return "closed"
+
+    assert world.play(part) == ["closed"]
+
+
+def test_several_failures_are_raised_as_one_with_all_as_its_cause() -> None:
+    world, _ = broken_run()
+
+    def part(rank: int, run: Run) -> object:
+        for step in (1, 2, 3):
+            run.save(step, {"w": plain(1.0)}, ANYTHING)
+        with pytest.raises(UnavailableError) as raised:
+            run.close()
+        return raised.value.__cause__
+
+    (cause,) = world.play(part)
+    assert isinstance(cause, ExceptionGroup)
+    assert len(cause.exceptions) == 3
+
+
+def test_a_closed_run_saves_and_loads_no_more() -> None:
+    def part(rank: int, run: Run) -> object:
+        run.close()
+        with pytest.raises(InvalidError, match="closed"):
+            run.save(1, {"w": plain(1.0)}, ANYTHING)
+        return "refused"
+
+    assert World(1).play(part) == ["refused"]
+
+
+@pytest.mark.parametrize("step", (-1, True, 1.0, "1", None, 10**12))
+def test_a_step_that_is_no_step_is_invalid(step: object) -> None:
+    def part(rank: int, run: Run) -> object:
+        with pytest.raises(InvalidError, match="step="):
+            run.save(step, {"w": plain(1.0)}, ANYTHING)  # type: ignore[arg-type]
+        return "refused"
+
+    assert World(1).play(part) == ["refused"]
+
+
+def test_close_waits_for_saves_under_way() -> None:
+    world = World(2)
+
+    def part(rank: int, run: Run) -> object:
+        handles = [run.save(step, {"w": plain(1.0)}, ANYTHING) for step in range(5)]
+        run.close()
+        return [handle.committed.done() for handle in handles]
+
+    assert world.play(part) == [[True] * 5] * 2
+    assert world.committed() == [0, 1, 2, 3, 4]
