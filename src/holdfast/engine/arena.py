@@ -8,10 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from holdfast.clock import Clock
+from holdfast.engine.buffers import RETIRED, new_slab
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.memory_limits import free_memory_bytes
-from holdfast.engine.buffers import RETIRED, new_slab
-from holdfast.clock import Clock
 from holdfast.ports.framework import Pin, Unpin
 from holdfast.settings import MIB
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.errors import UnavailableError
-from holdfast.clock import SystemClock
 from holdfast.settings import PAGE_BYTES
 
 
