@@ -141,29 +141,36 @@ def _table(matrix: Matrix) -> str:
 TEXT = """\
 # Layouts
 
-Any layout to any other, bit for bit. This page is written by `tests/distributed/test_matrix.py` from what it found
-(`HOLDFAST_WRITE_LAYOUTS=1` writes it; without, the test fails unless it says the same).
+Holdfast loads every layout of this table onto every other, bit for bit. `tests/distributed/test_matrix.py` writes
+this page from its results if `HOLDFAST_WRITE_LAYOUTS=1` is set. Otherwise the test fails if its results differ from
+this page.
 
-Real gloo processes train one model for two steps of AdamW with two parameter groups, save, build it anew from another
-seed on another layout, load, and step on. ✓: after loading, each of the {tensors} tensors ({stored_bytes} bytes:
-parameters, buffers, moments and step counts) and the hyperparameters of each parameter are what was saved, by digest
-of the whole tensor. Half of the loads go into an optimizer that has stepped before, half into one that has not.
+Real gloo processes train one model for two steps of AdamW with two parameter groups, and save it. They build the
+model again on another layout with another seed, load the checkpoint, and take one more step.
+
+✓ means that a load restored the saved content exactly. The test compares digests of the whole tensors: {tensors}
+tensors ({stored_bytes} bytes) of parameters, buffers, moments and step counts. It also compares the hyperparameters
+of each parameter. Half of the loads fill an optimizer that has already stepped, and half fill one that has not.
 
 {table}
 
-What they are:
+The layouts:
 
-- **FSDP1**: `FullyShardedDataParallel` with `use_orig_params=True`, blocks wrapped one by one. Each parameter is one
-  run of this rank's flat shard and is stored and loaded in place as that; no collective runs, padding is never
-  stored. `use_orig_params=False` is refused by name, and so is FSDP1 over tensor parallelism: use `fully_shard`.
+- **FSDP1**: `FullyShardedDataParallel` with `use_orig_params=True`, each block wrapped by itself. Each parameter is
+  one run of this rank's flat shard. Holdfast stores and loads that run in place. No collective runs, and no padding
+  is stored. Holdfast refuses `use_orig_params=False`, and FSDP1 over tensor parallelism. The error names the cause:
+  use `fully_shard`.
 - **FSDP2** and **HSDP**: `fully_shard` on every block and the root, on one-dimensional and (replicate, shard) meshes.
-- **TP**: `parallelize_module` on embedding, feed-forward and head; what it leaves plain is equal on all ranks.
-- **FSDP2 × TP**: strided shards where both split one dimension. What tensor parallelism leaves alone must be a
-  replicated DTensor on its mesh (as with `SequenceParallel`); a plain parameter would become a shard on each of
-  several unrelated meshes, and is refused by name.
-- **SP**: the sequence is split, parameters are replicated DTensors. Context parallelism holds parameters alike.
-- **PP**: each rank keeps the modules of its stages under their own names, one or several stages.
-- **EP**: experts are `Shard(0)` on a mesh of their own, their optimizer state too; the rest is under FSDP2.
-- **flat ranges**: parameters laid end to end and cut into equal runs through rows, as ZeRO does, stated with
-  `holdfast.Sharded`.
+- **TP**: `parallelize_module` on embedding, feed-forward and head. All other parameters are plain and equal on all
+  ranks.
+- **FSDP2 × TP**: strided shards if both split the same dimension. Parameters outside tensor parallelism must be
+  replicated DTensors on its mesh (as with `SequenceParallel`). A plain parameter would become a shard on each of
+  several unrelated meshes, so Holdfast refuses it and names it.
+- **SP**: the sequence is split, and parameters are replicated DTensors. Context parallelism treats parameters the
+  same way.
+- **PP**: each rank keeps the modules of its stages under their own names. A rank has one or several stages.
+- **EP**: experts and their optimizer state are `Shard(0)` on a mesh of their own. All other parameters are under
+  FSDP2.
+- **flat ranges**: parameters are concatenated and cut into equal runs that split rows, as in ZeRO. The caller
+  declares them with `holdfast.Sharded`.
 """
