@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.engine.buffers import Slabs, new_slab
+from holdfast.engine.buffers import BufferPool, allocate_aligned
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.stream import Scratch, stream
 from holdfast.format.pack import header_of
@@ -22,7 +22,7 @@ from holdfast.saving.replica_digest import REPLICA_WINDOW_BYTES, content_digest
 from holdfast.settings import MIB
 
 ROUNDS = 15
-_SLABS = Slabs(1, 4 * MIB)
+_SLABS = BufferPool(1, 4 * MIB)
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e5m2)
 
 
@@ -61,7 +61,7 @@ def _streamed(collected: Collected, *, is_counted: bool) -> None:
 
 
 def _compared(collected: Collected) -> None:
-    slab = new_slab(REPLICA_WINDOW_BYTES)
+    slab = allocate_aligned(REPLICA_WINDOW_BYTES)
     for each in collected.shards:
         content_digest(each.source, each.shard.pieces, each.shard.tensor.itemsize, slab)
 

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.synthetic import SyntheticJob
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import Agreement, Details, Opening, Statement
+from holdfast.coordination.agreement import Agreement, Details, SaveAgreement, Statement
 from holdfast.coordination.job import Job
 from holdfast.format.digest import short_digest_of
 from holdfast.format.pack import header_of
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected
-from holdfast.saving.fingerprint import Digests
+from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.settings import Settings
-from holdfast.testing.comm import ThreadBoard, ThreadComm, ThreadGroup
+from holdfast.testing.comm import ThreadComm, ThreadGroup, ThreadKeyValueStore
 from holdfast.types.plan import PackPlan
 
 STEP = 1000
@@ -29,11 +29,11 @@ class Left(Exception):
     """A rank that is not measured left the opening where it would have waited."""
 
 
-class LeavingBoard(ThreadBoard):
+class LeavingBoard(ThreadKeyValueStore):
     """The board as a rank sees it that leaves at one of its waits."""
 
-    def __init__(self, board: ThreadBoard, waits: int) -> None:
-        """Share the keys of `board`, and leave once `waits` waits are over."""
+    def __init__(self, board: ThreadKeyValueStore, waits: int) -> None:
+        """Share the keys of `key_value_store`, and leave once `waits` waits are over."""
         self._values, self._changed = board._values, board._changed
         self._waits = waits
 
@@ -61,7 +61,7 @@ class Opened:
     classes: list[tuple[int, ...]]
     """Ranks with one layout, ascending; one class per stage."""
 
-    digests: list[Digests]
+    digests: list[StateFingerprint]
     """What the lowest rank of each class says; its equals but for their own random states."""
 
     plan_seconds: float
@@ -78,34 +78,34 @@ def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Se
     return [(plan, header_of(plan, provenance)) for plan in packs]
 
 
-def opened(job: SyntheticJob, place: Place, settings: Settings) -> Opened:
+def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> Opened:
     """Let every rank of a job state what it saves, and rank 0 judge and plan."""
     group = ThreadGroup(job.world_size)
     digest = short_digest_of(place.url.encode())
     leaders = [stage * job.ranks_per_stage for stage in range(job.stages)]
-    spoken: list[Digests] = []
+    spoken: list[StateFingerprint] = []
     statements: list[Statement] = []
     threads: list[threading.Thread] = []
     for leader in leaders:
-        board = LeavingBoard(group.board, 1)
+        board = LeavingBoard(group.key_value_store, 1)
         leader_job = Job(LoneComm(group, leader, board), SystemClock(), settings)
-        digests = Digests(job.collected_on(leader), leader_job, place)
+        digests = StateFingerprint(job.collected_on(leader), leader_job, place)
         spoken.append(digests)
         statements.append(digests.statement(STEP))
         details = digests.details()
         if leader:
-            threads.append(_speaking(Opening(leader_job, STEP, digest), statements[-1], details))
+            threads.append(_speaking(SaveAgreement(leader_job, STEP, digest), statements[-1], details))
     for rank in range(job.world_size):
         if rank not in leaders:
-            silent = Job(LoneComm(group, rank, LeavingBoard(group.board, 0)), SystemClock(), settings)
-            _state(Opening(silent, STEP, digest), statements[job.stage_of(rank)], None)
-    while len(group.board.keys()) < job.world_size - 1:
+            silent = Job(LoneComm(group, rank, LeavingBoard(group.key_value_store, 0)), SystemClock(), settings)
+            _state(SaveAgreement(silent, STEP, digest), statements[job.stage_of(rank)], None)
+    while len(group.key_value_store.keys()) < job.world_size - 1:
         time.sleep(0.01)
     first_job = Job(LoneComm(group, 0), SystemClock(), settings)
     start = time.perf_counter()
     collected = job.collected_on(0)
-    own = Digests(collected, first_job, place)
-    agreement = Opening(first_job, STEP, digest).agree(own.statement(STEP), own.details, dict)
+    own = StateFingerprint(collected, first_job, place)
+    agreement = SaveAgreement(first_job, STEP, digest).agree(own.statement(STEP), own.details, dict)
     packs_on(0, collected, agreement, settings)
     seconds = time.perf_counter() - start
     for thread in threads:
@@ -115,14 +115,14 @@ def opened(job: SyntheticJob, place: Place, settings: Settings) -> Opened:
     return Opened(agreement, classes, spoken, seconds)
 
 
-def _speaking(opening: Opening, statement: Statement, details: Details) -> threading.Thread:
+def _speaking(opening: SaveAgreement, statement: Statement, details: Details) -> threading.Thread:
     """Let the lowest rank of a class take part until it has described its tensors."""
     thread = threading.Thread(target=_state, args=(opening, statement, details))
     thread.start()
     return thread
 
 
-def _state(opening: Opening, statement: Statement, details: Details | None) -> None:
+def _state(opening: SaveAgreement, statement: Statement, details: Details | None) -> None:
     def told() -> Details:
         assert details is not None, "only the lowest rank of a class is asked"
         return details

@@ -21,12 +21,12 @@ from pathlib import Path
 from bench.opening_on_paper import STEP, Opened, opened, packs_on
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_frames
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.commit_vote import Vote
-from holdfast.engine.gc_pause import CollectorPause
+from holdfast.engine.gc_pause import GcPause
 from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.names import part_name, step_folder
 from holdfast.format.pack import pack_digest
@@ -67,9 +67,9 @@ class Written:
     part_bytes: int
 
 
-def place_at(root: Path) -> Place:
+def location_at(root: Path) -> CheckpointLocation:
     """Return where the checkpoint of a job on paper lies."""
-    return Place(LocalStore(root, settings=SETTINGS), step_folder(STEP), STEP)
+    return CheckpointLocation(LocalStore(root, settings=SETTINGS), step_folder(STEP), STEP)
 
 
 def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
@@ -87,7 +87,7 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
         agreement = replace(done.agreement, own_class=members, speaks=rank == members[0])
         collected = job.collected_on(rank)
         tensors = [each.shard.tensor for each in collected.shards] if agreement.speaks else []
-        listing = Listing(SETTINGS.chunk_bytes, tensors)
+        listing = IndexBuilder(SETTINGS.chunk_bytes, tensors)
         records = []
         for pack, header in packs_on(rank, collected, agreement, SETTINGS):
             digests = [
@@ -135,7 +135,7 @@ def forget_pages(root: Path) -> None:
 def committed(root: Path) -> Numbers:
     """Do what the committing rank does, from the votes to the published manifest."""
     told = json.loads((root / "votes.json").read_text())
-    place = place_at(root)
+    place = location_at(root)
     votes = [Vote(*each) for each in told["votes"]]
     note = {"run_id": "paper", "created": "2026-01-01T00:00:00+00:00"}
     start, processor = time.perf_counter(), time.process_time()
@@ -161,13 +161,13 @@ def boxes_of(shard: Shard) -> tuple[Box, ...]:
 def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     """Do what one rank of a loading job does until it knows every read: index files cold, proof and plan."""
     rank = job.world_size * 5 // 8 + 3
-    place = place_at(root)
+    place = location_at(root)
     wanted = [WantedBoxes(each.tensor.fqn, boxes_of(each)) for each in job.shards_of(rank)]
     manifest = read_manifest(place.store, place.folder)
     # What rank 0 reads and gives to every rank, before this one plans.
     frames = given_frames(place)
     start, processor = time.perf_counter(), time.process_time()
-    with CollectorPause():
+    with GcPause():
         _, stored = resolved_frames(frames, place)
         boxes = [(each.stored_fqn, box) for each in wanted for box in each.boxes]
         index = index_for(stored, boxes, SystemClock(), place)
@@ -206,7 +206,7 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
     """Take one job from the opening to the load plans of others, in a folder that is removed."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    done = opened(job, place_at(root), SETTINGS)
+    done = opened(job, location_at(root), SETTINGS)
     start = time.perf_counter()
     written = write_parts(root, job, done)
     print(f"  {job.name}: parts of all ranks written in {time.perf_counter() - start:.0f} s", file=sys.stderr)

@@ -15,8 +15,8 @@ from holdfast.errors import CheckpointError, MissingError
 from holdfast.foreign.dcp.metadata import saved_of
 from holdfast.foreign.dcp.nesting import nested_of, tree_of
 from holdfast.foreign.dcp.reader import METADATA, DcpFormat
-from holdfast.foreign.pickles.objects import DTypeRef, Instance
-from holdfast.format.index.foreign_index import adopted
+from holdfast.foreign.pickles.objects import DTypeRef, OpaqueObject
+from holdfast.format.index.foreign_index import index_foreign
 from holdfast.ports.store import Entry
 from holdfast.types.values import TensorRef
 
@@ -99,7 +99,7 @@ def items(data: bytes) -> None:
 def _listed(files: Mapping[str, bytes]) -> None:
     try:
         found = DcpFormat().listing(Held(files), "")
-        adopted(found, "here")
+        index_foreign(found, "here")
     except CheckpointError as error:
         assert "here" in str(error), error
         return
@@ -128,7 +128,7 @@ _NAMES = ("a", "b", "state", "param_groups", "params", "model", "0", "lr", "a.b"
 _NUMBERS = (0, 1, 2, 3, 4, 7, -1, 1 << 40, 1 << 63, 1.0, True, None, "x")
 
 
-def _metadata(draw: Iterator[int]) -> Instance:
+def _metadata(draw: Iterator[int]) -> OpaqueObject:
     paths = [tuple(_key(draw) for _ in range(next(draw) % 4 + 1)) for _ in range(next(draw) % 7)]
     keys = [".".join(map(str, path)) for path in paths]
     stated: dict[object, object] = {}
@@ -141,7 +141,7 @@ def _metadata(draw: Iterator[int]) -> Instance:
             sizes = shape if next(draw) % 2 else _lengths(draw)
             chunks.append(_instance("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
             storage[_instance("MetadataIndex", {"fqn": key, "offset": offsets})] = _info(draw)
-        layout = Instance("torch.serialization._get_layout", ("torch.strided" if next(draw) % 16 else "torch.csr",))
+        layout = OpaqueObject("torch.serialization._get_layout", ("torch.strided" if next(draw) % 16 else "torch.csr",))
         properties = _instance("TensorProperties", (DTypeRef("float32"), layout, False, None, False))
         tensor = {"properties": properties, "size": shape, "chunks": chunks}
         if next(draw) % 3:
@@ -153,15 +153,15 @@ def _metadata(draw: Iterator[int]) -> Instance:
     return _instance("Metadata", {"state_dict_metadata": stated, "storage_data": storage, "planner_data": planner_data})
 
 
-def _info(draw: Iterator[int]) -> Instance:
+def _info(draw: Iterator[int]) -> OpaqueObject:
     fields: dict[str, object] = {"relative_path": DATA, "offset": _number(draw), "length": _number(draw)}
     if not next(draw) % 16:
         fields["transform_descriptors"] = ["zstd"]
     return _instance("_StorageInfo", fields)
 
 
-def _instance(kind: str, state: object) -> Instance:
-    return Instance(f"torch.distributed.checkpoint.metadata.{kind}", (), state)
+def _instance(kind: str, state: object) -> OpaqueObject:
+    return OpaqueObject(f"torch.distributed.checkpoint.metadata.{kind}", (), state)
 
 
 def _key(draw: Iterator[int]) -> object:

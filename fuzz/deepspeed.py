@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.checkpoint.coverage import uncovered_names
 from holdfast.errors import CheckpointError
 from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
-from holdfast.format.index.foreign_index import adopted
+from holdfast.format.index.foreign_index import index_foreign
 from holdfast.stores.memory import MemoryStore
 
 FOLDER = Path(__file__).parents[1] / "tests/fixtures/deepspeed/zero1_tp2_dp2/ckpt/global_step3"
@@ -31,7 +31,7 @@ def listed(kind: str) -> Callable[[bytes], None]:
             store.put(path.name, held.getvalue() if path.name == CHANGED[kind] else path.read_bytes())
         try:
             found = DeepSpeedFormat().listing(store, "")
-            uncovered_names(adopted(found, store.url)[1], 12345)
+            uncovered_names(index_foreign(found, store.url)[1], 12345)
         except CheckpointError as error:
             assert str(error).startswith(store.url)
 

@@ -20,7 +20,7 @@ from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
 from holdfast.foreign.dcp.reader import METADATA
 from holdfast.format.index.index import Index
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.overview import encode_overview, split
 from holdfast.format.values import values
 from holdfast.format.values.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
@@ -118,7 +118,7 @@ def seeds_of(target: str) -> list[bytes]:
 
 def _by_rows() -> Index:
     """Return an index that is split into five files: four bands of one tensor, and a scalar."""
-    listing = Listing(4096)
+    listing = IndexBuilder(4096)
     for row in range(12):
         listing.add(TensorSpec("w", "int8", (12, 3)), Box((row, 0), (row + 1, 3)), "r00000.safetensors", 0, bytes(16))
     listing.add(TensorSpec("z", "float32", ()), Box.whole(()), "r00000.safetensors", 0, bytes(16))

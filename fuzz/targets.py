@@ -22,10 +22,10 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError, printab
 from holdfast.foreign.huggingface.safetensors_reader import SafetensorsFormat
 from holdfast.foreign.pickles.reader import unpickled
 from holdfast.foreign.torch.reader import TorchSaveFormat
-from holdfast.foreign.values import plain
+from holdfast.foreign.values import to_value
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.columns import packed, unpacked
-from holdfast.format.index.foreign_index import adopted
+from holdfast.format.index.foreign_index import index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import IndexDocument, decode_index, encode_index, index_of
 from holdfast.format.index.overview import decode_overview, encode_overview
@@ -330,7 +330,7 @@ def safetensors_file(data: bytes) -> None:
     store.put("model.safetensors", data)
     try:
         found = SafetensorsFormat().listing(store, "model.safetensors")
-        adopted(found, "here")
+        index_foreign(found, "here")
     except CheckpointError as error:
         assert str(error).startswith(("here", store.url))
         return
@@ -348,9 +348,9 @@ def foreign_pickle(data: bytes) -> None:
     except CheckpointError as error:
         assert str(error).startswith("here")
         return
-    kept = plain(found, "value", lambda fqn, tensor: TensorRef(fqn), [])
+    kept = to_value(found, "value", lambda fqn, tensor: TensorRef(fqn), [])
     try:
-        assert values.encode(kept, "value") is not kept or values.plain(kept)
+        assert values.encode(kept, "value") is not kept or values.is_json_scalar(kept)
     except InvalidError:
         return  # Within the closed set, and larger or deeper than is kept.
 
@@ -368,7 +368,7 @@ def torch_file(data: bytes) -> None:
         itemsize = found.tensors[fqn].itemsize
         for piece in pieces:
             assert 0 <= piece.offset <= piece.offset + piece.region.numel * itemsize <= len(data)
-    adopted(found, "here")
+    index_foreign(found, "here")
 
 
 def torch_pickle(data: bytes) -> None:

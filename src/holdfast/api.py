@@ -10,7 +10,7 @@ from holdfast.arguments import Globs, patterns_of, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.engine.gc_pause import CollectorPause
+from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
@@ -111,7 +111,7 @@ def save(
         ConflictError: A checkpoint is there; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    with CollectorPause() as pause:
+    with GcPause() as pause:
         report = _begin(path, state, selection_of(only, skip, grads), process_group, settings, pause).wait()
     assert report is not None, "committed comes with a report"
     return report
@@ -151,7 +151,7 @@ def _begin(
     selection: Selection,
     process_group: wiring.ProcessGroup,
     settings: Settings,
-    pause: CollectorPause | None,
+    pause: GcPause | None,
 ) -> SaveHandle:
     require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
@@ -194,9 +194,9 @@ def load(
     """
     require_state(state, "load(path, state)")
     comm = wiring.comm_of(process_group)
-    place = wiring.place_at(path, settings)
+    location = wiring.location_at(path, settings)
     request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
-    return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), place, request)
+    return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), location, request)
 
 
 def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:
@@ -222,7 +222,7 @@ def import_checkpoint(
     """Make a checkpoint of another system a step of a run; needs no torch, and this process alone calls.
 
     Its bytes stay where they are: the step names each file, its size and the digest of every chunk, for which all of it
-    is read once. Whoever loads it must allow the folder of the files, `Settings(reference_roots=(…,))`, and a file that
+    is read once. Whoever loads it must allow the folder of the files, `Settings(allowed_roots=(…,))`, and a file that
     changed since is `CorruptError`. With `copy` they are copied into packs of the run, and the source may go; a
     checkpoint of Holdfast's can be imported so, too.
 

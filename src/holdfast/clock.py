@@ -40,6 +40,6 @@ class SystemClock:
         return os.urandom(count)
 
 
-def told_time(clock: Clock) -> str:
+def utc_now_text(clock: Clock) -> str:
     """Return the time as a manifest tells it."""
     return datetime.fromtimestamp(clock.unix_seconds(), UTC).isoformat(timespec="seconds")

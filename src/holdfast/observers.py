@@ -1,6 +1,6 @@
 """Who hears of saves and loads: `CheckpointManager(root, observers=[jsonl("events.jsonl"), prometheus(port=9464)])`.
 
-Your own is an object with a method `hear(event)`; the events are those of `holdfast.types.events`.
+Your own is an object with a method `on_event(event)`; the events are those of `holdfast.types.events`.
 """
 
 from __future__ import annotations

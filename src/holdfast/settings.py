@@ -52,22 +52,22 @@ class Settings:
     fence, the next optimizer step or `load_state_dict`, waits for what is not copied yet. See `docs/performance.md` for
     what the fence cannot see."""
 
-    reuse_unchanged: bool = True
+    deduplicate: bool = True
     """Whether a run leaves what has not changed since its last committed step where that one holds it, and refers to it
     there. Frozen weights are stored once then, and a step is not whole without the packs of others that it names."""
 
     unchanged_bytes_min: int = 64 * KIB
     """Smallest piece that is looked at for that: a smaller one is sooner written than compared."""
 
-    lazy_verify: bool = False
+    verify_lazy_copy: bool = False
     """Whether what is taken lazily is also hashed at the call, and a save refused that took anything else: finds
     writes that move no version counter (`.data`, numpy views). Costs about one copy of the state at the call."""
 
-    in_place_bytes_min: int = 64 * KIB
+    zero_copy_bytes_min: int = 64 * KIB
     """Smallest chunk read straight into a target's memory where it can be: to find that memory for a smaller one
     costs more than to copy it out of a slab."""
 
-    exchange: Literal["auto", "always", "never"] = "auto"
+    share_reads: Literal["auto", "always", "never"] = "auto"
     """Whether bytes that several ranks want are read by one of them and passed to the others. auto: where that is
     expected, and after a few rounds measured, to take less time than everybody reading. auto plans no exchange that
     would take every rank more than a second or two to plan: more than two million runs described by ranks that differ
@@ -120,7 +120,7 @@ class Settings:
     """Whether every rank leaves a report of what it did beside the checkpoint that it saved or loaded, for
     `holdfast trace` and for people. False for a checkpoint that many load and nobody should write to."""
 
-    reference_roots: tuple[str, ...] = ()
+    allowed_roots: tuple[str, ...] = ()
     """Folders, as paths or `file://` URLs, under which files may be read that a checkpoint references, as an import
     without `copy` leaves them. None by default: a checkpoint from a stranger must not make a job read whatever it
     likes."""
@@ -136,10 +136,10 @@ class Settings:
         if self.arena_bytes_max is not None:
             _require("arena_bytes_max", self.arena_bytes_max, 0, 1 << 50)
         _require("unchanged_bytes_min", self.unchanged_bytes_min, 1, 1 << 50)
-        _require("in_place_bytes_min", self.in_place_bytes_min, 1, 1 << 30)
+        _require("zero_copy_bytes_min", self.zero_copy_bytes_min, 1, 1 << 30)
         _require("exchange_bytes_max", self.exchange_bytes_max, PAGE_BYTES, 1 << 40)
-        if self.exchange not in ("auto", "always", "never"):
-            raise InvalidError(f"settings: exchange={self.exchange!r}; expected 'auto', 'always' or 'never'")
+        if self.share_reads not in ("auto", "always", "never"):
+            raise InvalidError(f"settings: share_reads={self.share_reads!r}; expected 'auto', 'always' or 'never'")
         _require("pack_header_bytes_max", self.pack_header_bytes_max, PAGE_BYTES, 90 * MIB)
         _require("index_chunks_max", self.index_chunks_max, 1, 1 << 30)
         _require("sample_blocks", self.sample_blocks, 1, 1 << 20)
@@ -156,9 +156,9 @@ class Settings:
         for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
             if getattr(self, name) % PAGE_BYTES:
                 raise InvalidError(f"settings: {name}={getattr(self, name)}; expected a multiple of {PAGE_BYTES}")
-        if not _are_paths(self.reference_roots):
+        if not _are_paths(self.allowed_roots):
             raise InvalidError(
-                f"settings: reference_roots={str(self.reference_roots)[:80]!r}; expected a tuple of paths of folders"
+                f"settings: allowed_roots={str(self.allowed_roots)[:80]!r}; expected a tuple of paths of folders"
             )
         if not _are_texts(self.nonfinite_expected):
             raise InvalidError(

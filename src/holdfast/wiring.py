@@ -14,14 +14,14 @@ from functools import cache
 from typing import Any
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place, is_step_folder
+from holdfast.checkpoint.location import CheckpointLocation, is_step_folder
 from holdfast.clock import Clock, SystemClock
 from holdfast.coordination.job import Job
 from holdfast.coordination.signals import Signals
 from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.offline.export.export import Crew, Export, ExportReport
-from holdfast.offline.export.workers import answer, have_carried_out
+from holdfast.offline.export.export import Export, ExportReport, WorkerPool
+from holdfast.offline.export.workers import run_workers, worker_main
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
 from holdfast.offline.repair.repair import Repair
@@ -30,7 +30,7 @@ from holdfast.ports.foreign import Format, Writer
 from holdfast.ports.framework import Framework
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
-from holdfast.runs.preemption import Departure
+from holdfast.runs.preemption import PreemptionHandler
 from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.destination import LocalDestination
@@ -39,7 +39,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.references import References
 from holdfast.types.export import ExportOptions
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 from holdfast.types.policy import Policies
 from holdfast.types.preemption import Preemption
 
@@ -107,7 +107,7 @@ class _Foreign:
         self.name = os.path.basename(path) if os.path.isfile(path) else ""
         self.files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if self.name else path)
 
-    def listing(self) -> Listing | None:
+    def listing(self) -> ForeignListing | None:
         """Return what it holds; None if no format knows it."""
         known = next((each for each in formats() if each.recognises(self.files, self.name)), None)
         return None if known is None else known.listing(self.files, self.name)
@@ -121,7 +121,7 @@ class _Foreign:
         self.files.require_unchanged(keys)
 
 
-def place_at(path: object, settings: Settings) -> Place:
+def location_at(path: object, settings: Settings) -> CheckpointLocation:
     """Return the place of one checkpoint to be read: of Holdfast's, or of another system's.
 
     Raises:
@@ -135,7 +135,7 @@ def place_at(path: object, settings: Settings) -> Place:
         # A step may refer to packs of others beside it; a link to it, such as people make, leads there too.
         above, name = os.path.split(os.path.realpath(lies))
         root = LocalStore(above, settings=settings) if is_step_folder(name) else None
-    return Place(store, "", None, foreign, References(settings.reference_roots), root)
+    return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
 
 
 def run_at(
@@ -149,11 +149,11 @@ def run_at(
     """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
     store = store_at(root, settings)
     job = new_job(process_group, settings)
-    departure = None
+    preemption_handler = None
     if preemption is not None:
-        departure = Departure(job, Signals(preemption.signals, job.clock), preemption.grace_seconds)
-    references = References(settings.reference_roots)
-    return Run(store, job, framework_of(job.comm), references, policies, observers, departure)
+        preemption_handler = PreemptionHandler(job, Signals(preemption.signals, job.clock), preemption.grace_seconds)
+    references = References(settings.allowed_roots)
+    return Run(store, job, framework_of(job.comm), references, policies, observers, preemption_handler)
 
 
 @cache
@@ -205,7 +205,7 @@ def export_of(
     return Export(checkpoint, there, writer, options, clock()), there
 
 
-def export_crew(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> Crew:
+def export_crew(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
     """Return who carries out the shares of an export in processes of their own; arguments as `export_of`.
 
     Raises:
@@ -220,7 +220,7 @@ def export_crew(source: object, destination: object, to: str, options: ExportOpt
         "options": asdict(options),
         "settings": asdict(settings),
     }
-    return lambda shares, told: have_carried_out(_started_worker, request, shares, told)
+    return lambda shares, told: run_workers(_started_worker, request, shares, told)
 
 
 _WORKER = (
@@ -253,7 +253,7 @@ def export_worker() -> int:
         options = ExportOptions(**request["options"])
         return export_of(request["source"], request["destination"], request["to"], options, settings)[0]
 
-    return answer(sys.stdin.readline(), told)
+    return worker_main(sys.stdin.readline(), told)
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -306,7 +306,7 @@ def repair_of(
     root: object, settings: Settings, observer: Observer | None, *, dry_run: bool, unfinished: bool
 ) -> Repair:
     """Return what repairs the steps of a run."""
-    references = References(settings.reference_roots)
+    references = References(settings.allowed_roots)
     store = store_at(root, settings)
     return Repair(store, references, clock(), settings, dry_run=dry_run, unfinished=unfinished, observer=observer)
 
@@ -335,7 +335,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
 
 def checkpoint_at(path: object, settings: Settings) -> Checkpoint:
     """Return the checkpoint at a path."""
-    return Checkpoint(place_at(path, settings), settings, _to_torch)
+    return Checkpoint(location_at(path, settings), settings, _to_torch)
 
 
 def _to_torch(array: object, dtype: str) -> object:

@@ -10,15 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.errors import UnavailableError
-from holdfast.frameworks.alone import OwnBoard
-from holdfast.frameworks.torch.comm import SoloComm, TorchBoard
-from holdfast.ports.comm import Board, Comm
+from holdfast.frameworks.alone import OwnKeyValueStore
+from holdfast.frameworks.torch.comm import SoloComm, TorchKeyValueStore
+from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.testing.comm import (
     BoardSuite,
     CommSuite,
-    ThreadBoard,
     ThreadComm,
     ThreadGroup,
+    ThreadKeyValueStore,
     outcomes_of_ranks,
     run_ranks,
 )
@@ -26,33 +26,33 @@ from holdfast.testing.comm import (
 
 class TestThreadBoard(BoardSuite):
     @pytest.fixture
-    def board(self) -> Board:
-        return ThreadBoard()
+    def key_value_store(self) -> KeyValueStore:
+        return ThreadKeyValueStore()
 
 
 class TestOwnBoard(BoardSuite):
     @pytest.fixture
-    def board(self) -> Board:
-        return OwnBoard()
+    def key_value_store(self) -> KeyValueStore:
+        return OwnKeyValueStore()
 
 
 class TestTorchBoardOverHashStore(BoardSuite):
     @pytest.fixture
-    def board(self) -> Board:
-        return TorchBoard(dist.PrefixStore("suite", dist.HashStore()))
+    def key_value_store(self) -> KeyValueStore:
+        return TorchKeyValueStore(dist.PrefixStore("suite", dist.HashStore()))
 
 
 class TestTorchBoardOverFileStore(BoardSuite):
     @pytest.fixture
-    def board(self, tmp_path: Path) -> Board:
-        return TorchBoard(dist.PrefixStore("suite", dist.FileStore(str(tmp_path / "store"), 1)))
+    def key_value_store(self, tmp_path: Path) -> KeyValueStore:
+        return TorchKeyValueStore(dist.PrefixStore("suite", dist.FileStore(str(tmp_path / "store"), 1)))
 
 
 class TestTorchBoardOverTCPStore(BoardSuite):
     @pytest.fixture
-    def board(self) -> Board:
+    def key_value_store(self) -> KeyValueStore:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-        return TorchBoard(dist.PrefixStore("suite", store))
+        return TorchKeyValueStore(dist.PrefixStore("suite", store))
 
 
 class TestThreadComm(CommSuite):

@@ -13,5 +13,5 @@ from tests.crash.mounts import workplace
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A folder in memory if there is one: what a sweep proves does not depend on a disk, its time does."""
-    with workplace() as place:
-        yield place
+    with workplace() as location:
+        yield location

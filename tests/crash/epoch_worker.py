@@ -25,7 +25,7 @@ from holdfast.ports.store import Store
 from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
-from holdfast.testing.faults import Faults, FaultyStore, Operation
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 
 SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, commit_timeout_seconds=60.0)
@@ -37,7 +37,7 @@ class StopAtTheManifest:
     def __init__(self) -> None:
         self._is_over = False
 
-    def __call__(self, operation: Operation) -> None:
+    def __call__(self, operation: FaultPoint) -> None:
         if operation.subject.endswith("/manifest.json") and not self._is_over:
             self._is_over = True
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.testing.faults import Faults, Operation
+from holdfast.testing.faults import FaultPoint, Faults
 
 _SHUTDOWN = 0x8004587D
 """FS_IOC_SHUTDOWN of ext4 and XFS."""
@@ -120,6 +120,6 @@ def acted_until_power_cut(
         return pipe.read() == b"!"
 
 
-def _stop_here(operation: Operation) -> None:
+def _stop_here(operation: FaultPoint) -> None:
     """Hold the whole process: everything it did so far is done, nothing more comes."""
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -23,7 +23,7 @@ from holdfast.frameworks.torch.comm import SoloComm
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.loading.load import LoadRequest
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.runs.run import Run
@@ -31,7 +31,7 @@ from holdfast.saving.handle import SaveHandle
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
-from holdfast.testing.faults import Faults, FaultyBoard, FaultySyscalls
+from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultySyscalls
 
 SETTINGS = Settings(
     chunk_bytes=PAGE_BYTES,
@@ -42,7 +42,7 @@ SETTINGS = Settings(
     unchanged_bytes_min=PAGE_BYTES,
     commit_timeout_seconds=5.0,
 )
-LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, lazy_verify=True)
+LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, verify_lazy_copy=True)
 """Copies wait for writes, and writes for copies."""
 
 EVERYTHING = Selection()
@@ -107,10 +107,10 @@ class FaultyComm(SoloComm):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._faulty = FaultyBoard(super().board, self.faults)
+        self._faulty = FaultyKeyValueStore(super().key_value_store, self.faults)
 
     @property
-    def board(self) -> Board:  # type: ignore[override]
+    def key_value_store(self) -> KeyValueStore:  # type: ignore[override]
         return self._faulty
 
 

@@ -17,7 +17,7 @@ from holdfast.leases.writer import held
 from holdfast.policies import LatestN
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
-from holdfast.runs.garbage_collection import Collector
+from holdfast.runs.garbage_collection import CheckpointGC
 from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process, raise_error
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import committed_at, in_child, local_store, paths_under, require_whole, run_at
@@ -42,7 +42,7 @@ def collect(store: Store) -> None:
     run_id = read_run_id(store)
     assert run_id is not None
     with held(store, SystemClock(), LEASE_SECONDS, run_id) as tenure:
-        Collector(store, SystemClock(), LatestN(len(KEPT)), tenure).collect(0, lambda _: False)
+        CheckpointGC(store, SystemClock(), LatestN(len(KEPT)), tenure).collect(0, lambda _: False)
 
 
 def over_syscalls(root: Path, faults: Faults) -> None:

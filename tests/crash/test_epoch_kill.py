@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.leases.writer import Tenure
-from holdfast.repository.epochs import newest_epoch, standing_fence
+from holdfast.leases.writer import WriterLease
+from holdfast.repository.epochs import current_fence, newest_epoch
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import (
@@ -46,7 +46,7 @@ CUTS = 25
 
 def hold(root: Path, faults: Faults) -> None:
     """Take the epoch of a root; every call to the operating system counts."""
-    Tenure(local_store(root, faults), SystemClock(), LEASE_SECONDS).hold("run")
+    WriterLease(local_store(root, faults), SystemClock(), LEASE_SECONDS).hold("run")
 
 
 def nobody(root: Path) -> set[int]:
@@ -78,7 +78,7 @@ def require_taken_over(root: Path, steps: set[int], at_least: int) -> None:
     committed_at(root, NEXT)
     assert time.monotonic() - start < LEASE_SECONDS / 3, "it waited for a corpse"
     assert set(run_at(local_store(root)).steps()) == {*steps, NEXT}
-    assert standing_fence(local_store(root)).accepted.keys() == steps
+    assert current_fence(local_store(root)).accepted.keys() == steps
 
 
 @pytest.mark.parametrize("before", [nobody, released, killed])

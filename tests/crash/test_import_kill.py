@@ -68,7 +68,7 @@ def import_over_store(source: Path, copied: bool, root: Path, faults: Faults) ->
 
 
 def require_imported(root: Path, source: Path) -> None:
-    settings = holdfast.Settings(reference_roots=(str(source),))
+    settings = holdfast.Settings(allowed_roots=(str(source),))
     checkpoint = holdfast.open_checkpoint(step_path(root, NEW), settings=settings)
     assert list(checkpoint.verify()) == []
     for name, tensor in tensors().items():

@@ -17,7 +17,7 @@ from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.loading.load import LoadRequest
 from holdfast.runs.run import Run
 from holdfast.settings import Settings
-from holdfast.testing.faults import Faults, Operation, fail_with
+from holdfast.testing.faults import FaultPoint, Faults, fail_with
 from tests.crash.mounts import command, mounted, new_image, workplace
 from tests.crash.rig import (
     EVERYTHING,
@@ -81,9 +81,9 @@ class Recorded:
     """An error that remembers where it struck."""
 
     code: int
-    struck: list[Operation] = field(default_factory=list)
+    struck: list[FaultPoint] = field(default_factory=list)
 
-    def __call__(self, operation: Operation) -> None:
+    def __call__(self, operation: FaultPoint) -> None:
         self.struck.append(operation)
         fail_with(self.code)(operation)
 
@@ -259,21 +259,21 @@ def full_file_system(root: Path) -> None:
 
 
 def test_a_full_tmpfs() -> None:
-    with workplace() as place, mounted("tmpfs", place / "m", kind="tmpfs", options="size=16M") as mount:
+    with workplace() as location, mounted("tmpfs", location / "m", kind="tmpfs", options="size=16M") as mount:
         full_file_system(mount / "root")
 
 
 def test_a_full_ext4() -> None:
-    with workplace() as place:
-        new_image(place / "image", 24)
-        with mounted(place / "image", place / "m", options="loop") as mount:
+    with workplace() as location:
+        new_image(location / "image", 24)
+        with mounted(location / "image", location / "m", options="loop") as mount:
             full_file_system(mount / "root")
 
 
 def test_a_file_system_mounted_read_only() -> None:
-    with workplace() as place:
-        new_image(place / "image", 24)
-        with mounted(place / "image", place / "m", options="loop") as mount:
+    with workplace() as location:
+        new_image(location / "image", 24)
+        with mounted(location / "image", location / "m", options="loop") as mount:
             run = run_at(local_store(mount / "root"))
             run.save(OLD, small_state(OLD), EVERYTHING).wait()
             before = content_under(mount)

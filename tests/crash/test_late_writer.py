@@ -25,10 +25,10 @@ from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import LatestN
 from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import committed_steps
-from holdfast.repository.epochs import RELEASED, put_accepted, put_beat, put_epoch, read_epoch, standing_fence
+from holdfast.repository.epochs import RELEASED, current_fence, put_accepted, put_epoch, put_heartbeat, read_epoch
 from holdfast.runs.run import Run
 from holdfast.stores.local import LocalStore
-from holdfast.testing.faults import Faults, FaultyStore, Operation
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from tests.crash.epoch_processes import Writer, writers
 from tests.crash.epoch_worker import state_of as writer_state
@@ -193,7 +193,7 @@ def test_a_step_that_was_saved_meanwhile_is_left_alone(stopped: tuple[Path, Writ
 def test_one_that_publishes_while_the_new_one_writes_the_same_step_does_not_win(stopped: tuple[Path, Writer]) -> None:
     root, writer = stopped
 
-    def let_go_on(operation: Operation) -> None:
+    def let_go_on(operation: FaultPoint) -> None:
         goes_on(writer)
         assert (path_of(root, LATE) / "manifest.json").exists()
 
@@ -218,12 +218,12 @@ def test_whoever_was_replaced_is_told_so_at_every_save(tmp_path: Path) -> None:
         first = read_epoch(store, 1)
         assert first is not None
         put_epoch(store, replace(first, number=2, holder=replace(first.holder, host="node-9", boot="another")))
-        put_accepted(store, 2, first.run_id, dict(standing_fence(store).accepted))
+        put_accepted(store, 2, first.run_id, dict(current_fence(store).accepted))
         for _ in range(2):
             handle = manager.save(2, state_by(2))
             with pytest.raises(ConflictError, match=r"epoch 1 is over: epoch 2 \(host node-9, process \d+, since 20"):
                 handle.wait()
-        put_beat(store, 2, RELEASED)
+        put_heartbeat(store, 2, RELEASED)
         with pytest.raises(ConflictError, match="epoch 1 is over"):
             manager.save(2, state_by(2)).wait()
     assert not path_of(root, 2).exists(), "it wrote nothing"

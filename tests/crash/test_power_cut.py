@@ -61,11 +61,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def template(place: Path, kind: str) -> Path:
+def template(location: Path, kind: str) -> Path:
     """An image with one committed step, whose file system was unmounted in good order."""
-    image = place / "template"
+    image = location / "template"
     new_image(image, IMAGE_MIB, kind)
-    with mounted(image, place / "m", options="loop", kind=kind) as mount:
+    with mounted(image, location / "m", options="loop", kind=kind) as mount:
         committed_at(mount / "root", OLD)
     return image
 
@@ -77,11 +77,11 @@ class Buffered(Syscalls):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-def operations_of_a_save(place: Path, syscalls: Syscalls) -> int:
-    committed_at(place / "counted", OLD)
+def operations_of_a_save(location: Path, syscalls: Syscalls) -> int:
+    committed_at(location / "counted", OLD)
     faults = Faults()
-    save(place / "counted", syscalls, faults)
-    shutil.rmtree(place / "counted")
+    save(location / "counted", syscalls, faults)
+    shutil.rmtree(location / "counted")
     return faults.counted
 
 
@@ -91,18 +91,18 @@ def save(root: Path, syscalls: Syscalls, faults: Faults) -> None:
 
 
 @pytest.mark.parametrize("syscalls", [Syscalls(), Buffered()], ids=["direct", "buffered"])
-def test_returned_save_survives_power_cut(place: Path, template: Path, kind: str, syscalls: Syscalls) -> None:
-    total = operations_of_a_save(place, syscalls)
+def test_returned_save_survives_power_cut(location: Path, template: Path, kind: str, syscalls: Syscalls) -> None:
+    total = operations_of_a_save(location, syscalls)
     # The last ones lie behind the save: it returned, and at once the power went.
     points = sorted({1 + round(number * (total + 1) / (POINTS - 1)) for number in range(POINTS)})
     assert len(points) == POINTS
     kept = acknowledged = 0
     for at in points:
-        image = place / "image"
+        image = location / "image"
         copy_image(template, image)
-        with mounted(image, place / "m", options="loop", kind=kind) as mount:
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
             returned = acted_until_power_cut(mount, at, partial(save, mount / "root", syscalls))
-        with mounted(image, place / "m", options="loop", kind=kind) as mount:
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
             root = mount / "root"
             try:
                 steps = set(run_at(local_store(root)).steps())
@@ -126,9 +126,9 @@ def test_returned_save_survives_power_cut(place: Path, template: Path, kind: str
     assert kept < len(points)
 
 
-def test_the_power_cut_is_a_real_one(place: Path, template: Path, kind: str) -> None:
+def test_the_power_cut_is_a_real_one(location: Path, template: Path, kind: str) -> None:
     """A file that was written but not synced is gone afterwards, or the test above would test nothing."""
-    with mounted(template, place / "m", options="loop", kind=kind) as mount:
+    with mounted(template, location / "m", options="loop", kind=kind) as mount:
         for name, synced in (("synced", True), ("not-synced", False)):
             with (mount / name).open("wb") as file:
                 file.write(b"x" * 10_000)
@@ -139,6 +139,6 @@ def test_the_power_cut_is_a_real_one(place: Path, template: Path, kind: str) -> 
                     os.fsync(folder)
                     os.close(folder)
         cut_power(mount)
-    with mounted(template, place / "m", options="loop", kind=kind) as mount:
+    with mounted(template, location / "m", options="loop", kind=kind) as mount:
         assert (mount / "synced").read_bytes() == b"x" * 10_000
         assert not (mount / "not-synced").exists()

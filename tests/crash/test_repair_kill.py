@@ -160,23 +160,23 @@ def place() -> Iterator[Path]:
 
 @pytest.mark.parametrize("kind", FILE_SYSTEMS)
 @pytest.mark.parametrize("harm", ["manifest-cut", "both"])
-def test_a_power_cut_during_a_repair_loses_nothing(place: Path, harm: str, kind: str) -> None:
-    quarantined_at(place / "counted", HARMS[harm])
+def test_a_power_cut_during_a_repair_loses_nothing(location: Path, harm: str, kind: str) -> None:
+    quarantined_at(location / "counted", HARMS[harm])
     faults = Faults(names=CHANGES)
-    repair(place / "counted", faults)
-    template = place / "template"
+    repair(location / "counted", faults)
+    template = location / "template"
     new_image(template, IMAGE_MIB, kind)
-    with mounted(template, place / "m", options="loop", kind=kind) as mount:
+    with mounted(template, location / "m", options="loop", kind=kind) as mount:
         quarantined_at(mount / "root", HARMS[harm])
         before = content_under(mount / "root")
     points = range(1, faults.counted + 2)
     acknowledged = 0
     for at in points:
-        image = place / "image"
+        image = location / "image"
         copy_image(template, image)
-        with mounted(image, place / "m", options="loop", kind=kind) as mount:
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
             returned = acted_until_power_cut(mount, at, partial(repair, mount / "root"), CHANGES)
-        with mounted(image, place / "m", options="loop", kind=kind) as mount:
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
             root = mount / "root"
             try:
                 require_no_worse(root, before)

@@ -11,7 +11,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.loading.load import LoadRequest
 from holdfast.runs.listing import run_record
 from holdfast.runs.run import Run
-from holdfast.testing.faults import Faults, FaultyStore, Operation
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, manifest_of
 from tests.crash.rig import (
     EVERYTHING,
@@ -118,7 +118,7 @@ def test_a_root_that_cannot_be_written_is_resumed_from(in_memory: Path, caplog: 
     committed_at(root, OLD, NEW)
     flip(manifest_of(step_path(root, NEW)), 300)
 
-    def refuse(operation: Operation) -> None:
+    def refuse(operation: FaultPoint) -> None:
         raise InvalidError("read-only file system")
 
     faults = Faults(refuse, names={"put_if_absent"}, lasting=True)

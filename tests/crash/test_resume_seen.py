@@ -27,7 +27,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, quarantine
 from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, ThreadGroup
-from holdfast.testing.faults import Faults, Operation
+from holdfast.testing.faults import FaultPoint, Faults
 from tests.crash.damages import damage_a_chunk, flip
 from tests.crash.rig import (
     EVERYTHING,
@@ -85,9 +85,9 @@ def test_what_one_rank_does_not_see_is_no_damage(in_memory: Path) -> None:
 def test_what_is_not_seen_once_is_no_damage(in_memory: Path, name: str, rank: int) -> None:
     root = in_memory / "root"
     committed_at(root, OLD, NEW, NEXT)
-    seen: list[Operation] = []
+    seen: list[FaultPoint] = []
 
-    def miss(operation: Operation) -> None:
+    def miss(operation: FaultPoint) -> None:
         if operation.subject.endswith(name) and not seen:
             seen.append(operation)
             raise OSError(errno.ENOENT, "not seen", operation.subject)

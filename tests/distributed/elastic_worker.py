@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from holdfast.frameworks.torch.comm import TorchBoard
+from holdfast.frameworks.torch.comm import TorchKeyValueStore
 from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
-from holdfast.testing.faults import Operation
+from holdfast.testing.faults import FaultPoint
 from tests.distributed.faulty import SETTINGS, Trigger, run_with, state_of
 from tests.distributed.forked import write_whole
 
@@ -28,11 +28,11 @@ def main(root: Path, scratch: Path) -> None:
     agent_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     corner = dist.PrefixStore(f"gloo-{life}", agent_store)
     dist.init_process_group("gloo", store=corner, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    ours = TorchBoard(dist.PrefixStore("holdfast", agent_store))
+    ours = TorchKeyValueStore(dist.PrefixStore("holdfast", agent_store))
     manifest = root / "step-000000000002" / "manifest.json"
     seen_before_vote: list[bool] = []
 
-    def before_vote(operation: Operation) -> None:
+    def before_vote(operation: FaultPoint) -> None:
         """Rank 1 votes long after rank 0, and dies instead in its first life."""
         if rank == 0:
             return
@@ -44,7 +44,7 @@ def main(root: Path, scratch: Path) -> None:
         seen_before_vote.append(manifest.exists())
 
     trigger = Trigger(before_vote, ["set"], "/vote/")
-    run = run_with(root, board=trigger, over=ours)
+    run = run_with(root, key_value_store=trigger, over=ours)
     state: dict[str, object] = {name: torch.zeros(30_000) for name in "abc"} | {"step": 0}
     resumed = run.load(LoadRequest(state, Selection(), True, False), None)
     if resumed is None:

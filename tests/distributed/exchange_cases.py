@@ -65,7 +65,7 @@ def save(world: World, path: str, layout: str) -> None:
 def load(world: World, path: str, layout: str, exchange: str) -> list[int]:
     """Load, compare every bit, and return bytes read and bytes given by others."""
     settings = Settings(
-        chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10, exchange=exchange
+        chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10, share_reads=exchange
     )
     target = laid_out({name: torch.zeros_like(tensor) for name, tensor in whole_state().items()}, layout)
     report = holdfast.load(path, target, settings=settings)

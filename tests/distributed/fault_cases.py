@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import holdfast
 from holdfast.errors import UnavailableError
 from holdfast.ports.framework import Selection
-from holdfast.testing.faults import Operation, kill_process, raise_error
+from holdfast.testing.faults import FaultPoint, kill_process, raise_error
 from tests.distributed.faulty import (
     PATIENT,
     SETTINGS,
@@ -203,14 +203,14 @@ def _raises(collective: Callable[..., object]) -> holdfast.SaveHandle:
 
 
 def _first_then(
-    world: World, root: str, *, store: Trigger | None = None, board: Trigger | None = None, armed: bool = True
+    world: World, root: str, *, store: Trigger | None = None, key_value_store: Trigger | None = None, armed: bool = True
 ) -> dict[str, object]:
     """Save step 1 whole and in peace, arm the fault, save step 2, and say what became of it."""
     calm = run_with(root, settings=PATIENT)
     save(calm, 1).wait(timeout=60)
     calm.close()
-    run = run_with(root, store=store, board=board)
-    for trigger in (store, board):
+    run = run_with(root, store=store, key_value_store=key_value_store)
+    for trigger in (store, key_value_store):
         if trigger is not None:
             trigger.armed = armed
     said = said_of_save(run, 2)
@@ -225,12 +225,12 @@ def killed_while_writing(world: World, root: str, victim: int) -> dict[str, obje
 
 def killed_before_vote(world: World, root: str, victim: int) -> dict[str, object]:
     trigger = Trigger(kill_process(), ["set"], "/vote/")
-    return _first_then(world, root, board=trigger, armed=world.rank == victim)
+    return _first_then(world, root, key_value_store=trigger, armed=world.rank == victim)
 
 
 def committer_killed_before_outcome(world: World, root: str) -> dict[str, object]:
     trigger = Trigger(die_first(world.scratch / "died"), ["compare_set"], "/outcome")
-    return _first_then(world, root, board=trigger)
+    return _first_then(world, root, key_value_store=trigger)
 
 
 def committer_killed_before_publishing(world: World, root: str) -> dict[str, object]:
@@ -246,7 +246,7 @@ def committer_killed_after_publishing(world: World, root: str) -> dict[str, obje
 def host_killed_as_committer(world: World, root: str, after: bool) -> dict[str, object]:
     """Rank 0 hosts the key-value store, is made the last one, wins the outcome and dies at the manifest."""
 
-    def act(operation: Operation) -> None:
+    def act(operation: FaultPoint) -> None:
         if world.rank == 0 and "/parts/" in operation.subject:
             time.sleep(2.0)
         elif "manifest.json" in operation.subject:
@@ -259,7 +259,7 @@ def host_killed_as_committer(world: World, root: str, after: bool) -> dict[str, 
 def stopped_committer(world: World, root: str) -> dict[str, object]:
     """Whoever commits is stopped between winning the outcome and the manifest, for as long as the launcher likes."""
 
-    def stop(operation: Operation) -> None:
+    def stop(operation: FaultPoint) -> None:
         write_whole(world.scratch / "stopped", str(world.rank))
         os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -14,13 +14,13 @@ import torch
 from holdfast import wiring
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
-from holdfast.ports.comm import Board, Comm
+from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
-from holdfast.testing.faults import Action, Faults, FaultyBoard, FaultyStore, Operation
+from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyKeyValueStore, FaultyStore
 
 TIMEOUT_SECONDS = 5.0
 """Of the commits in these tests."""
@@ -51,7 +51,7 @@ class Trigger:
     def faults(self) -> Faults:
         return Faults(self._act, names=tuple(self.names), lasting=True, after=self.after)
 
-    def _act(self, operation: Operation) -> None:
+    def _act(self, operation: FaultPoint) -> None:
         if not self.armed or self.ending not in operation.subject:
             return
         self.met += 1
@@ -62,7 +62,7 @@ class Trigger:
 def die_first(marker: Path) -> Action:
     """Return an action that kills the first process to meet it, of all that share the marker; later ones pass."""
 
-    def act(operation: Operation) -> None:
+    def act(operation: FaultPoint) -> None:
         try:
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -75,9 +75,9 @@ def die_first(marker: Path) -> Action:
 class BoardedComm:
     """A comm whose board meets faults."""
 
-    def __init__(self, inner: Comm, board: Board, faults: Faults) -> None:
+    def __init__(self, inner: Comm, key_value_store: KeyValueStore, faults: Faults) -> None:
         self._inner = inner
-        self._board = FaultyBoard(board, faults)
+        self._key_value_store = FaultyKeyValueStore(key_value_store, faults)
 
     @property
     def rank(self) -> int:
@@ -88,8 +88,8 @@ class BoardedComm:
         return self._inner.world_size
 
     @property
-    def board(self) -> Board:
-        return self._board
+    def key_value_store(self) -> KeyValueStore:
+        return self._key_value_store
 
     def broadcast(self, payload: bytes | None) -> bytes:
         return self._inner.broadcast(payload)
@@ -105,8 +105,8 @@ def run_with(
     root: str | Path,
     *,
     store: Trigger | None = None,
-    board: Trigger | None = None,
-    over: Board | None = None,
+    key_value_store: Trigger | None = None,
+    over: KeyValueStore | None = None,
     process_group: object = None,
     settings: Settings = SETTINGS,
 ) -> Run:
@@ -116,7 +116,7 @@ def run_with(
         root: Its folder.
         store: A fault of the store.
         board: A fault of the key-value store.
-        over: The key-value store that `board` stands before, if not the group's own.
+        over: The key-value store that `key_value_store` stands before, if not the group's own.
         process_group: As for the public verbs.
         settings: How to save.
     """
@@ -124,7 +124,11 @@ def run_with(
     if store is not None:
         inner = FaultyStore(inner, store.faults())
     real = wiring.comm_of(process_group)
-    comm: Comm = BoardedComm(real, over or real.board, board.faults()) if board is not None else real
+    comm: Comm = (
+        BoardedComm(real, over or real.key_value_store, key_value_store.faults())
+        if key_value_store is not None
+        else real
+    )
     return Run(inner, Job(comm, wiring.clock(), settings), wiring.framework_of(real))
 
 

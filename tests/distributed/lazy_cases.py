@@ -12,7 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
 from holdfast.runs.run import Run
-from holdfast.testing.faults import Operation
+from holdfast.testing.faults import FaultPoint
 from holdfast.types.reports import SaveReport
 from tests.distributed.faulty import PATIENT, Trigger, run_with
 from tests.distributed.launch import World
@@ -25,7 +25,7 @@ LAZY = replace(PATIENT, staging="lazy", window_bytes=4096, arena_bytes_max=4096)
 def gated_run(root: str) -> tuple[Run, threading.Event]:
     opened = threading.Event()
 
-    def hold(operation: Operation) -> None:
+    def hold(operation: FaultPoint) -> None:
         assert opened.wait(30.0)
 
     trigger = Trigger(hold, ["upload.write"], at=None, armed=True)

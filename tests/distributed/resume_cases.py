@@ -48,7 +48,7 @@ def damage(step_folder: Path, what: str) -> None:
 
 
 def newest_damaged(world: World, root: str, layout: str, exchange: str, damages: dict[str, str]) -> dict[str, object]:
-    settings = Settings(chunk_bytes=4096, window_bytes=8192, exchange=exchange)  # type: ignore[arg-type]
+    settings = Settings(chunk_bytes=4096, window_bytes=8192, share_reads=exchange)  # type: ignore[arg-type]
     manager = holdfast.CheckpointManager(root, settings=settings)
     for step in STEPS:
         manager.save(step, state_of(step, layout, world.rank)).wait()

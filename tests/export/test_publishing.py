@@ -16,7 +16,7 @@ import holdfast
 from holdfast import wiring
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
-from holdfast.offline.export.export import ExportReport, ExportRequest, Share, carry_out_export
+from holdfast.offline.export.export import ExportReport, ExportRequest, ExportShare, carry_out_export
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.stores.destination import LocalDestination
 from holdfast.types.export import ExportOptions
@@ -195,7 +195,7 @@ def test_a_worker_refuses_a_source_that_was_written_again(tmp_path: Path) -> Non
     )
     with destination.claimed():
         destination.begin({file.name: file.bytes for file in export.files})
-        share = Share(
+        share = ExportShare(
             number=0,
             count=1,
             window_bytes=PAGE_BYTES,
@@ -206,7 +206,7 @@ def test_a_worker_refuses_a_source_that_was_written_again(tmp_path: Path) -> Non
         )
         path.write_bytes(save({"w": torch.ones(1000)}))
         with pytest.raises(ConflictError, match="was written again while it was read"):
-            export.carry_out(share, lambda *_: None)
+            export.execute(share, lambda *_: None)
 
 
 def test_work_goes_before_what_vouches_for_it(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ class StopsAt:
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def hear(self, event: Progress) -> None:
+    def on_event(self, event: Progress) -> None:
         if event.done_bytes >= event.total_bytes * self._share:
             raise Stopped
 
@@ -246,7 +246,7 @@ def test_a_source_that_is_written_again_meanwhile_makes_nothing_appear(tmp_path:
     data = bytearray(path.read_bytes())
 
     class WritesAgain:
-        def hear(self, event: Progress) -> None:
+        def on_event(self, event: Progress) -> None:
             if path.read_bytes() != data:
                 path.with_name("new").write_bytes(data)
                 path.with_name("new").replace(path)
@@ -271,7 +271,7 @@ def test_what_stands_at_the_destination_is_not_touched(tmp_path: Path, source: P
 
 def test_what_appears_at_the_destination_meanwhile_is_not_touched(tmp_path: Path, source: Path) -> None:
     class Meanwhile:
-        def hear(self, event: Progress) -> None:
+        def on_event(self, event: Progress) -> None:
             (tmp_path / "out").mkdir(exist_ok=True)
 
     export, destination = wiring.export_of(
@@ -355,7 +355,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     known = children(os.getpid())
 
     class Kills:
-        def hear(self, event: Progress) -> None:
+        def on_event(self, event: Progress) -> None:
             if event.done_bytes:
                 for each in children(os.getpid()) - known:
                     os.kill(each, signal.SIGKILL)

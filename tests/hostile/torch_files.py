@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.foreign.torch.reader import TorchSaveFormat
 from holdfast.stores.foreign import ForeignFiles
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 
 
 @dataclass
@@ -95,7 +95,7 @@ def named(value: bytes) -> bytes:
     return b"\x80\x02}" + text("w") + value + b"s."
 
 
-def listed(data: bytes, folder: Path) -> Listing:
+def listed(data: bytes, folder: Path) -> ForeignListing:
     """Return what is found in a file of such bytes."""
     (folder / "state.pt").write_bytes(data)
     return TorchSaveFormat().listing(ForeignFiles(folder), "state.pt")

@@ -27,7 +27,7 @@ from holdfast.loading.load import LoadRequest
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
-from holdfast.testing.faults import Faults, FaultyStore, FaultySyscalls, Operation, raise_error
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, FaultySyscalls, raise_error
 from tests.crash.rig import (
     EVERYTHING,
     MANIFEST,
@@ -72,7 +72,7 @@ class Boom(Exception):
 
 
 def test_an_unknown_error_in_a_writer_thread_never_reports_success(tmp_path: Path) -> None:
-    def fail(operation: Operation) -> None:
+    def fail(operation: FaultPoint) -> None:
         raise Boom("in a thread")
 
     run = run_at(FaultyStore(local_store(tmp_path / "root"), Faults(fail, at=2, names={"upload.write"})))
@@ -124,7 +124,7 @@ def test_a_killed_save_is_never_chosen_on_resume(tmp_path: Path) -> None:
     committed_at(root, OLD)
 
     def save() -> None:
-        def die(operation: Operation) -> None:
+        def die(operation: FaultPoint) -> None:
             if operation.subject.endswith(MANIFEST):
                 os.kill(os.getpid(), 9)
 
@@ -143,7 +143,7 @@ def test_a_killed_save_is_never_chosen_on_resume(tmp_path: Path) -> None:
 def test_mixed_steps_are_never_loaded(tmp_path: Path, which: str) -> None:
     """DCP loads a mix of two steps silently, one shard file exchanged as after a killed re-save."""
     root = tmp_path / "root"
-    run = run_at(local_store(root), settings=replace(SETTINGS, reuse_unchanged=False))
+    run = run_at(local_store(root), settings=replace(SETTINGS, deduplicate=False))
     for step in (OLD, NEW):
         run.save(step, training_state(step), EVERYTHING).wait()
     run.close()

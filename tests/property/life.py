@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
@@ -213,8 +213,8 @@ def bury(store: Store) -> None:
 
 def is_seen_damaged(store: Store, step: int) -> bool:
     """Return whether reading all of a step back finds damage."""
-    place = Place(store, step_folder(step), step, root=store)
+    location = CheckpointLocation(store, step_folder(step), step, root=store)
     try:
-        return bool(list(Checkpoint(place, SETTINGS, lambda array, _: array).verify()))
+        return bool(list(Checkpoint(location, SETTINGS, lambda array, _: array).verify()))
     except CheckpointError:
         return True

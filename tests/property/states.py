@@ -24,7 +24,7 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.property.held import Held, any_held, meshes
 
 SETTINGS = Settings(
-    chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, in_place_bytes_min=1, commit_timeout_seconds=20.0
+    chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, zero_copy_bytes_min=1, commit_timeout_seconds=20.0
 )
 WORLD_SIZE_MAX = 16
 

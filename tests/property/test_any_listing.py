@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CorruptError
@@ -35,7 +35,7 @@ from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.references import References
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 from tests.property.held import flat_runs, guillotine
 
@@ -47,10 +47,10 @@ class Listed:
     """What lies at a path, as a format would list it."""
 
     files: ForeignFiles
-    known: Listing
+    known: ForeignListing
     name: str = ""
 
-    def listing(self) -> Listing:
+    def listing(self) -> ForeignListing:
         return self.known
 
     def require_unchanged(self, keys: Collection[str]) -> None:
@@ -61,7 +61,7 @@ class Listed:
 class Made:
     """Files of another system, what they hold, and how a job is set."""
 
-    listing: Listing
+    listing: ForeignListing
     content: Mapping[str, bytes]
     expected: Mapping[str, bytes]
     settings: Settings
@@ -118,7 +118,7 @@ def made(draw: st.DrawFn) -> Made:
         windows_in_flight=2,
         index_chunks_max=draw(st.sampled_from([1, 8, 1 << 17])),
     )
-    listing = Listing(
+    listing = ForeignListing(
         format="made up", tensors=tensors, pieces=pieces, files=sizes, tree=tree, aliases=aliases, world_size=5
     )
     return Made(listing, {key: bytes(data) for key, data in content.items()}, expected, settings)
@@ -136,18 +136,18 @@ def written(made: Made, tmp_path: Path) -> Path:
 def imported(made: Made, folder: Path, *, copied: bool) -> MemoryStore:
     store = MemoryStore(uuid.uuid4().hex)
     job = Job(AloneComm(), SystemClock(), made.settings)
-    source = Place(MemoryStore(uuid.uuid4().hex), "", None, Listed(ForeignFiles(folder), made.listing))
+    source = CheckpointLocation(MemoryStore(uuid.uuid4().hex), "", None, Listed(ForeignFiles(folder), made.listing))
     checkpoint = Checkpoint(source, made.settings, lambda array, _: array)
     report = import_step(checkpoint, store, job, STEP, copied=copied)
     job.close()
     assert (report.step, report.tensors, report.origin) == (STEP, len(made.expected), "made up")
-    assert report.reference_roots == (() if copied else (str(folder),))
+    assert report.allowed_roots == (() if copied else (str(folder),))
     return store
 
 
 def opened(made: Made, store: Store, *roots: Path) -> Checkpoint:
-    place = Place(store, step_folder(STEP), STEP, references=References([str(root) for root in roots]))
-    return Checkpoint(place, made.settings, lambda array, _: array)
+    location = CheckpointLocation(store, step_folder(STEP), STEP, references=References([str(root) for root in roots]))
+    return Checkpoint(location, made.settings, lambda array, _: array)
 
 
 def require_equal(made: Made, store: Store, *roots: Path) -> None:

@@ -24,7 +24,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.manifest import Manifest
-from holdfast.types.plan import APART, Piece
+from holdfast.types.plan import OPAQUE_FOLDER, Piece
 from holdfast.types.reports import LoadReport
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
 
@@ -98,7 +98,9 @@ def require_written_by_holders(job: Job2Job, index: Index) -> None:
             rank = rank_of_pack(piece.pack)
             assert any(contains(each, piece.region) for each in held.regions_on(rank)), f"rank {rank}: {piece}"
             readable = not isinstance(piece.region, FlatRange) and bool(DTYPES[tensor.dtype].safetensors)
-            assert piece.pack.startswith(APART) != readable, "stock readers see what they can make sense of, only that"
+            assert piece.pack.startswith(OPAQUE_FOLDER) != readable, (
+                "stock readers see what they can make sense of, only that"
+            )
 
 
 def require_balance(job: Job2Job, index: Index) -> None:

@@ -14,7 +14,7 @@ from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.types.plan import APART
+from holdfast.types.plan import OPAQUE_FOLDER
 from tests.property.held import Held
 from tests.property.states import Job2Job, Tensor, empty, fresh_store
 from tests.property.test_any_mesh_to_any_mesh import (
@@ -124,8 +124,10 @@ def test_what_stock_readers_cannot_read_lies_apart() -> None:
     try:
         save(store, Job2Job(3, 1, tensors))
         index = read_index(store, step_folder(STEP), read_manifest(store, step_folder(STEP)))
-        apart = {fqn for fqn in index.tensors if all(p.pack.startswith(APART) for p in index.pieces_of(fqn))}
-        beside = {fqn for fqn in index.tensors if not any(p.pack.startswith(APART) for p in index.pieces_of(fqn))}
+        apart = {fqn for fqn in index.tensors if all(p.pack.startswith(OPAQUE_FOLDER) for p in index.pieces_of(fqn))}
+        beside = {
+            fqn for fqn in index.tensors if not any(p.pack.startswith(OPAQUE_FOLDER) for p in index.pieces_of(fqn))
+        }
         assert beside == {"box.float32"}
         assert apart == {"flat.float32", "flat.complex32", "flat.complex128", "box.complex32", "box.complex128"}
     finally:

@@ -28,15 +28,15 @@ from holdfast.offline.repair.repair import Repair
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, manifest_digest
-from holdfast.repository.epochs import RELEASED, newest_epoch, put_beat
+from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
-from holdfast.runs.garbage_collection import Collector, CollectReport, collected
+from holdfast.runs.garbage_collection import CheckpointGC, CollectReport, collected
 from holdfast.runs.run import Run
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.syscalls import Syscalls
-from holdfast.testing.faults import Action, Faults, FaultyStore, FaultySyscalls, Operation, fail_with, raise_error
+from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
 from holdfast.types.policy import KeepPolicy
 from tests.crash.mounts import workplace
 from tests.property.life import (
@@ -210,7 +210,7 @@ class LifeOfARun(RuleBasedStateMachine):
     @where(lambda self: self.is_holding)
     def collect_beside_training(self, policy: KeepPolicy, mishap: Mishap) -> None:
         """The run collects by itself, and goes on to save with references to what it knows."""
-        collector = Collector(self.faulty, CLOCK, policy, self.the_run()._tenure, self.the_run()._pins)
+        collector = CheckpointGC(self.faulty, CLOCK, policy, self.the_run()._tenure, self.the_run()._pins)
         self.collect_by(policy, mishap, lambda: collector.collect(0.0, lambda _: False))
 
     @rule(choice=CHOICES, file=CHOICES, at=CHOICES, kind=st.sampled_from(("flip", "cut", "missing")))
@@ -285,8 +285,8 @@ class LifeOfARun(RuleBasedStateMachine):
         step, others_step = newest + jump, newest + others_jump
         came: list[CheckpointError | None] = []
 
-        def take_over(operation: Operation) -> None:
-            put_beat(self.store, newest_epoch(self.store), RELEASED)  # As if the lease were over.
+        def take_over(operation: FaultPoint) -> None:
+            put_heartbeat(self.store, newest_epoch(self.store), RELEASED)  # As if the lease were over.
             self.unsure.setdefault(others_step, []).append((others, 0.0))
             chosen = self.step_at(loads) if loads is not None and self.held else None
             came.append(lived_by_another(self.store, others_step, others, chosen))
@@ -304,7 +304,7 @@ class LifeOfARun(RuleBasedStateMachine):
                 run.save(step, state_of(content), EVERYTHING, {METRIC: 0.0}).wait()
             else:
                 may_go = set(self.held) - self.kept_for_certain(policy)
-                Collector(self.faulty, CLOCK, policy, run._tenure, run._pins).collect(0.0, lambda _: False)
+                CheckpointGC(self.faulty, CLOCK, policy, run._tenure, run._pins).collect(0.0, lambda _: False)
         except CheckpointError as failure:
             error = failure
         self.end_run()

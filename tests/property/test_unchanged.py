@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.format.names import is_pack_name, step_folder, step_of_pack, step_pack_name
 from holdfast.geometry.dtype import DTYPES
 from holdfast.loading.load import LoadRequest
@@ -139,8 +139,8 @@ def require_flattened(store: MemoryStore, step: int) -> None:
 
 
 def require_reads(store: MemoryStore, step: int, content: tuple[Tensor, ...]) -> None:
-    place = Place(store, step_folder(step), step, root=store)
-    checkpoint = Checkpoint(place, ANY_SIZE, lambda array, dtype: array)
+    location = CheckpointLocation(store, step_folder(step), step, root=store)
+    checkpoint = Checkpoint(location, ANY_SIZE, lambda array, dtype: array)
     assert list(checkpoint.verify()) == []
     for tensor in content:
         found = checkpoint.read(tensor.fqn)

@@ -247,7 +247,7 @@ class Heard:
     def __init__(self) -> None:
         self.heard: list[tuple[int, int]] = []
 
-    def hear(self, event: Progress) -> None:
+    def on_event(self, event: Progress) -> None:
         self.heard.append((event.done_bytes, event.total_bytes))
 
 

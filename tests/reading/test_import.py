@@ -75,7 +75,7 @@ def step_path(root: Path, step: int = STEP) -> Path:
 
 
 def allowing(*roots: Path) -> Settings:
-    return replace(SETTINGS, reference_roots=tuple(map(str, roots)))
+    return replace(SETTINGS, allowed_roots=tuple(map(str, roots)))
 
 
 def imported(source: Path, root: Path, **options: object) -> api.ImportReport:
@@ -88,7 +88,7 @@ def imported(source: Path, root: Path, **options: object) -> api.ImportReport:
 def test_a_referenced_model_is_loaded_from_where_it_lies(source: Path, root: Path) -> None:
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     report = imported(source, root)
-    assert (report.step, report.copied, report.reference_roots) == (STEP, False, (str(source),))
+    assert (report.step, report.copied, report.allowed_roots) == (STEP, False, (str(source),))
     assert report.bytes == sum(tensor.nbytes for tensor in model().state_dict().values())
     loaded = blank()
     holdfast.load(step_path(root), {"model": loaded}, process_group=False, settings=allowing(source))
@@ -230,7 +230,7 @@ def test_nothing_is_read_outside_the_folders_that_were_allowed(
         lambda: holdfast.diff(checkpoint, source),
     ]
     for call in calls:
-        with pytest.raises(InvalidError, match="reference_roots") as raised:
+        with pytest.raises(InvalidError, match="allowed_roots") as raised:
             call()
         assert str(source / SHARDS[0]) in str(raised.value)
 
@@ -264,8 +264,8 @@ def test_a_hugging_face_cache_is_referenced_through_its_links(source: Path, root
 
 @pytest.mark.parametrize("roots", ["/models", ["/models"], (1,), ("",), ("file://",), ("a\0b",)])
 def test_settings_refuse_what_is_no_tuple_of_paths(roots: object) -> None:
-    with pytest.raises(InvalidError, match="reference_roots"):
-        Settings(reference_roots=roots)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError, match="allowed_roots"):
+        Settings(allowed_roots=roots)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ copied
@@ -273,7 +273,7 @@ def test_settings_refuse_what_is_no_tuple_of_paths(roots: object) -> None:
 
 def test_a_copy_lives_on_when_the_source_is_gone(source: Path, root: Path) -> None:
     report = imported(source, root, copy=True)
-    assert (report.copied, report.reference_roots) == (True, ())
+    assert (report.copied, report.allowed_roots) == (True, ())
     shutil.rmtree(source)
     loaded = blank()
     with holdfast.CheckpointManager(root, process_group=False, settings=SETTINGS) as manager:
@@ -368,7 +368,7 @@ def test_progress_is_told_up_to_the_last_byte(source: Path, root: Path) -> None:
         def __init__(self) -> None:
             self.calls: list[tuple[int, int]] = []
 
-        def hear(self, event: Progress) -> None:
+        def on_event(self, event: Progress) -> None:
             self.calls.append((event.done_bytes, event.total_bytes))
 
     total = sum(tensor.nbytes for tensor in model().state_dict().values())
@@ -384,7 +384,7 @@ class WritesAgain:
     def __init__(self, path: Path) -> None:
         self._path, self.done = path, False
 
-    def hear(self, event: Progress) -> None:
+    def on_event(self, event: Progress) -> None:
         if not self.done:
             self.done = True
             swap_tensors(self._path)
@@ -459,7 +459,7 @@ def test_a_run_that_goes_on_beside_what_is_imported_is_no_change(tmp_path: Path,
 
 def test_a_root_may_be_given_as_a_url(source: Path, root: Path) -> None:
     imported(source, root)
-    settings = replace(SETTINGS, reference_roots=(f"file://{source}",))
+    settings = replace(SETTINGS, allowed_roots=(f"file://{source}",))
     assert list(holdfast.open_checkpoint(step_path(root), settings=settings).verify()) == []
 
 

@@ -43,7 +43,7 @@ def in_torch_save(path: Path) -> None:
 
 
 def require_nothing_differs(source: Path, tmp_path: Path, allowed: Path) -> None:
-    settings = Settings(chunk_bytes=PAGE_BYTES, reference_roots=(str(allowed),))
+    settings = Settings(chunk_bytes=PAGE_BYTES, allowed_roots=(str(allowed),))
     api.import_checkpoint(source, tmp_path / "run", step=1, settings=SETTINGS)
     api.import_checkpoint(source, tmp_path / "run", step=2, copy=True, settings=SETTINGS)
     there = holdfast.open_checkpoint(source)
@@ -74,7 +74,7 @@ def test_training_goes_on_from_either(save: Callable[[Path], None], tmp_path: Pa
     save(source)
     require_nothing_differs(source, tmp_path, tmp_path)
     expected, stepped = trained()
-    settings = Settings(reference_roots=(str(tmp_path),))
+    settings = Settings(allowed_roots=(str(tmp_path),))
     for step in (1, 2):
         model, optimizer = trained()
         with torch.no_grad():

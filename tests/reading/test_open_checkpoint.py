@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as npst
 
 import holdfast
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.geometry.dtype import DTYPES
 from holdfast.settings import PAGE_BYTES, Settings
@@ -88,7 +88,7 @@ def observed(path: Path) -> tuple[Checkpoint, Faults]:
     """A checkpoint, and the record of every operation on its store."""
     faults = Faults()
     store = FaultyStore(LocalStore(path, settings=SMALL_CHUNKS), faults)
-    return Checkpoint(Place(store, "", None), SMALL_CHUNKS, lambda array, dtype: array), faults
+    return Checkpoint(CheckpointLocation(store, "", None), SMALL_CHUNKS, lambda array, dtype: array), faults
 
 
 class CountingStore(LocalStore):
@@ -224,7 +224,7 @@ def test_the_index_is_read_once(path: Path) -> None:
 @given(st.data())
 def test_a_slice_reads_only_the_chunks_it_meets(path: Path, arrays: dict[str, np.ndarray], data: st.DataObject) -> None:
     store = CountingStore(path)
-    checkpoint = Checkpoint(Place(store, "", None), SMALL_CHUNKS, lambda array, dtype: array)
+    checkpoint = Checkpoint(CheckpointLocation(store, "", None), SMALL_CHUNKS, lambda array, dtype: array)
     name = data.draw(st.sampled_from(["cube", "matrix", "line"]))
     array = arrays[name]
     index = tuple(

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import TensorSpec
@@ -25,7 +25,7 @@ from holdfast.settings import Settings
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.memory import MemoryStore
 from holdfast.types.events import Progress
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 from tests.unit.cli.running import holdfast as command
 
@@ -38,16 +38,18 @@ class Foreign:
 
     name = ""
 
-    def __init__(self, folder: Path, listing: Listing) -> None:
+    def __init__(self, folder: Path, listing: ForeignListing) -> None:
         self.files, self._listing = ForeignFiles(folder), listing
 
-    def listing(self) -> Listing:
+    def listing(self) -> ForeignListing:
         return self._listing
 
 
-def opened(folder: Path, listing: Listing) -> Checkpoint:
+def opened(folder: Path, listing: ForeignListing) -> Checkpoint:
     return Checkpoint(
-        Place(MemoryStore("verify-listed"), "", None, Foreign(folder, listing)), Settings(), lambda array, dtype: array
+        CheckpointLocation(MemoryStore("verify-listed"), "", None, Foreign(folder, listing)),
+        Settings(),
+        lambda array, dtype: array,
     )
 
 
@@ -65,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def listing_of(folder: Path, **changes: object) -> Listing:
+def listing_of(folder: Path, **changes: object) -> ForeignListing:
     shape, half = (ROWS, COLUMNS), ROWS * COLUMNS // 2
     fields: dict[str, object] = {
         "format": "made up 1.0",
@@ -90,7 +92,7 @@ def listing_of(folder: Path, **changes: object) -> Listing:
         },
         "casts": {"w.master": "w"},
     }
-    return Listing(**{**fields, **changes})  # type: ignore[arg-type]
+    return ForeignListing(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def flipped(path: Path, *offsets: int) -> None:
@@ -109,7 +111,7 @@ def test_what_agrees_is_sound_and_says_how_closely_it_was_looked_at(folder: Path
     heard: list[tuple[int, int]] = []
 
     class Heard:
-        def hear(self, event: Progress) -> None:
+        def on_event(self, event: Progress) -> None:
             heard.append((event.done_bytes, event.total_bytes))
 
     work = opened(folder, listing_of(folder)).verification(Heard(), deep=deep)
@@ -232,7 +234,7 @@ def test_casts_to_other_types(tmp_path: Path, target: str) -> None:
     parts: Mapping[str, torch.Tensor] = {"w.master": master, "w": weight}
     for name, tensor in parts.items():
         (tmp_path / name).write_bytes(tensor.numpy().tobytes())
-    listing = Listing(
+    listing = ForeignListing(
         format="made up",
         tensors={name: TensorSpec(name, str(each.dtype)[6:], (33, 7)) for name, each in parts.items()},
         pieces={name: [ListedPiece(Box.whole((33, 7)), name, 0)] for name in parts},

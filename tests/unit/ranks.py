@@ -12,7 +12,7 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.format.names import step_folder
 from holdfast.geometry.tensor import Layout, Placement, Role
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
@@ -62,7 +62,7 @@ class World:
     stores: Mapping[int, Store] = field(default_factory=dict)
     """Ranks that see the store through something else."""
 
-    boards: Mapping[int, Callable[[Board], Board]] = field(default_factory=dict)
+    boards: Mapping[int, Callable[[KeyValueStore], KeyValueStore]] = field(default_factory=dict)
     """Ranks that see the board through something else."""
 
     observers: Sequence[Observer] = ()
@@ -82,8 +82,8 @@ class World:
                 except Exception as error:
                     assert error is not None
 
-        def view(rank: int, board: Board) -> Board:
-            return self.boards[rank](board) if rank in self.boards else board
+        def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
+            return self.boards[rank](key_value_store) if rank in self.boards else key_value_store
 
         # A rank that raises leaves the others to themselves, as it does where no collective runs.
         return outcomes_of_ranks(self.world_size, work, group=ThreadGroup(self.world_size), board_of=view)

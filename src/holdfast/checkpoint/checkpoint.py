@@ -12,16 +12,16 @@ from types import EllipsisType
 
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.index_loading import index_for, listing_at, split_index_at
-from holdfast.checkpoint.location import Place, manifest_bytes_at
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
 from holdfast.checkpoint.per_rank import per_rank_values
-from holdfast.checkpoint.tensor_reader import Source
+from holdfast.checkpoint.tensor_reader import TensorReader
 from holdfast.checkpoint.verify_foreign import ListedVerification
 from holdfast.clock import Clock, SystemClock
-from holdfast.engine.buffers import new_slab
-from holdfast.engine.read import carry_out
+from holdfast.engine.buffers import allocate_aligned
+from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.format.index.foreign_index import adopted
+from holdfast.format.index.foreign_index import index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.manifest import decode_manifest
@@ -62,19 +62,21 @@ class TensorInfo:
 class Checkpoint:
     """A committed checkpoint. Opening it reads the manifest; of the index is read what is needed, when it is."""
 
-    def __init__(self, place: Place, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None) -> None:
-        self._place, self._settings, self._to_torch = place, settings, to_torch
+    def __init__(
+        self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None
+    ) -> None:
+        self._place, self._settings, self._to_torch = location, settings, to_torch
         self._clock = clock or SystemClock()
         self._pack_bytes: dict[str, int] = {}
         self._split: SplitIndex | None = None
         self._partly_bytes = 0
-        self._listing = listing_at(place)
+        self._listing = listing_at(location)
         if self._listing is None:
-            self.manifest: Manifest = decode_manifest(manifest_bytes_at(place), f"{place.url}/manifest.json")
+            self.manifest: Manifest = decode_manifest(manifest_bytes_at(location), f"{location.url}/manifest.json")
             """The commit record; of another system's checkpoint, what it would be."""
         else:
-            self.manifest, index = adopted(self._listing, place.url)
-            require_covered(index, self._clock, place.url)
+            self.manifest, index = index_foreign(self._listing, location.url)
+            require_covered(index, self._clock, location.url)
             self.__dict__["index"] = index
 
     @property
@@ -176,15 +178,15 @@ class Checkpoint:
         )
         self._require_there(plan)
         target = HostTarget(spec.dtype, box)
-        carry_out(plan, self.packs, [target], self._settings)
+        execute(plan, self.packs, [target], self._settings)
         # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> TensorReader:
         """What windows of its tensors are read from."""
-        return Source(self.index.pieces_near, self.packs, self._settings)
+        return TensorReader(self.index.pieces_near, self.packs, self._settings)
 
     def _at_hand(self) -> Index | SplitIndex:
         """Return the index, or as much of one in several files as was read; of that at least every tensor."""
@@ -306,7 +308,7 @@ class Checkpoint:
             chunk_bytes = self.index.chunk_bytes
         except CheckpointError:
             chunk_bytes = 0  # The damage is what verification is about to report.
-        slab = new_slab(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES)
+        slab = allocate_aligned(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES)
         return Verification(
             self._place.store,
             self._place.folder,

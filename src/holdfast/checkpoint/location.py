@@ -19,7 +19,7 @@ from holdfast.repository.catalog import (
     short_packs,
     step_folders,
 )
-from holdfast.repository.epochs import counts, data_counts, fenced_error, standing_fence
+from holdfast.repository.epochs import current_fence, fenced_error, is_valid, is_valid_manifest
 from holdfast.types.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def none_allowed(url: str) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointLocation:
     """One checkpoint's place."""
 
     store: Store
@@ -112,7 +112,7 @@ class Place:
     def _holds_checkpoint(self) -> bool:
         if not exists(self.store, self.manifest_key):
             return False
-        return self.step is None or counts(self.store, standing_fence(self.store), self.step)
+        return self.step is None or is_valid(self.store, current_fence(self.store), self.step)
 
 
 def is_step_folder(name: str) -> bool:
@@ -148,7 +148,7 @@ def require_no_checkpoint(store: Store) -> None:
         )
 
 
-def manifest_bytes_at(place: Place) -> bytes:
+def manifest_bytes_at(location: CheckpointLocation) -> bytes:
     """Return the manifest at a place, as stored.
 
     Raises:
@@ -156,41 +156,41 @@ def manifest_bytes_at(place: Place) -> bytes:
         InvalidError: The path is the root of a run.
     """
     try:
-        data = read_manifest_bytes(place.store, place.folder)
+        data = read_manifest_bytes(location.store, location.folder)
     except MissingError:
-        if place.step is None:
-            require_no_run(place.store, "read one checkpoint here")
+        if location.step is None:
+            require_no_run(location.store, "read one checkpoint here")
         raise
-    if place.root is not None and not _counts_under(place.root, place, data):
-        raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
+    if location.root is not None and not _counts_under(location.root, location, data):
+        raise fenced_error(f"{location.url}/{MANIFEST_FILE}")
     return data
 
 
-def is_all_there(place: Place) -> bool:
+def is_all_there(location: CheckpointLocation) -> bool:
     """Return whether every file that the manifest at a place names is there in its full size, by another look."""
     try:
-        manifest = manifest_in(place.folder, manifest_bytes_at(place), f"{place.url}/{MANIFEST_FILE}")
-        own = f"{place.folder}{manifest.attempt}/"
+        manifest = manifest_in(location.folder, manifest_bytes_at(location), f"{location.url}/{MANIFEST_FILE}")
+        own = f"{location.folder}{manifest.attempt}/"
         overview = () if manifest.overview is None else (manifest.overview,)
         for record in (*manifest.parts, *manifest.indexes, *overview):
-            check_size(place.store, own + record.name, record)
+            check_size(location.store, own + record.name, record)
     except (CorruptError, MissingError):
         return False
-    return not short_packs(place.store, place.folder, manifest, place.packs_of(manifest))
+    return not short_packs(location.store, location.folder, manifest, location.packs_of(manifest))
 
 
-def _counts_under(root: Store, place: Place, data: bytes) -> bool:
+def _counts_under(root: Store, location: CheckpointLocation, data: bytes) -> bool:
     """Return whether a manifest that was read counts in the run around it.
 
     One that was opened by path lies perhaps beside anything at all, under a folder that this user may not list: it is
     taken where nothing but itself is needed to read it.
     """
     try:
-        fence = standing_fence(root)
+        fence = current_fence(root)
     except InvalidError as error:
-        manifest = decode_manifest(data, f"{place.url}/{MANIFEST_FILE}")
-        if place.step is not None or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
+        manifest = decode_manifest(data, f"{location.url}/{MANIFEST_FILE}")
+        if location.step is not None or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
             raise
-        logger.warning("%s: is taken to lie alone: what is around it cannot be read: %s", place.url, error)
+        logger.warning("%s: is taken to lie alone: what is around it cannot be read: %s", location.url, error)
         return True
-    return data_counts(data, fence, place.url)
+    return is_valid_manifest(data, fence, location.url)

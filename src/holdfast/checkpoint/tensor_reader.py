@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.read import carry_out
+from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
 from holdfast.geometry.box import Box
-from holdfast.plan.compare import Window
+from holdfast.plan.compare import CompareWindow
 from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
@@ -24,7 +24,7 @@ _RUN_BYTES_MAX = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorReader:
     """Where one copy is read from."""
 
     pieces_near: Callable[[str, Box], Sequence[Piece]]
@@ -36,7 +36,9 @@ class Source:
     settings: Settings
     """How to read."""
 
-    def read(self, wanted: Sequence[tuple[str, Window]], dtypes: Sequence[str]) -> tuple[list[list[HostTarget]], int]:
+    def read(
+        self, wanted: Sequence[tuple[str, CompareWindow]], dtypes: Sequence[str]
+    ) -> tuple[list[list[HostTarget]], int]:
         """Return the parts of each window, and the bytes that were read for all.
 
         Args:
@@ -54,5 +56,5 @@ class Source:
             targets += [each for _, each in parts]
             found.append([each for _, each in parts])
         plan = load_plan(boxes, self.pieces_near, min(self.settings.read_window_bytes, _RUN_BYTES_MAX))
-        carry_out(plan, self.packs, targets, self.settings)
+        execute(plan, self.packs, targets, self.settings)
         return found, plan.bytes

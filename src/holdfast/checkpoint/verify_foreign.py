@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE, Source
+from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE, TensorReader
 from holdfast.engine.casting import can_cast
 from holdfast.engine.compare import Disagreement, disagreement
-from holdfast.engine.parallel_map import each_in_flight
+from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CheckpointError
 from holdfast.format.index.foreign_index import CHUNK_BYTES, require_within
 from holdfast.format.index.index import Index
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.compare import Window, batches, sampled, windows_of
+from holdfast.plan.compare import CompareWindow, batches, sampled, windows_of
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Readable, Stored
 from holdfast.repository.verify import Damage
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.events import Progress
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.plan import Piece
 
 SAMPLED_BYTES = 8 * MIB
@@ -32,7 +32,7 @@ class ListedVerification:
 
     def __init__(
         self,
-        listing: Listing,
+        listing: ForeignListing,
         index: Index,
         files: Readable,
         settings: Settings,
@@ -96,15 +96,15 @@ class ListedVerification:
         """Yield everything that does not agree; nothing for a sound checkpoint."""
         yield from self._damages_of_sizes()
         yield from self._impossible
-        whole = Source(self._index.pieces_near, self._packs, self._settings)
+        whole = TensorReader(self._index.pieces_near, self._packs, self._settings)
         yield from self._damages_of(self._copies, self._copy_windows, whole, CHUNK_BYTES)
         if self.sampled:
-            finely = Source(_cut_finely(self._index.pieces_near), self._packs, self._settings)
+            finely = TensorReader(_cut_finely(self._index.pieces_near), self._packs, self._settings)
             yield from self._damages_of(self._casts, self._cast_windows, finely, PAGE_BYTES)
         else:
             yield from self._damages_of(self._casts, self._cast_windows, whole, CHUNK_BYTES)
 
-    def _copies_to_judge(self) -> Iterator[_Judged]:
+    def _copies_to_judge(self) -> Iterator[_ExpectedPiece]:
         listing = self._listing
         for fqn, copies in listing.replicas.items():
             spec = listing.tensors.get(listing.aliases.get(fqn, fqn))
@@ -117,9 +117,9 @@ class ListedVerification:
                 except CheckpointError as error:
                     self._impossible.append(Damage(copy.file, None, None, fqn, str(error)))
                     continue
-                yield _Judged(_piece(spec, copy), spec.fqn, "")
+                yield _ExpectedPiece(_piece(spec, copy), spec.fqn, "")
 
-    def _casts_to_judge(self) -> Iterator[_Judged]:
+    def _casts_to_judge(self) -> Iterator[_ExpectedPiece]:
         listing = self._listing
         for master, weight in listing.casts.items():
             own, other = listing.tensors[weight], listing.tensors[master]
@@ -133,9 +133,9 @@ class ListedVerification:
                 self._incomparable.append(f"{weight}: {own.dtype}, its master copy {other.dtype}")
                 continue
             for piece in self._index.pieces_of(own.fqn):
-                yield _Judged(piece, other.fqn, other.dtype)
+                yield _ExpectedPiece(piece, other.fqn, other.dtype)
 
-    def _windows_of_casts(self) -> list[list[Window]]:
+    def _windows_of_casts(self) -> list[list[CompareWindow]]:
         if self._deep:
             return [list(windows_of(number, each.piece)) for number, each in enumerate(self._casts)]
         blocks = SAMPLED_BYTES // PAGE_BYTES // max(len(self._casts), 1)
@@ -153,16 +153,20 @@ class ListedVerification:
             text = f"{found} bytes; expected {expected}, as it was when it was listed"
             return None if found == expected else Damage(key, None, None, None, text)
 
-        yield from filter(None, each_in_flight(judged, self._listing.files.items()))
+        yield from filter(None, ordered_parallel_map(judged, self._listing.files.items()))
 
     def _damages_of(
-        self, judged: Sequence[_Judged], windows: Sequence[Sequence[Window]], against: Source, chunk_bytes: int
+        self,
+        judged: Sequence[_ExpectedPiece],
+        windows: Sequence[Sequence[CompareWindow]],
+        against: TensorReader,
+        chunk_bytes: int,
     ) -> Iterator[Damage]:
         """Yield, for each piece, where it is not what it ought to be."""
         pieces = [_cut_to(each.piece, chunk_bytes) for each in judged]
-        own = Source(lambda number, _: [pieces[int(number)]], against.packs, self._settings)
+        own = TensorReader(lambda number, _: [pieces[int(number)]], against.packs, self._settings)
 
-        def compare(batch: Sequence[Window]) -> list[tuple[Window, Disagreement | str | None]]:
+        def compare(batch: Sequence[CompareWindow]) -> list[tuple[CompareWindow, Disagreement | str | None]]:
             of = [judged[window.number] for window in batch]
             try:
                 expected, _ = against.read(
@@ -182,7 +186,7 @@ class ListedVerification:
             ]
 
         gathered: _Gathered | None = None
-        for outcomes in each_in_flight(compare, batches(windows, BATCH_BYTES), BATCHES_AT_ONCE):
+        for outcomes in ordered_parallel_map(compare, batches(windows, BATCH_BYTES), BATCHES_AT_ONCE):
             for window, outcome in outcomes:
                 if outcome is not None:
                     if gathered is not None and gathered.number != window.number:
@@ -192,7 +196,7 @@ class ListedVerification:
                     gathered.take(window, outcome)
                 self._done += window.bytes
             if self._observer is not None:
-                self._observer.hear(Progress(self._done, self.total_bytes))
+                self._observer.on_event(Progress(self._done, self.total_bytes))
         if gathered is not None:
             yield gathered.damage()
 
@@ -201,7 +205,7 @@ class ListedVerification:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _ExpectedPiece:
     """A piece, and what it ought to hold."""
 
     piece: Piece
@@ -215,11 +219,11 @@ class _Judged:
 class _Gathered:
     """What is wrong with one piece, from all of its windows."""
 
-    def __init__(self, number: int, judged: _Judged) -> None:
+    def __init__(self, number: int, judged: _ExpectedPiece) -> None:
         self.number, self._judged = number, judged
         self._count, self._start, self._stop, self._text = 0, -1, -1, ""
 
-    def take(self, window: Window, outcome: Disagreement | str) -> None:
+    def take(self, window: CompareWindow, outcome: Disagreement | str) -> None:
         """Take in what is wrong with a window; they come in order."""
         piece, itemsize = self._judged.piece, self._judged.piece.tensor.itemsize
         if isinstance(outcome, str):
@@ -256,5 +260,5 @@ def _cut_finely(near: Callable[[str, Box], Sequence[Piece]]) -> Callable[[str, B
     return lambda fqn, box: [_cut_to(piece, PAGE_BYTES) for piece in near(fqn, box)]
 
 
-def _bytes_in(windows: Iterable[Iterable[Window]]) -> int:
+def _bytes_in(windows: Iterable[Iterable[CompareWindow]]) -> int:
     return sum(window.bytes for group in windows for window in group)

@@ -33,7 +33,7 @@ def opened(path: str, allow_root: list[str] | None = None) -> api.Checkpoint:
         CheckpointError: As `open_checkpoint`.
     """
     try:
-        return api.open_checkpoint(path, settings=Settings(reference_roots=tuple(allow_root or ())))
+        return api.open_checkpoint(path, settings=Settings(allowed_roots=tuple(allow_root or ())))
     except InvalidError as error:
         try:
             steps = [record.step for record in api.list_steps(path).steps if record.committed]

@@ -47,7 +47,7 @@ class Bar:
         """Take it away."""
         self._bar.stop()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Move on."""
         if isinstance(event, Progress):
             self._bar.update(self._task, completed=event.done_bytes, total=event.total_bytes)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.coordination.job import Job, error_from, error_text
-from holdfast.coordination.rank_ranges import rank_runs, ranks_in
+from holdfast.coordination.rank_ranges import rank_ranges, ranks_in
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.geometry.tensor import Role
 
@@ -33,7 +33,7 @@ class Statement:
     step: int
     """The step being saved; -1 for a save by path."""
 
-    place: bytes
+    location: bytes
     """8-byte digest of where it goes."""
 
     layout: bytes
@@ -50,7 +50,7 @@ class Statement:
 class Details:
     """What a rank publishes when it is asked to."""
 
-    place: str
+    location: str
     """Where it is saving."""
 
     plain: Plain
@@ -79,7 +79,7 @@ class Agreement:
     shared: Mapping[str, tuple[int, ...]]
     """Where ranks form several classes: for each plain tensor the ranks that hold it, ascending."""
 
-    speaks: bool
+    is_leader: bool
     """Whether this rank writes values and provenance for its class."""
 
     divergent: tuple[str, ...]
@@ -99,10 +99,10 @@ class Agreement:
         return found
 
 
-class Opening:
+class SaveAgreement:
     """One opening, on one rank."""
 
-    def __init__(self, job: Job, step: int, place: bytes) -> None:
+    def __init__(self, job: Job, step: int, location: bytes) -> None:
         """Take the next number.
 
         Args:
@@ -111,7 +111,7 @@ class Opening:
             place: 8-byte digest of where it goes.
         """
         self._job, self._step = job, step
-        self._of = [step, place.hex()]
+        self._of = [step, location.hex()]
         self._deadline = job.deadline()
         self._refused: str | None = None
         # Read before any verdict is looked for: one that lands in between must not move this rank past it.
@@ -137,15 +137,19 @@ class Opening:
         """Return the number that follows the last one rank 0 has closed."""
         job = self._job
         key = job.key("opening", "next")
-        return int(job.board.get_many([key], job.left(self._deadline))[0]) if job.board.present(key) else 0
+        return (
+            int(job.key_value_store.get_many([key], job.left(self._deadline))[0])
+            if job.key_value_store.present(key)
+            else 0
+        )
 
     def _verdict_at(self, sequence: int) -> dict[str, object] | None:
         """Return the verdict that stands at a number, without waiting for it."""
         job = self._job
         key = self._key("verdict", sequence)
-        if not job.board.present(key):
+        if not job.key_value_store.present(key):
             return None
-        verdict = json.loads(job.board.get_many([key], job.left(self._deadline))[0])
+        verdict = json.loads(job.key_value_store.get_many([key], job.left(self._deadline))[0])
         assert isinstance(verdict, dict)
         return verdict
 
@@ -153,13 +157,13 @@ class Opening:
         """Return whether rank 0 has opened this very save again, at a number."""
         job = self._job
         key = self._key("open", sequence, 0)
-        if not job.board.present(key):
+        if not job.key_value_store.present(key):
             return False
-        (record,) = job.board.get_many([key], job.left(self._deadline))
+        (record,) = job.key_value_store.get_many([key], job.left(self._deadline))
         if len(record) != _RECORD.size:
             return False
         statement = Statement(*_RECORD.unpack(record))
-        return [statement.step, statement.place.hex()] == self._of
+        return [statement.step, statement.location.hex()] == self._of
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank cannot save, so that none of them waits for it. Never raises."""
@@ -168,7 +172,7 @@ class Opening:
             return
         try:
             key = self._key("open", self._sequence, job.comm.rank)
-            job.board.set(key, _REFUSAL + error_text(error).encode(), job.left(self._deadline))
+            job.key_value_store.set(key, _REFUSAL + error_text(error).encode(), job.left(self._deadline))
             job.remember(self._sequence, [key])
             if job.comm.rank == 0:
                 text = error_text(error)
@@ -198,8 +202,8 @@ class Opening:
         job = self._job
         rank = job.comm.rank
         key = self._key("open", self._sequence, rank)
-        packed = _RECORD.pack(statement.step, statement.place, statement.layout, statement.agreeing, statement.other)
-        job.board.set(key, packed, job.left(self._deadline))
+        packed = _RECORD.pack(statement.step, statement.location, statement.layout, statement.agreeing, statement.other)
+        job.key_value_store.set(key, packed, job.left(self._deadline))
         job.remember(self._sequence, [key, self._key("details", self._sequence, rank)])
         verdict = self._settle("verdict", self._judge(survey)) if rank == 0 else self._await("verdict")
         if "describe" in verdict:
@@ -215,7 +219,7 @@ class Opening:
 
     def _agreement(self, verdict: Mapping[str, object]) -> Agreement:
         rank, world_size = self._job.comm.rank, self._job.comm.world_size
-        stated = verdict.get("classes") or [rank_runs(range(world_size))]
+        stated = verdict.get("classes") or [rank_ranges(range(world_size))]
         classes = [ranks_in(_list(each)) for each in _list(stated)]  # type: ignore[arg-type]
         own = next(each for each in classes if rank in each)
         holders = self._holders(classes) if len(classes) > 1 else {}
@@ -226,7 +230,7 @@ class Opening:
             attempt=self._job.attempt_id(self._sequence, self._step),
             own_class=own,
             shared=holders,
-            speaks=rank == own[0],
+            is_leader=rank == own[0],
             divergent=tuple(map(str, _list(verdict.get("divergent") or []))),
             note=note,
         )
@@ -249,9 +253,9 @@ class Opening:
         job = self._job
         keys = [self._key("open", self._sequence, rank) for rank in range(job.comm.world_size)]
         try:
-            records = job.board.get_many(keys, job.left(self._deadline))
+            records = job.key_value_store.get_many(keys, job.left(self._deadline))
         except TimeoutError:
-            absent = [rank for rank, key in enumerate(keys) if not job.board.present(key)]
+            absent = [rank for rank, key in enumerate(keys) if not job.key_value_store.present(key)]
             if absent:
                 return _refusal(
                     UnavailableError(
@@ -261,7 +265,7 @@ class Opening:
                     )
                 )
             # The last of them came while we counted.
-            records = job.board.get_many(keys, job.left(job.deadline()))
+            records = job.key_value_store.get_many(keys, job.left(job.deadline()))
         for rank, record in enumerate(records):
             if record.startswith(_REFUSAL) and len(record) != _RECORD.size:
                 error = error_from(record[1:].decode())
@@ -284,7 +288,7 @@ class Opening:
         if len(groups) == 1 and not differing:
             return self._surveyed(survey, {})
         asked = sorted({members[0] for members in groups} | set(differing))
-        return {"describe": asked, "classes": [*map(rank_runs, groups)] if len(groups) > 1 else None}
+        return {"describe": asked, "classes": [*map(rank_ranges, groups)] if len(groups) > 1 else None}
 
     def _skew(self, statements: Sequence[Statement]) -> InvalidError | None:
         by_step: dict[int, list[int]] = {}
@@ -293,7 +297,7 @@ class Opening:
         if len(by_step) > 1:
             said = "; ".join(f"step {step} on ranks {_some(ranks)}" for step, ranks in sorted(by_step.items()))
             return InvalidError(f"save: ranks save different steps: {said}; expected one step. Nothing was saved")
-        elsewhere = [rank for rank, each in enumerate(statements) if each.place != statements[0].place]
+        elsewhere = [rank for rank, each in enumerate(statements) if each.location != statements[0].location]
         if elsewhere:
             return InvalidError(
                 f"{self._name}: ranks {_some(elsewhere)} save to another path than rank 0; expected one path. "
@@ -330,17 +334,17 @@ class Opening:
 
     def _publish(self, details: Details) -> None:
         plain = {fqn: [dtype, list(shape), role.value] for fqn, (dtype, shape, role) in details.plain.items()}
-        document = [details.place, plain, dict(details.agreeing), dict(details.other)]
+        document = [details.location, plain, dict(details.agreeing), dict(details.other)]
         key = self._key("details", self._sequence, self._job.comm.rank)
-        self._job.board.set(key, json.dumps(document).encode(), self._job.left(self._deadline))
+        self._job.key_value_store.set(key, json.dumps(document).encode(), self._job.left(self._deadline))
 
     def _read_details(self, ranks: Sequence[int]) -> list[Details]:
         keys = [self._key("details", self._sequence, rank) for rank in ranks]
         found = []
-        for data in self._job.board.get_many(keys, self._job.left(self._deadline)):
-            place, plain, agreeing, other = json.loads(data)
+        for data in self._job.key_value_store.get_many(keys, self._job.left(self._deadline)):
+            location, plain, agreeing, other = json.loads(data)
             table = {fqn: (dtype, tuple(shape), Role(role)) for fqn, (dtype, shape, role) in plain.items()}
-            found.append(Details(place, table, agreeing, other))
+            found.append(Details(location, table, agreeing, other))
         return found
 
     def _settle(self, name: str, verdict: Mapping[str, object]) -> dict[str, object]:
@@ -348,10 +352,12 @@ class Opening:
         job = self._job
         text = json.dumps({**verdict, "of": self._of}).encode()
         key = self._key(name, self._sequence)
-        standing = job.board.compare_set(key, b"", text, job.left(job.deadline()))
+        standing = job.key_value_store.compare_set(key, b"", text, job.left(job.deadline()))
         if job.comm.rank == 0:
             # Older verdicts are forgotten; who missed them finds its place by this number instead.
-            job.board.set(job.key("opening", "next"), str(self._sequence + 1).encode(), job.left(job.deadline()))
+            job.key_value_store.set(
+                job.key("opening", "next"), str(self._sequence + 1).encode(), job.left(job.deadline())
+            )
             job.remember(self._sequence, [key])
         document = json.loads(standing)
         assert isinstance(document, dict)
@@ -361,7 +367,7 @@ class Opening:
         job = self._job
         key = self._key(name, self._sequence)
         try:
-            (text,) = job.board.get_many([key], job.left(self._deadline) + _GRACE_SECONDS)
+            (text,) = job.key_value_store.get_many([key], job.left(self._deadline) + _GRACE_SECONDS)
         except TimeoutError:
             silent = self._silence()
             return self._settle(name, _refusal(silent))
@@ -373,7 +379,7 @@ class Opening:
         """Return why there is no verdict: rank 0 may still be waiting, for somebody else."""
         job = self._job
         keys = [self._key("open", self._sequence, rank) for rank in range(job.comm.world_size)]
-        absent = [rank for rank, key in enumerate(keys) if not job.board.present(key)]
+        absent = [rank for rank, key in enumerate(keys) if not job.key_value_store.present(key)]
         patience = f"within {job.settings.commit_timeout_seconds} s of rank {job.comm.rank}"
         if absent:
             return UnavailableError(

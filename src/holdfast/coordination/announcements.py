@@ -66,8 +66,8 @@ class Announcements:
             self._requested = max(step, self._requested or 0)
             return
         try:
-            number = job.board.add(self._key("asks"), 1, job.settings.commit_timeout_seconds)
-            job.board.set(self._key("ask", number), str(step).encode(), job.settings.commit_timeout_seconds)
+            number = job.key_value_store.add(self._key("asks"), 1, job.settings.commit_timeout_seconds)
+            job.key_value_store.set(self._key("ask", number), str(step).encode(), job.settings.commit_timeout_seconds)
         except (CheckpointError, TimeoutError) as error:
             logger.warning("the save that was asked for cannot be announced: %s", error)
 
@@ -129,22 +129,24 @@ class Announcements:
             self.in_force = self._ahead.popleft()
             return
         key = self._key("told", self._count)
-        if not self._is_patient and not job.board.present(key):
+        if not self._is_patient and not job.key_value_store.present(key):
             raise TimeoutError(f"{key}: still not set")
-        (data,) = job.board.get_many([key], job.settings.commit_timeout_seconds)
+        (data,) = job.key_value_store.get_many([key], job.settings.commit_timeout_seconds)
         self.in_force = _read(data)
         self._count += 1
         if self._count % _BLOCK == 0:
             block = self._count // _BLOCK - 1
             # One that is not counted is made up for by the next.
             with suppress(CheckpointError, TimeoutError):
-                job.board.add(self._key("read", block), 1, job.settings.commit_timeout_seconds)
+                job.key_value_store.add(self._key("read", block), 1, job.settings.commit_timeout_seconds)
 
     def _publish(self, told: Announcement) -> None:
         """Make an announcement, or keep to what an earlier try has made that seemed to fail."""
         job = self._job
         value = json.dumps(asdict(told)).encode()
-        stands = job.board.compare_set(self._key("told", self._count), b"", value, job.settings.commit_timeout_seconds)
+        stands = job.key_value_store.compare_set(
+            self._key("told", self._count), b"", value, job.settings.commit_timeout_seconds
+        )
         told = _read(stands)
         self._count += 1
         self._until = told.until
@@ -155,32 +157,34 @@ class Announcements:
 
     def _read_asks(self) -> None:
         job = self._job
-        total = job.board.add(self._key("asks"), 0, job.settings.commit_timeout_seconds)
+        total = job.key_value_store.add(self._key("asks"), 0, job.settings.commit_timeout_seconds)
         if total == self._asks_read:
             return
         keys = [self._key("ask", number) for number in range(self._asks_read + 1, total + 1)]
         with suppress(TimeoutError):
-            job.board.wait(keys, _ASK_SECONDS)
+            job.key_value_store.wait(keys, _ASK_SECONDS)
         # Whoever failed between the count and the step has said so himself.
-        keys = [key for key in keys if job.board.present(key)]
-        steps = [int(each) for each in job.board.get_many(keys, _ASK_SECONDS)]
+        keys = [key for key in keys if job.key_value_store.present(key)]
+        steps = [int(each) for each in job.key_value_store.get_many(keys, _ASK_SECONDS)]
         self._asks_read = total
         if steps:
             self._requested = max(*steps, self._requested or 0)
-        job.board.delete(keys)
+        job.key_value_store.delete(keys)
 
     def _forget(self) -> None:
         """Remove announcements that every rank has read, so that the board stays small."""
         job = self._job
         blocks = range(self._blocks_forgotten, self._count // _BLOCK)
         for newest in reversed(blocks):
-            read = job.board.add(self._key("read", newest), 0, job.settings.commit_timeout_seconds)
+            read = job.key_value_store.add(self._key("read", newest), 0, job.settings.commit_timeout_seconds)
             if read < job.comm.world_size - 1:
                 continue
             # Whoever has read these has read all before them.
             for block in range(self._blocks_forgotten, newest + 1):
                 numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
-                job.board.delete([*(self._key("told", number) for number in numbers), self._key("read", block)])
+                job.key_value_store.delete(
+                    [*(self._key("told", number) for number in numbers), self._key("read", block)]
+                )
             self._blocks_forgotten = newest + 1
             return
 

@@ -31,7 +31,7 @@ class Aborted(Exception):
         self.error = error
 
 
-class Undecided(Exception):
+class OutcomeUnknown(Exception):
     """The deadline passed, the key-value store went, or publishing failed: somebody may have published.
 
     `storage_knows`: the manifest, if it is there, settles it; not so where making it durable failed.
@@ -42,7 +42,7 @@ class Undecided(Exception):
         self.reason, self.storage_knows = reason, storage_knows
 
 
-class Ballot:
+class CommitVote:
     """The keys of one attempt on the board, as one rank sees them.
 
     The outcome is a single compare-and-set from nothing to `publishing` or to an abort, so no two ranks can
@@ -66,15 +66,15 @@ class Ballot:
         deadline = job.deadline()
         key = self._key("vote", job.comm.rank)
         text = json.dumps([vote.part_bytes, vote.part_digest]).encode()
-        job.board.set(key, text, job.left(deadline))
+        job.key_value_store.set(key, text, job.left(deadline))
         self._voted = True
         # Never retried: a counter added to twice would commit without a rank.
-        count = job.board.add(self._key("count"), 1, job.left(deadline))
+        count = job.key_value_store.add(self._key("count"), 1, job.left(deadline))
         shared = [self._key(name) for name in ("count", "outcome", "result")] if job.comm.rank == 0 else []
         job.remember(self._sequence, [key, *shared])
         if count < job.comm.world_size:
             return False
-        standing = job.board.compare_set(self._key("outcome"), b"", _PUBLISHING, job.left(deadline))
+        standing = job.key_value_store.compare_set(self._key("outcome"), b"", _PUBLISHING, job.left(deadline))
         if standing != _PUBLISHING:
             raise Aborted(_abort_error(standing))
         return True
@@ -88,7 +88,7 @@ class Ballot:
         """Return every rank's vote, by rank; for the committer."""
         job = self._job
         keys = [self._key("vote", rank) for rank in range(job.comm.world_size)]
-        return [Vote(*json.loads(text)) for text in job.board.get_many(keys, job.left(job.deadline()))]
+        return [Vote(*json.loads(text)) for text in job.key_value_store.get_many(keys, job.left(job.deadline()))]
 
     def abort(self, error: BaseException) -> None:
         """End the attempt because of a failure here, unless somebody may be publishing.
@@ -99,14 +99,14 @@ class Ballot:
         job = self._job
         text = f"abort:{job.comm.rank}:{error_text(error)}".encode()
         try:
-            standing = job.board.compare_set(self._key("outcome"), b"", text, job.left(job.deadline()))
+            standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.left(job.deadline()))
             if standing == _PUBLISHING:
-                raise Undecided("another rank is publishing")
-            job.board.set(self._key("result"), standing, job.left(job.deadline()))
+                raise OutcomeUnknown("another rank is publishing")
+            job.key_value_store.set(self._key("result"), standing, job.left(job.deadline()))
         except (CheckpointError, TimeoutError) as failure:
             # Without this rank's vote the count cannot be completed, whatever the board does.
             if self._voted:
-                raise Undecided(str(failure)) from failure
+                raise OutcomeUnknown(str(failure)) from failure
 
     def announce_committed(self, manifest_digest: str, unhealthy: Sequence[str] = ()) -> None:
         """Tell who waits that the manifest is published. Never raises: the manifest is the truth.
@@ -133,7 +133,7 @@ class Ballot:
 
     def _announce(self, result: str) -> None:
         try:
-            self._job.board.set(self._key("result"), result.encode(), self._job.left(self._job.deadline()))
+            self._job.key_value_store.set(self._key("result"), result.encode(), self._job.left(self._job.deadline()))
         except (CheckpointError, TimeoutError):
             return
 
@@ -147,11 +147,11 @@ class Ballot:
         job = self._job
         deadline = job.deadline()
         try:
-            (result,) = job.board.get_many([self._key("result")], job.left(deadline))
+            (result,) = job.key_value_store.get_many([self._key("result")], job.left(deadline))
         except TimeoutError:
             result = self._abort_for_silence()
         except CheckpointError as failure:
-            raise Undecided(str(failure)) from failure
+            raise OutcomeUnknown(str(failure)) from failure
         kind, _, text = result.decode().partition(":")
         if kind == "committed":
             digest, _, unhealthy = text.partition(":")
@@ -162,10 +162,10 @@ class Ballot:
         if kind == "abort":
             raise Aborted(_abort_error(result))
         if kind == "unknown":
-            raise Undecided(str(error_from(text)), storage_knows=False)
+            raise OutcomeUnknown(str(error_from(text)), storage_knows=False)
         if kind == "doubt":
-            raise Undecided(text)
-        raise Undecided(
+            raise OutcomeUnknown(text)
+        raise OutcomeUnknown(
             f"the committing rank was publishing and fell silent for {job.settings.commit_timeout_seconds} s"
         )
 
@@ -173,19 +173,21 @@ class Ballot:
         """At the deadline: abort naming who did not vote, unless the outcome stands; return what stands."""
         job = self._job
         try:
-            silent = [rank for rank in range(job.comm.world_size) if not job.board.present(self._key("vote", rank))]
+            silent = [
+                rank for rank in range(job.comm.world_size) if not job.key_value_store.present(self._key("vote", rank))
+            ]
             who = f"ranks {silent[:16]} did not finish their part" if silent else "all ranks voted and none committed"
             error = UnavailableError(
                 f"{self._name}: {who} within {job.settings.commit_timeout_seconds} s of this rank; "
                 "the attempt is aborted. Look at those ranks"
             )
             text = f"abort:{job.comm.rank}:{error_text(error)}".encode()
-            standing = job.board.compare_set(self._key("outcome"), b"", text, job.left(job.deadline()))
+            standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.left(job.deadline()))
             if standing != _PUBLISHING:
-                job.board.set(self._key("result"), standing, job.left(job.deadline()))
+                job.key_value_store.set(self._key("result"), standing, job.left(job.deadline()))
             return standing
         except (CheckpointError, TimeoutError) as failure:
-            raise Undecided(str(failure)) from failure
+            raise OutcomeUnknown(str(failure)) from failure
 
     def _key(self, *parts: object) -> str:
         return self._job.key("attempt", self._attempt, *parts)

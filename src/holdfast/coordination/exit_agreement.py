@@ -34,7 +34,7 @@ takes milliseconds where nobody is dead."""
 _CLOSED = b"closed"
 
 
-class Alarm:
+class ExitAgreement:
     """The alarm of a run, on one rank."""
 
     def __init__(self, job: Job, grace_seconds: float) -> None:
@@ -53,7 +53,7 @@ class Alarm:
         # A thread that is waiting inside the board while the interpreter goes might end the process in its own way.
         atexit.register(self.close)
 
-    def is_time(self, told_at: float | None) -> bool:
+    def should_stop(self, told_at: float | None) -> bool:
         """Pass a call of the loop, or return that all ranks leave at this one.
 
         Args:
@@ -83,7 +83,7 @@ class Alarm:
             return
         with suppress(CheckpointError, TimeoutError):
             self._say_passed(_LOOK_SECONDS)
-            self._job.board.compare_set(self._wake(self._job.comm.rank), b"", _CLOSED, _LOOK_SECONDS)
+            self._job.key_value_store.compare_set(self._wake(self._job.comm.rank), b"", _CLOSED, _LOOK_SECONDS)
         self._thread.join(2 * _LOOK_SECONDS)
 
     def _raised(self, told_at: float) -> bool:
@@ -95,7 +95,7 @@ class Alarm:
         self._is_raised = True
         elapsed = f"{job.clock.monotonic_seconds() - told_at:.3f}".encode()
         try:
-            standing = job.board.compare_set(self._wake(0), b"", elapsed, self._left())
+            standing = job.key_value_store.compare_set(self._wake(0), b"", elapsed, self._left())
         except TimeoutError as error:
             raise UnavailableError(f"the other ranks cannot be told: {error}") from error
         self._is_late = standing == _CLOSED
@@ -104,7 +104,7 @@ class Alarm:
     def _verdict(self) -> int:
         key = self._job.key("alarm", "leave")
         try:
-            (text,) = self._job.board.get_many([key], self._left())
+            (text,) = self._job.key_value_store.get_many([key], self._left())
         except TimeoutError as error:
             raise UnavailableError(f"ranks did not all say in time how far they are: {error}") from error
         return int(text)
@@ -130,7 +130,7 @@ class Alarm:
         """Return for how long some rank has been told to end, once it is; None at the end of the run."""
         while not self._is_closed:
             try:
-                (text,) = self._job.board.get_many([self._wake(self._job.comm.rank)], _LISTEN_SECONDS)
+                (text,) = self._job.key_value_store.get_many([self._wake(self._job.comm.rank)], _LISTEN_SECONDS)
             except TimeoutError:
                 continue
             return None if text == _CLOSED else float(text)
@@ -146,12 +146,12 @@ class Alarm:
         if rank == 0:
             keys = [job.key("alarm", "passed", each) for each in range(job.comm.world_size)]
             leave_at = 1 + max(map(int, self._all_of(keys)))
-            job.board.set(job.key("alarm", "leave"), str(leave_at).encode(), self._left())
+            job.key_value_store.set(job.key("alarm", "leave"), str(leave_at).encode(), self._left())
 
     def _hand_on(self, rank: int, elapsed: bytes) -> None:
         """Wake the two ranks that a rank hands the alarm on to, or those after them where their loop is over."""
         for other in range(2 * rank + 1, min(2 * rank + 3, self._job.comm.world_size)):
-            if self._job.board.compare_set(self._wake(other), b"", elapsed, _LOOK_SECONDS) == _CLOSED:
+            if self._job.key_value_store.compare_set(self._wake(other), b"", elapsed, _LOOK_SECONDS) == _CLOSED:
                 self._hand_on(other, elapsed)
 
     def _say_passed(self, timeout_seconds: float) -> None:
@@ -160,14 +160,14 @@ class Alarm:
             self._is_heard = True
             passed = self._passed
         key = self._job.key("alarm", "passed", self._job.comm.rank)
-        self._job.board.set(key, str(passed).encode(), timeout_seconds)
+        self._job.key_value_store.set(key, str(passed).encode(), timeout_seconds)
 
     def _all_of(self, keys: list[str]) -> list[bytes]:
         clock = self._job.clock
         end = clock.monotonic_seconds() + self._left()
         while True:
             try:
-                return self._job.board.get_many(keys, _LOOK_SECONDS)
+                return self._job.key_value_store.get_many(keys, _LOOK_SECONDS)
             except TimeoutError:
                 if self._is_closed or clock.monotonic_seconds() >= end:
                     raise

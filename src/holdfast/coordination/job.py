@@ -15,7 +15,7 @@ from holdfast.engine.arena import Arena
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
 from holdfast.plan.plan_cache import Plans
-from holdfast.ports.comm import Board, Comm
+from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.settings import Settings
 
 _TELL_SECONDS = 1.0
@@ -49,9 +49,9 @@ class Job:
         self._keys: list[tuple[int, str]] = []
 
     @property
-    def board(self) -> Board:
+    def key_value_store(self) -> KeyValueStore:
         """The job's key-value store."""
-        return self.comm.board
+        return self.comm.key_value_store
 
     def key(self, *parts: object) -> str:
         """Return a key of this job."""
@@ -114,7 +114,7 @@ class Job:
         with self._keys_lock:
             old = [key for number, key in self._keys if number < sequence]
             self._keys = [(number, key) for number, key in self._keys if number >= sequence]
-        self.board.delete(old)
+        self.key_value_store.delete(old)
 
     def close(self) -> None:
         """Wait for saves under way and end the thread that carries them."""

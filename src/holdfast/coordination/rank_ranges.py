@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def rank_runs(ranks: Sequence[int]) -> list[list[int]]:
+def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
     """Return ranks as runs of `[first, stop, stride]`.
 
     The members of a pipeline stage, or of a column of a mesh, are one run.
@@ -30,5 +30,5 @@ def rank_runs(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def ranks_in(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks that `rank_runs` wrote down."""
+    """Return the ranks that `rank_ranges` wrote down."""
     return tuple(rank for first, stop, stride in runs for rank in range(first, stop, stride))

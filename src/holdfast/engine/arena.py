@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from holdfast.clock import Clock
-from holdfast.engine.buffers import RETIRED, new_slab
+from holdfast.engine.buffers import QUARANTINED, allocate_aligned
 from holdfast.engine.host import ranks_on_host
 from holdfast.engine.memory_limits import free_memory_bytes
 from holdfast.ports.framework import Pin, Unpin
@@ -87,13 +87,13 @@ class Arena:
             self._free.append(slab)
             self._changed.notify_all()
 
-    def retire(self, slab: memoryview) -> None:
+    def quarantine_buffer(self, slab: memoryview) -> None:
         """Never lend a slab again, nor free or unpin its memory: a device may still copy into it.
 
         The budget is that much less from now on.
         """
         with self._changed:
-            RETIRED.append(slab)
+            QUARANTINED.append(slab)
             self.retired += 1
             self._made -= 1
             self._bytes_max = self._budget() - self.slab_bytes
@@ -129,7 +129,7 @@ class Arena:
         count = min(at_once, budget // self.slab_bytes - self._made)
         if count <= 0:
             return False
-        block = new_slab(count * self.slab_bytes)
+        block = allocate_aligned(count * self.slab_bytes)
         self._blocks.append(block)
         self._made += count
         # The first one taken is the first of the block.

@@ -15,11 +15,11 @@ _WIPE_ON_FORK = 18
 
 _HUGE_PAGE_BYTES = 2 * MIB
 
-RETIRED: list[memoryview] = []
+QUARANTINED: list[memoryview] = []
 """Slabs that are never lent again, kept, and with them the blocks they are cut from, while the process lives."""
 
 
-def new_slab(slab_bytes: int) -> memoryview:
+def allocate_aligned(slab_bytes: int) -> memoryview:
     """Return a writable, page-aligned buffer of at least `slab_bytes`.
 
     Huge pages are asked for where the kernel has them: one fault instead of five hundred, and a direct read or write
@@ -44,12 +44,12 @@ def new_slab(slab_bytes: int) -> memoryview:
     return memoryview(private)[first : first + length]
 
 
-class Slabs:
+class BufferPool:
     """A fixed number of equal buffers cut from one allocation; who wants one while all are out waits."""
 
     def __init__(self, count: int, slab_bytes: int) -> None:
         pitch = -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES
-        memory = new_slab(count * pitch)
+        memory = allocate_aligned(count * pitch)
         # Last in, first out: the buffer used a moment ago is the one still in the processor's cache.
         self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()
         self._pitch = pitch
@@ -64,10 +64,10 @@ class Slabs:
         """Put a buffer back."""
         self._free.put(slab)
 
-    def retire(self, slab: memoryview) -> None:
+    def quarantine_buffer(self, slab: memoryview) -> None:
         """Never lend a buffer again, for a device may still copy into it; another takes its place."""
-        RETIRED.append(slab)
-        self.give(new_slab(self._pitch))
+        QUARANTINED.append(slab)
+        self.give(allocate_aligned(self._pitch))
 
     @contextmanager
     def lent(self) -> Iterator[memoryview]:

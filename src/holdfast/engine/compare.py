@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine.casting import cast, widened
 from holdfast.engine.target import HostTarget
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.diff import Change
 
 Array = NDArray[np.generic]
@@ -22,7 +22,7 @@ _SAFE_EXPONENT = 400
 """Numbers between 2**-400 and 2**400 are squared, and their squares summed, without overflow or underflow."""
 
 
-@noun
+@value_class
 class Disagreement:
     """Where two runs of elements that ought to be the same are not."""
 

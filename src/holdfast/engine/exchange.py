@@ -12,13 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from holdfast.clock import Clock
-from holdfast.engine.buffers import new_slab
-from holdfast.engine.read import carry_out, read_through, settle_all
+from holdfast.engine.buffers import allocate_aligned
+from holdfast.engine.read import execute, read_through, verify_and_place_all
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
-from holdfast.types.exchange import ExchangePlan, ExchangeRound, Pace, Take, give_slot_bytes, take_slot_bytes
+from holdfast.types.exchange import ExchangePlan, ExchangeRound, Take, Throughput, give_slot_bytes, take_slot_bytes
 from holdfast.types.plan import LoadPlan, ReadRun
 
 _WORD = struct.Struct("<?qdqd")
@@ -27,7 +27,7 @@ _AREAS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferStats:
     """What a rank's load came to."""
 
     read_bytes: int
@@ -44,27 +44,27 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class ExchangeProbe:
     """When to look at what was measured, and what to make of it; the same on every rank."""
 
     after_rounds: int
     """Rounds that are measured first."""
 
-    goes_on: Callable[[Sequence[Pace]], bool]
+    goes_on: Callable[[Sequence[Throughput]], bool]
     """Whether the rest is to be exchanged too, by the paces of all ranks; otherwise every rank reads its own."""
 
 
 def carry_out_exchange(
     planned: Callable[[], ExchangePlan],
     round_count: int,
-    weighing: Weighing | None,
+    weighing: ExchangeProbe | None,
     comm: Comm,
     clock: Clock,
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
     moved: Callable[[int], None] | None = None,
-) -> Moved:
+) -> TransferStats:
     """Read, pass on, check and place everything a plan lists; a collective of every rank.
 
     A receiver checks every chunk again: it must not trust memory and wires that the reader's check never saw.
@@ -92,18 +92,18 @@ def carry_out_exchange(
             threads.shutdown(wait=True, cancel_futures=True)
             raise
     if rest is None:
-        return Moved(0, 0, whole=False)
+        return TransferStats(0, 0, whole=False)
     runs, given_bytes, received_bytes = rest
     seconds = clock.monotonic_seconds() - start
     plan = LoadPlan(tuple(_joined(runs, settings.read_window_bytes)))
     if moved is not None:
         moved(given_bytes + received_bytes - passing.moved_bytes)
-    carry_out(plan, packs, targets, settings, moved=moved)
-    return Moved(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds)
+    execute(plan, packs, targets, settings, moved=moved)
+    return TransferStats(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds)
 
 
 def _exchange(
-    planned: Callable[[], ExchangePlan], round_count: int, weighing: Weighing | None, comm: Comm, passing: _Passing
+    planned: Callable[[], ExchangePlan], round_count: int, weighing: ExchangeProbe | None, comm: Comm, passing: _Passing
 ) -> tuple[list[ReadRun], int, int] | None:
     """Go through the rounds; return what is left to read, bytes read and bytes received, or None if a rank failed."""
     own: Exception | None = None
@@ -127,7 +127,11 @@ def _exchange(
             raise own
         if any(word[0] for word in words):
             return None
-        if weighing and number == weighing.after_rounds and not weighing.goes_on([Pace(*word[1:]) for word in words]):
+        if (
+            weighing
+            and number == weighing.after_rounds
+            and not weighing.goes_on([Throughput(*word[1:]) for word in words])
+        ):
             break
         try:
             passing.exchange(number, comm)
@@ -146,7 +150,7 @@ def _exchange(
     return [*takes, *gives, *alone.runs], given_bytes, received_bytes
 
 
-def _word(own: Exception | None, pace: Pace) -> bytes:
+def _word(own: Exception | None, pace: Throughput) -> bytes:
     return _WORD.pack(own is not None, pace.read_bytes, pace.read_seconds, pace.moved_bytes, pace.moved_seconds)
 
 
@@ -175,7 +179,7 @@ class _Passing:
         self._taken: list[memoryview] = []
         self._begun = 0
         self._exchange_began = 0.0
-        self.pace = Pace(0, 0.0, 0, 0.0)
+        self.pace = Throughput(0, 0.0, 0, 0.0)
         """The best of the rounds that were measured: other work on the machine only ever slows them."""
 
     def begin(self, rounds: Sequence[ExchangeRound]) -> None:
@@ -184,8 +188,8 @@ class _Passing:
         give_bytes = max((sum(_give_sizes(each)) for each in rounds), default=0)
         take_bytes = max((sum(_take_sizes(each)) for each in rounds), default=0)
         areas = _AREAS if len(rounds) > max(self._probe_rounds, 1) else 1
-        self._give_areas = [new_slab(max(give_bytes, 1)) for _ in range(areas)]
-        self._take_areas = [new_slab(max(take_bytes, 1)) for _ in range(areas)]
+        self._give_areas = [allocate_aligned(max(give_bytes, 1)) for _ in range(areas)]
+        self._take_areas = [allocate_aligned(max(take_bytes, 1)) for _ in range(areas)]
 
     def prepare(self, number: int) -> None:
         """Read what this rank gives in a round, and have memory ready for what it takes.
@@ -241,7 +245,7 @@ class _Passing:
         self._exchange_began = self._clock.monotonic_seconds()
         comm.exchange(self._gives, self._takes)
         self._places[number] = [
-            self._threads.submit(settle_all, take.run, data, self._way_of(take), self._targets)
+            self._threads.submit(verify_and_place_all, take.run, data, self._way_of(take), self._targets)
             for take, data in zip(self._rounds[number].takes, self._taken, strict=True)
         ]
         if self._moved is not None:

@@ -18,7 +18,7 @@ _holders = 0
 _was_enabled = False
 
 
-class CollectorPause:
+class GcPause:
     """Keeps the cyclic garbage collector from running in this process from `begin` to `end`, or for a block.
 
     A plan for 20,000 tensors makes hundreds of thousands of values that all live until it is carried out. The
@@ -70,14 +70,14 @@ class CollectorPause:
         self.end()
 
 
-def is_little(data_bytes: int) -> bool:
+def is_small_transfer(data_bytes: int) -> bool:
     """Return whether so much data moves in less time than a plan of many tensors takes."""
     return data_bytes <= _LITTLE_BYTES
 
 
-def collector_paused_for(data_bytes: int) -> CollectorPause | nullcontext[None]:
+def gc_paused_for(data_bytes: int) -> GcPause | nullcontext[None]:
     """Keep the collector from running while little data moves."""
-    return CollectorPause() if is_little(data_bytes) else nullcontext()
+    return GcPause() if is_small_transfer(data_bytes) else nullcontext()
 
 
 def _start_afresh() -> None:

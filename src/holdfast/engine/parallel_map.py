@@ -18,7 +18,7 @@ CALLS_AT_ONCE = 16
 """Enough to hide what a disk or a network takes to answer, few enough for a pool of connections."""
 
 
-def each_in_flight(
+def ordered_parallel_map(
     act: Callable[[_Item], _Result], items: Iterable[_Item], calls_at_once: int = CALLS_AT_ONCE
 ) -> Iterator[_Result]:
     """Yield what `act` returns for each item, in their order, with several calls at once and as many results waiting.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from holdfast.engine.buffers import Slabs
+from holdfast.engine.buffers import BufferPool
 from holdfast.engine.host import ranks_on_host
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import digest_of, new_digest
@@ -24,12 +24,12 @@ _SETTLED_BYTES = MIB
 cache (docs/architecture.md, Amendments, has the measurements)."""
 
 
-def carry_out(
+def execute(
     plan: LoadPlan,
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
-    slabs: Slabs | None = None,
+    slabs: BufferPool | None = None,
     moved: Callable[[int], None] | None = None,
 ) -> None:
     """Read, check and place everything a plan lists.
@@ -51,12 +51,12 @@ def carry_out(
         return
     count = min(settings.windows_in_flight, len(plan.runs))
     if slabs is None:
-        slabs = Slabs(count, max(run.stop - run.start for run in plan.runs) + 2 * PAGE_BYTES)
+        slabs = BufferPool(count, max(run.stop - run.start for run in plan.runs) + 2 * PAGE_BYTES)
     copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
-    def read(run: ReadRun, slabs: Slabs = slabs) -> None:
+    def read(run: ReadRun, slabs: BufferPool = slabs) -> None:
         with slabs.lent() as slab:
-            _Reading(run, packs(run.pack), targets, settings.in_place_bytes_min, copying).carry_out(slab)
+            _RunRead(run, packs(run.pack), targets, settings.zero_copy_bytes_min, copying).execute(slab)
         if moved is not None:
             moved(run.stop - run.start)
 
@@ -70,7 +70,7 @@ def carry_out(
             raise
 
 
-class _Reading:
+class _RunRead:
     """One run on its way: straight into the targets what lies in memory already, the rest through a slab."""
 
     def __init__(
@@ -78,13 +78,13 @@ class _Reading:
         run: ReadRun,
         stored: Stored,
         targets: Sequence[Target],
-        in_place_bytes_min: int,
+        zero_copy_bytes_min: int,
         copying: threading.Semaphore,
     ) -> None:
         self._run, self._stored, self._targets = run, stored, targets
-        self._in_place_bytes_min, self._copying = in_place_bytes_min, copying
+        self._in_place_bytes_min, self._copying = zero_copy_bytes_min, copying
 
-    def carry_out(self, slab: memoryview) -> None:
+    def execute(self, slab: memoryview) -> None:
         """Read, check and place every chunk."""
         run = self._run
         homes = [self._home(chunk) for chunk in run.chunks]
@@ -104,7 +104,7 @@ class _Reading:
 
         def settle_part(number: int, data: memoryview) -> None:
             try:
-                settle_all(parts[number], data, self._stored.url, self._targets)
+                verify_and_place_all(parts[number], data, self._stored.url, self._targets)
             except Exception as error:
                 unsettled.append(error)
                 raise
@@ -156,7 +156,9 @@ class _Reading:
                 if chunk.expected and hashing.digests[number] != chunk.expected:
                     return number
             else:
-                settle(chunk, slab[chunk.offset - run.start :][: chunk.bytes], self._stored.url, self._targets)
+                verify_and_place(
+                    chunk, slab[chunk.offset - run.start :][: chunk.bytes], self._stored.url, self._targets
+                )
         return len(run.chunks)
 
 
@@ -210,11 +212,11 @@ def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], slab: 
     """Read a run into a slab, check and place every chunk, and return where its bytes lie in the slab."""
     with pack_expected(run, stored):
         (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [slab])
-    settle_all(run, data, stored.url, targets)
+    verify_and_place_all(run, data, stored.url, targets)
     return data
 
 
-def settle_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Target]) -> None:
+def verify_and_place_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Target]) -> None:
     """Check every chunk of a run and copy what is wanted of it.
 
     Raises:
@@ -230,7 +232,7 @@ def settle_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Tar
             _require_digest(chunk, raw, where)
             tiny.append((targets[part.wanted_number], part.box, (start, stop)))
         else:
-            settle(chunk, raw, where, targets)
+            verify_and_place(chunk, raw, where, targets)
     if tiny:
         own, boxes, ranges = zip(*tiny, strict=True)
         own[0].place_together(own, boxes, data, ranges)
@@ -241,7 +243,7 @@ def _is_all(chunk: ChunkRead, part: Part) -> bool:
     return part.box is chunk.piece.region and part.box is part.source_box and chunk.bytes == chunk.piece.bytes
 
 
-def settle(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
+def verify_and_place(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
     """Check a chunk and copy what is wanted of it."""
     _require_digest(chunk, raw, where)
     itemsize = chunk.piece.tensor.itemsize

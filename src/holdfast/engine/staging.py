@@ -153,7 +153,7 @@ class Staging:
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
-            self._arena.retire(window.slab)
+            self._arena.quarantine_buffer(window.slab)
             raise
 
     def _await_copies(self) -> None:

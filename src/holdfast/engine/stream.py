@@ -13,7 +13,7 @@ from holdfast.ports.framework import Source, Ticket
 from holdfast.types.plan import PackItem, PackPlan
 
 
-class Windows(Protocol):
+class BufferStream(Protocol):
     """The stream of one pack, cut into windows."""
 
     def room(self) -> memoryview:
@@ -25,7 +25,7 @@ class Windows(Protocol):
         ...
 
 
-class FilledWindows(Windows, Protocol):
+class FilledWindows(BufferStream, Protocol):
     """Windows into which copies may still be under way when they are passed on."""
 
     def await_copy(self, ticket: Ticket) -> None:
@@ -69,7 +69,7 @@ def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequenc
 def stream(
     header: bytes,
     pack: PackPlan,
-    windows: Windows,
+    windows: BufferStream,
     chunk_bytes: int,
     sources: Sequence[Source] | None,
     nonfinite: NonFinite | None = None,
@@ -111,7 +111,7 @@ _TOGETHER_MAX = 1024
 """Pieces copied at once: their bytes are hashed before they leave the processor's cache."""
 
 
-def _tiny_from(items: Sequence[PackItem], first: int, windows: Windows, tiny_bytes_max: int) -> Sequence[PackItem]:
+def _tiny_from(items: Sequence[PackItem], first: int, windows: BufferStream, tiny_bytes_max: int) -> Sequence[PackItem]:
     """Return the tiny pieces, neighbours from `first` on, that the rest of a window holds."""
     if not 0 < items[first].bytes <= tiny_bytes_max:
         return ()
@@ -124,7 +124,7 @@ def _tiny_from(items: Sequence[PackItem], first: int, windows: Windows, tiny_byt
     return items[first:stop]
 
 
-def _room_for(items: Sequence[PackItem], windows: Windows) -> memoryview:
+def _room_for(items: Sequence[PackItem], windows: BufferStream) -> memoryview:
     """Return what of the current window neighbouring pieces fill."""
     return windows.room()[: items[-1].data_offset + items[-1].bytes - items[0].data_offset]
 
@@ -135,7 +135,7 @@ def _copied_together(items: Sequence[PackItem], room: memoryview, sources: Seque
 
 
 def _together(
-    items: Sequence[PackItem], windows: Windows, sources: Sequence[Source] | None, nonfinite: NonFinite | None
+    items: Sequence[PackItem], windows: BufferStream, sources: Sequence[Source] | None, nonfinite: NonFinite | None
 ) -> list[bytes]:
     """Copy and hash neighbouring pieces of one chunk each, in one go; return their digests."""
     room, start = _room_for(items, windows), items[0].data_offset
@@ -149,7 +149,7 @@ def _together(
 
 
 def chunk_digests(
-    item: PackItem, windows: Windows, chunk_bytes: int, source: Source | None, nonfinite: NonFinite | None
+    item: PackItem, windows: BufferStream, chunk_bytes: int, source: Source | None, nonfinite: NonFinite | None
 ) -> Iterator[bytes]:
     """Copy and hash a piece of any size; yield the digest of each chunk as soon as it is known."""
     for number in range(chunk_count(item.bytes, chunk_bytes)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from holdfast.engine.buffers import Slabs
+from holdfast.engine.buffers import BufferPool
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.staging import Staging
 from holdfast.engine.stream import Scratch, stream
@@ -43,7 +43,7 @@ class PackWriter:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
-        self._slabs = Slabs(settings.windows_in_flight + 1, settings.window_bytes)
+        self._slabs = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
 
     def write(
         self, pack: PlannedPack, sources: Sequence[Source], written: Callable[[int], None] | None = None
@@ -89,7 +89,7 @@ class PackWriter:
         try:
             yield slab
         except BaseException:
-            self._slabs.retire(slab)
+            self._slabs.quarantine_buffer(slab)
             raise
         self._slabs.give(slab)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.export import Checksum, ExportFile, ExportTensor
 
 
-@noun
+@value_class
 class TensorLeaf:
     """Stands in a state to be written for a tensor that is stored."""
 
@@ -80,7 +80,7 @@ class FileLayout:
         )
 
 
-@noun
+@value_class
 class SmallTensor:
     """Stands in a state to be written for a tensor whose elements are known already."""
 

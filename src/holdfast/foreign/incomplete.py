@@ -7,7 +7,7 @@ from holdfast.foreign.dcp.reader import METADATA
 from holdfast.foreign.deepspeed.folder import FIRST_FILES, LATEST, holds_states, tag_in
 from holdfast.foreign.wording import shown
 from holdfast.ports.store import Readable
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 
 _ITEMS = ".distcp"
 _TAGS_MAX = 5
@@ -26,7 +26,7 @@ class RemainsFormat:
         """Return whether a folder was named that holds some files of a checkpoint."""
         return not name and _missing(files) is not None
 
-    def listing(self, files: Readable, name: str) -> Listing:
+    def listing(self, files: Readable, name: str) -> ForeignListing:
         """Raise an error that says what is there, and what is not."""
         raise MissingError(f"{files.url}: {_missing(files)}")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import InvalidError
-from holdfast.foreign.pickles.objects import DTypeRef, Instance, Named
+from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, OpaqueObject
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value
 
@@ -31,7 +31,7 @@ _LEAVES = (
 _KEYS = (str, int, float, bool, type(None))
 
 
-def plain(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) -> Value:
+def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) -> Value:
     """Return a value of a pickle as one that can be kept.
 
     An object of a class we do not have is left out: `Skipped` stands in its place, and a remark names path and class.
@@ -53,9 +53,9 @@ def plain(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) -> 
     if isinstance(value, dict):
         return _dict(value, path, on_tensor, remarks)
     if isinstance(value, list):
-        return [plain(each, f"{path}.{number}", on_tensor, remarks) for number, each in enumerate(value)]
+        return [to_value(each, f"{path}.{number}", on_tensor, remarks) for number, each in enumerate(value)]
     if isinstance(value, tuple):
-        return tuple([plain(each, f"{path}.{number}", on_tensor, remarks) for number, each in enumerate(value)])
+        return tuple([to_value(each, f"{path}.{number}", on_tensor, remarks) for number, each in enumerate(value)])
     if isinstance(value, set | frozenset):
         return _set(value, path, remarks)
     if isinstance(value, _LEAVES):
@@ -103,7 +103,7 @@ def _dict(value: dict[Any, object], path: str, on_tensor: OnTensor, remarks: lis
     kept: dict[Any, Value] = OrderedDict() if isinstance(value, OrderedDict) else {}
     for key, each in value.items():
         if is_key(key):
-            kept[key] = plain(each, below(path, key), on_tensor, remarks)
+            kept[key] = to_value(each, below(path, key), on_tensor, remarks)
         else:
             remark(remarks, f"{path}: an entry is left out: its key is a {type(key).__name__}, not text or a number")
     return Counter(kept) if isinstance(value, Counter) and _counts(kept) else kept
@@ -132,14 +132,14 @@ def _set(value: set[Any] | frozenset[Any], path: str, remarks: list[str]) -> Val
 def _left_out(value: object, path: str, remarks: list[str]) -> Skipped:
     if len(remarks) > REMARKS_MAX:
         return Skipped("")  # Its name has been told of nowhere; of millions it would only take memory.
-    name = value.qualname if isinstance(value, Instance | Named) else f"{type(value).__name__} of another type"
-    count = _tensors_of(value) if isinstance(value, Instance) else 0
+    name = value.qualname if isinstance(value, OpaqueObject | GlobalName) else f"{type(value).__name__} of another type"
+    count = _tensors_of(value) if isinstance(value, OpaqueObject) else 0
     what = f"{name}, with {count} tensors in it" if count else name
     remark(remarks, f"{path}: left out; it is a {what}. Save it as plain values to have it read")
     return Skipped(path)
 
 
-def _tensors_of(instance: Instance) -> int:
+def _tensors_of(instance: OpaqueObject) -> int:
     """Return how many tensors an object holds, those of objects within it set aside."""
     waiting: list[object] = [instance.args, instance.state, instance.items]
     count = 0

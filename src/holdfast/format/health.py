@@ -89,7 +89,7 @@ def _rank_in(text: object) -> int | None:
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and values.plain(name)
+    return isinstance(name, str) and values.is_json_scalar(name)
 
 
 def _are_ranks(found: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.format.sealed_json import Fields
-from holdfast.format.values.values import plain
+from holdfast.format.values.values import is_json_scalar
 from holdfast.settings import LEASE_SECONDS_MAX
 from holdfast.types.epoch import Holder
 
@@ -34,7 +34,7 @@ def decode_holder(said: dict[str, object], where: str) -> Holder:
         return 0 < seconds <= LEASE_SECONDS_MAX
 
     return Holder(
-        **{name: field.of(name, str, plain) for name in ("host", "boot", "namespaces", "since", "nonce")},
+        **{name: field.of(name, str, is_json_scalar) for name in ("host", "boot", "namespaces", "since", "nonce")},
         pid=field.whole("pid", (1 << 31) - 1),
         started=field.whole("started", 1 << 62),
         lease_seconds=field.of("lease_seconds", float, is_lease),

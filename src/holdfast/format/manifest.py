@@ -98,10 +98,10 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
                 f"{where}: refers to {pack.name}, a pack of step {other}, in a checkpoint {said}; expected another step"
             )
     return Manifest(
-        run_id=field.of("run_id", str, values.plain),
+        run_id=field.of("run_id", str, values.is_json_scalar),
         step=step,
         attempt=field.of("attempt", str, lambda text: re.fullmatch("[0-9a-f]{16}", text) is not None),
-        created=field.of("created", str, values.plain),
+        created=field.of("created", str, values.is_json_scalar),
         parent=_parent(document.get("parent"), where),
         world_size=field.whole("world_size", WORLD_SIZE_MAX),
         layouts=tuple(dict(each) for each in field.of("layouts", list) if isinstance(each, dict)),
@@ -114,7 +114,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         parts=_records(field.of("parts", list), is_part_name, where),
         indexes=_records(field.of("indexes", list), is_index_name, where),
         overview=_overview(document.get("overview"), where),
-        origin=field.of("origin", str, values.plain) if document.get("origin") is not None else None,
+        origin=field.of("origin", str, values.is_json_scalar) if document.get("origin") is not None else None,
         masters=field.texts("masters") if document.get("masters") is not None else {},
         epoch=_epoch(document, where),
         metrics=_metrics(document.get("metrics"), where),
@@ -179,7 +179,7 @@ def _records(entries: list[object], is_name: Callable[[str], bool], where: str) 
 
 
 def _is_pack_or_elsewhere(name: str) -> bool:
-    return is_pack_name(name) or step_of_pack(name) is not None or (is_file_url(name) and values.plain(name))
+    return is_pack_name(name) or step_of_pack(name) is not None or (is_file_url(name) and values.is_json_scalar(name))
 
 
 def _overview(entry: object, where: str) -> FileRecord | None:
@@ -205,6 +205,6 @@ def _parent(entry: object, where: str) -> Parent | None:
         return None
     if isinstance(entry, list) and len(entry) == 3:
         run_id, step, digest = entry
-        if isinstance(run_id, str) and values.plain(run_id) and type(step) is int and isinstance(digest, str):
+        if isinstance(run_id, str) and values.is_json_scalar(run_id) and type(step) is int and isinstance(digest, str):
             return Parent(run_id, step, digest)
     raise CorruptError(f"{where}: parent {str(entry)[:80]!r}; expected [run, step, digest]")

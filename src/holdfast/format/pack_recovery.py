@@ -13,7 +13,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import BY_SAFETENSORS, DTYPES
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.types.plan import APART
+from holdfast.types.plan import OPAQUE_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]
         metadata: dict[str, Any] = cast(Any, loads(header[8:]))["__metadata__"]
         shapes = cast(Any, loads(metadata["holdfast.global_shapes"].encode()))
         notes = cast(
-            Any, loads(metadata["holdfast.pieces" if pack.startswith(APART) else "DCP_SHARDING_INFO"].encode())
+            Any, loads(metadata["holdfast.pieces" if pack.startswith(OPAQUE_FOLDER) else "DCP_SHARDING_INFO"].encode())
         )
         pieces = []
         for entry in entries_of(header, where):
             note = notes[entry.fqn]
-            if pack.startswith(APART):
+            if pack.startswith(OPAQUE_FOLDER):
                 dtype, region = note["dtype"], _region_of(note)
             else:
                 start = tuple(note["saved_offsets"])

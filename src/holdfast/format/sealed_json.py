@@ -90,7 +90,7 @@ class Fields:
         """Return a field that maps texts to texts."""
 
         def plain_texts(found: dict[object, object]) -> bool:
-            return all(isinstance(each, str) and values.plain(each) for pair in found.items() for each in pair)
+            return all(isinstance(each, str) and values.is_json_scalar(each) for pair in found.items() for each in pair)
 
         return self.of(name, dict, plain_texts)
 

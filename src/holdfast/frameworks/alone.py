@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 
-class OwnBoard:
+class OwnKeyValueStore:
     """A key-value store inside this process."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class AloneComm:
     """One process alone."""
 
     def __init__(self) -> None:
-        self._board = OwnBoard()
+        self._key_value_store = OwnKeyValueStore()
 
     @property
     def rank(self) -> int:
@@ -85,9 +85,9 @@ class AloneComm:
         return 1
 
     @property
-    def board(self) -> OwnBoard:
+    def key_value_store(self) -> OwnKeyValueStore:
         """A key-value store inside this process."""
-        return self._board
+        return self._key_value_store
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Return the payload."""

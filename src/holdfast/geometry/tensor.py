@@ -8,10 +8,10 @@ from enum import Enum
 
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import Region
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 
 
-@noun
+@value_class
 class TensorSpec:
     """A tensor as the checkpoint knows it, independent of any rank."""
 
@@ -78,7 +78,7 @@ class Role(Enum):
     """Anything else: taken whole from the lowest rank that holds it."""
 
 
-@noun
+@value_class
 class Shard:
     """What one rank holds of one tensor."""
 

@@ -9,7 +9,7 @@ Kind = TypeVar("Kind")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def noun(kind: type[Kind]) -> type[Kind]:
+def value_class(kind: type[Kind]) -> type[Kind]:
     """Return a class as a slotted dataclass with a hash, which mypy takes for frozen.
 
     Python's own `frozen=True` sets every field through a call, which makes a value of five fields four times as

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from holdfast.clock import Clock, told_time
+from holdfast.clock import Clock, utc_now_text
 from holdfast.types.epoch import Holder
 
 _NONCE_BYTES = 16
@@ -21,7 +21,7 @@ def this_process(clock: Clock, lease_seconds: float) -> Holder:
         namespaces=_namespaces(),
         pid=os.getpid(),
         started=stat.started if stat is not None else 0,
-        since=told_time(clock),
+        since=utc_now_text(clock),
         nonce=clock.random_bytes(_NONCE_BYTES).hex(),
         lease_seconds=lease_seconds,
     )

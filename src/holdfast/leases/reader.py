@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.leases.process import can_be_seen, is_gone, this_process
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_digest
-from holdfast.repository.epochs import RELEASED, newest_epoch, read_beat, read_epoch
+from holdfast.repository.epochs import RELEASED, newest_epoch, read_epoch, read_heartbeat
 from holdfast.repository.leases import leases, put_lease
 from holdfast.repository.removal import marks
 from holdfast.types.epoch import Holder
@@ -26,7 +26,7 @@ _RENEWALS_PER_LEASE = 3
 _LOOKS_PER_LEASE = 50
 
 
-def is_going(store: Store, clock: Clock, step: int, digest: str) -> bool:
+def is_being_deleted(store: Store, clock: Clock, step: int, digest: str) -> bool:
     """Return whether a step is just being removed by somebody who may still be at it.
 
     Args:
@@ -42,24 +42,24 @@ def is_going(store: Store, clock: Clock, step: int, digest: str) -> bool:
 def _is_held(store: Store, clock: Clock, epoch: int) -> bool:
     """Return whether an epoch has a holder at work; where that cannot be seen, after watching its beat."""
     try:
-        if epoch != newest_epoch(store) or read_beat(store, epoch) == RELEASED:
+        if epoch != newest_epoch(store) or read_heartbeat(store, epoch) == RELEASED:
             return False
         record = read_epoch(store, epoch)
         if record is None or is_gone(record.holder):
             return False
         if can_be_seen(record.holder):
             return True
-        seen, start = read_beat(store, epoch), clock.monotonic_seconds()
+        seen, start = read_heartbeat(store, epoch), clock.monotonic_seconds()
         while clock.monotonic_seconds() - start <= record.holder.lease_seconds:
             time.sleep(record.holder.lease_seconds / _LOOKS_PER_LEASE)
-            if (beat := read_beat(store, epoch)) != seen:
-                return beat != RELEASED
+            if (heartbeat := read_heartbeat(store, epoch)) != seen:
+                return heartbeat != RELEASED
     except (CorruptError, InvalidError):
         return False  # Who is late by a moment will be told that the step is gone.
     return False
 
 
-class Reading:
+class ReaderLease:
     """What one process reads of a run, said beside it for as long as it lasts."""
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
@@ -78,7 +78,7 @@ class Reading:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def begin(self, place: Place, manifest: Manifest) -> None:
+    def begin(self, location: CheckpointLocation, manifest: Manifest) -> None:
         """Say that a step is read, before its packs are relied on.
 
         A checkpoint that belongs to no run needs no saying. On a root that may not be written nothing is said, and the
@@ -90,25 +90,25 @@ class Reading:
         Raises:
             MissingError: It is just being collected, or was.
         """
-        if place.root is None or manifest.step is None or not manifest.attempt:
+        if location.root is None or manifest.step is None or not manifest.attempt:
             return
-        gone = MissingError(f"{place.url}: is being collected, for no policy keeps it; choose another step")
+        gone = MissingError(f"{location.url}: is being collected, for no policy keeps it; choose another step")
         try:
-            is_there = manifest_digest(place.root, manifest.step) is not None
+            is_there = manifest_digest(location.root, manifest.step) is not None
         except InvalidError:
-            if place.step is not None:
+            if location.step is not None:
                 raise
             return  # Opened by path under a folder that may not be looked at: it was taken to lie alone.
         if not is_there:
-            if place.step is None and exists(place.store, place.manifest_key):
+            if location.step is None and exists(location.store, location.manifest_key):
                 return  # Opened by path, in a folder of another name than its step's: no collector knows it.
             raise gone
         with self._lock:
-            self._said = place.root, manifest.step
+            self._said = location.root, manifest.step
             is_said = self._put()
         # Looked for after it was said: whoever removes it sees the one, or we see the other.
-        is_there = manifest_digest(place.root, manifest.step) == manifest.digest
-        if not is_there or is_going(place.root, self._clock, manifest.step, manifest.digest):
+        is_there = manifest_digest(location.root, manifest.step) == manifest.digest
+        if not is_there or is_being_deleted(location.root, self._clock, manifest.step, manifest.digest):
             raise gone
         if is_said and self._thread is None:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
@@ -144,16 +144,16 @@ class Reading:
 
 
 @contextmanager
-def reading(clock: Clock, lease_seconds: float) -> Iterator[Reading]:
+def reader_lease(clock: Clock, lease_seconds: float) -> Iterator[ReaderLease]:
     """Give a block what it says its reading with, and take back what it said."""
-    said = Reading(clock, lease_seconds)
+    said = ReaderLease(clock, lease_seconds)
     try:
         yield said
     finally:
         said.end()
 
 
-class Readers:
+class ReaderLeases:
     """The leases of a run as one collector sees them, told dead from alive by its own clock."""
 
     def __init__(self, store: Store, clock: Clock) -> None:

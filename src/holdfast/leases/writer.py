@@ -20,17 +20,17 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import step_folders
 from holdfast.repository.epochs import (
     RELEASED,
-    admitted,
+    accepted_steps,
+    current_fence,
     forget_before,
+    format_holder,
     newest_epoch,
     put_accepted,
-    put_beat,
     put_epoch,
-    read_beat,
+    put_heartbeat,
     read_epoch,
+    read_heartbeat,
     require_newest,
-    standing_fence,
-    told_holder,
 )
 from holdfast.types.epoch import Epoch, Fence, Holder
 
@@ -42,7 +42,7 @@ _RELEASE_SECONDS_MAX = 5.0
 _UNREADABLE = b"cannot be read"
 
 
-class Tenure:
+class WriterLease:
     """The right of this process to write to a root, taken at the first need and kept until it is released or lost.
 
     What it rests on is on storage; the wall clock decides nothing. Lost once, it stays lost: another job writes.
@@ -50,7 +50,7 @@ class Tenure:
 
     def __init__(self, store: Store, clock: Clock, lease_seconds: float) -> None:
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
-        self._pulse: _Pulse | None = None
+        self._pulse: _Heartbeat | None = None
         self._fence = Fence()
 
     @property
@@ -101,7 +101,7 @@ class Tenure:
             raise InvalidError(f"{self._store.url}: epoch {former} is the last there can be; nobody wrote so many")
         holder, number = this_process(self._clock, self._lease_seconds), former + 1
         # Before the record: another manager of this process that meets it must find whose it is.
-        pulse = _Pulse(self._store, number, holder)
+        pulse = _Heartbeat(self._store, number, holder)
         try:
             try:
                 put_epoch(self._store, Epoch(number, run_id, holder))
@@ -118,8 +118,8 @@ class Tenure:
 
     def _settle(self, number: int, run_id: str) -> None:
         """Say what counts of what former writers left: from here on, nothing that they still add."""
-        before = standing_fence(self._store)
-        accepted = admitted(self._store, before, step_folders(self._store))
+        before = current_fence(self._store)
+        accepted = accepted_steps(self._store, before, step_folders(self._store))
         put_accepted(self._store, number, run_id, accepted)
         self._fence = Fence(number, accepted)
         try:
@@ -129,7 +129,7 @@ class Tenure:
             logger.warning("what epochs before %d accepted stays for now: %s", before.epoch, error)
 
 
-class _Pulse:
+class _Heartbeat:
     """The signs of life of one epoch. Knows nothing of its tenure, so that one that is dropped can end."""
 
     def __init__(self, store: Store, epoch: int, holder: Holder) -> None:
@@ -189,7 +189,7 @@ class _Pulse:
             count += 1
             try:
                 require_newest(self._store, self.epoch)
-                put_beat(self._store, self.epoch, b"%d\n" % count)
+                put_heartbeat(self._store, self.epoch, b"%d\n" % count)
                 is_failing = False
             except ConflictError as over:
                 logger.warning("%s", over)
@@ -205,14 +205,14 @@ class _Pulse:
         try:
             epoch = read_epoch(self._store, self.epoch)
             if epoch is not None and epoch.holder.nonce == self._holder.nonce:
-                put_beat(self._store, self.epoch, RELEASED)
+                put_heartbeat(self._store, self.epoch, RELEASED)
         except Exception as error:  # noqa: BLE001 - who ends is not held up by it
             logger.warning("epoch %d could not be released, the next writer may have to wait: %r", self.epoch, error)
         finally:
             _living.pop(self._holder.nonce, None)
 
 
-_living: dict[str, _Pulse] = {}
+_living: dict[str, _Heartbeat] = {}
 """By nonce, what epochs this process holds or is about to."""
 
 
@@ -228,18 +228,18 @@ def _release_all() -> None:
 
 
 @contextmanager
-def held(store: Store, clock: Clock, lease_seconds: float, run_id: str) -> Iterator[Tenure]:
+def held(store: Store, clock: Clock, lease_seconds: float, run_id: str) -> Iterator[WriterLease]:
     """Hold the epoch of a run for the length of a block, in a process that does not train.
 
     Raises:
         ConflictError: Another process holds it.
     """
-    tenure = Tenure(store, clock, lease_seconds)
-    tenure.hold(run_id)
+    writer_lease = WriterLease(store, clock, lease_seconds)
+    writer_lease.hold(run_id)
     try:
-        yield tenure
+        yield writer_lease
     finally:
-        tenure.release()
+        writer_lease.release()
 
 
 def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float) -> None:
@@ -277,16 +277,16 @@ def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float
     logger.warning(
         "%s is held by %s: waiting up to %.1f s for a sign of life",
         store.url,
-        told_holder(store, number),
+        format_holder(store, number),
         lease_seconds,
     )
     # What decides is a look that began after the lease ran out: one before it may have been answered late.
     while True:
         waited = clock.monotonic_seconds() - start
-        beat = _beat_of(store, number)
-        if beat != seen and beat != RELEASED:
+        heartbeat = _beat_of(store, number)
+        if heartbeat != seen and heartbeat != RELEASED:
             raise _taken(store, number, "it gives signs of life")
-        if beat == RELEASED or waited >= lease_seconds:
+        if heartbeat == RELEASED or waited >= lease_seconds:
             break
         time.sleep(lease_seconds / _LOOKS_PER_LEASE)
     logger.warning("epoch %d is taken over after %.1f s", number, waited)
@@ -300,7 +300,7 @@ def _is_living(holder: Holder) -> bool:
 def _beat_of(store: Store, number: int) -> bytes | None:
     """Return an epoch's last sign of life; where there is something else in its place, that does not change."""
     try:
-        return read_beat(store, number)
+        return read_heartbeat(store, number)
     except (CorruptError, InvalidError) as error:
         logger.debug("the beat of epoch %d cannot be read, so it is watched: %s", number, error)
         return _UNREADABLE
@@ -308,6 +308,6 @@ def _beat_of(store: Store, number: int) -> bytes | None:
 
 def _taken(store: Store, number: int, why: str) -> ConflictError:
     return ConflictError(
-        f"{store.url}: another job writes here: {told_holder(store, number)}; {why}. Expected to be the only writer of "
-        "this run. Nothing was touched. Stop one of them, or save elsewhere"
+        f"{store.url}: another job writes here: {format_holder(store, number)}; {why}. Expected to be the only writer "
+        "of this run. Nothing was touched. Stop one of them, or save elsewhere"
     )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.clock import Clock
-from holdfast.engine.exchange import Moved, Weighing, carry_out_exchange
-from holdfast.engine.gc_pause import CollectorPause
-from holdfast.engine.read import carry_out
+from holdfast.engine.exchange import ExchangeProbe, TransferStats, carry_out_exchange
+from holdfast.engine.gc_pause import GcPause
+from holdfast.engine.read import execute
 from holdfast.format.frames import decode_frames, encode_frames
 from holdfast.plan.exchange import (
     PROBE_ROUNDS,
@@ -66,11 +66,11 @@ class Agreed:
 
 def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size: int) -> Offer:
     """Return what this rank says of its reads."""
-    if settings.exchange == "never" or world_size == 1:
+    if settings.share_reads == "never" or world_size == 1:
         return Offer()
-    round_bytes, forced = settings.exchange_bytes_max // 4, settings.exchange == "always"
+    round_bytes, forced = settings.exchange_bytes_max // 4, settings.share_reads == "always"
     described = description_of(plan, _numbers(manifest), round_bytes, world_size, forced=forced)
-    return Offer(settings.exchange, round_bytes, described)
+    return Offer(settings.share_reads, round_bytes, described)
 
 
 def agreed_on(offers: Sequence[Offer]) -> Agreed | None:
@@ -92,7 +92,7 @@ def carried_out(
     targets: Sequence[Target],
     settings: Settings,
     moved: Callable[[int], None] | None = None,
-) -> Moved:
+) -> TransferStats:
     """Read, check and place everything a plan lists, each byte once in the job where that was agreed on.
 
     `moved` is told how many bytes were read or received, on any thread.
@@ -102,16 +102,16 @@ def carried_out(
         UnavailableError: The store failed.
     """
     if agreed is None:
-        carry_out(plan, packs, targets, settings, moved=moved)
-        return Moved(plan.bytes, 0)
+        execute(plan, packs, targets, settings, moved=moved)
+        return TransferStats(plan.bytes, 0)
     job = agreed.job
-    weighing = None if agreed.forced else Weighing(PROBE_ROUNDS, partial(exchanging_beats_reading, job.left))
+    weighing = None if agreed.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, job.left))
     planned = partial(_planned, job, comm.rank, plan, _numbers(manifest))
     return carry_out_exchange(planned, job.round_count, weighing, comm, clock, packs, targets, settings, moved)
 
 
 def _planned(job: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:
-    with CollectorPause():
+    with GcPause():
         return job.plan_of(rank, plan, pack_numbers)
 
 

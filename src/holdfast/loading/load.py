@@ -11,12 +11,12 @@ from functools import partial
 
 from holdfast.checkpoint.coverage import RequireStored
 from holdfast.checkpoint.index_loading import index_for
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.per_rank import per_rank_values
 from holdfast.clock import Clock
 from holdfast.coordination.job import error_text, raise_together
-from holdfast.engine.exchange import Moved
-from holdfast.engine.gc_pause import CollectorPause, is_little
+from holdfast.engine.exchange import TransferStats
+from holdfast.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.format.digest import short_digest_of
 from holdfast.format.frames import decode_frames, encode_frames
@@ -24,17 +24,17 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
-from holdfast.leases.reader import Reading, reading
+from holdfast.leases.reader import ReaderLease, reader_lease
 from holdfast.loading.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
 from holdfast.loading.resolve import resolve
 from holdfast.loading.same_content import same_content
-from holdfast.loading.step_choice import Choice, Damage, One, damage_in
+from holdfast.loading.step_choice import ExactStep, StepDamage, StepSelector, damage_in
 from holdfast.plan.reads import load_plan
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
 from holdfast.settings import Settings
-from holdfast.telemetry.dispatcher import Audience
-from holdfast.telemetry.operation import Account
+from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.telemetry.operation import OperationTrace
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import LoadPlan
 from holdfast.types.reports import LoadReport
@@ -63,7 +63,7 @@ class LoadRequest:
 class Loaded:
     """A checkpoint that was loaded."""
 
-    place: Place
+    location: CheckpointLocation
     """Where it lies."""
 
     report: LoadReport
@@ -84,11 +84,11 @@ def load(
     clock: Clock,
     settings: Settings,
     framework: Framework,
-    home: Place,
-    choice: Choice,
+    home: CheckpointLocation,
+    choice: StepSelector,
     request: LoadRequest,
-    pause: CollectorPause,
-    audience: Audience | None = None,
+    pause: GcPause,
+    dispatcher: EventDispatcher | None = None,
 ) -> Loaded | None:
     """Fill a state from a checkpoint; a collective of every rank.
 
@@ -110,27 +110,27 @@ def load(
         MissingError: There is no checkpoint.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
-    wrong: Damage | None = None
+    wrong: StepDamage | None = None
     filling: set[str] = set()
-    account = Account("load", home.step, home.url, comm, clock, audience or Audience((), clock))
-    with reading(clock, settings.lease_seconds) as lease:
+    trace = OperationTrace("load", home.step, home.url, comm, clock, dispatcher or EventDispatcher((), clock))
+    with reader_lease(clock, settings.lease_seconds) as lease:
         while True:
             try:
                 pause.begin()
                 done = _load(
-                    comm, clock, settings, framework, home, choice, request, pause, wrong, account, lease, filling
+                    comm, clock, settings, framework, home, choice, request, pause, wrong, trace, lease, filling
                 )
                 choice.settle()
                 return done
             except _Damaged as damaged:
                 wrong = damaged.damage
-                account.begin_again(wrong.error)
+                trace.begin_again(wrong.error)
             except BaseException as error:
                 if wrong is not None and isinstance(error, InvalidError):
                     error.add_note(
                         f"the state may be partly filled from a newer step that turned out damaged: {wrong.error}"
                     )
-                account.fail(error)
+                trace.fail(error)
                 if isinstance(error, CheckpointError):
                     choice.settle()
                 raise
@@ -139,7 +139,7 @@ def load(
 class _Damaged(Exception):
     """Every rank knows that what it began to load is damaged, and that another is to be tried."""
 
-    def __init__(self, damage: Damage) -> None:
+    def __init__(self, damage: StepDamage) -> None:
         super().__init__(str(damage.error))
         self.damage = damage
 
@@ -149,67 +149,67 @@ def _load(
     clock: Clock,
     settings: Settings,
     framework: Framework,
-    home: Place,
-    choice: Choice,
+    home: CheckpointLocation,
+    choice: StepSelector,
     request: LoadRequest,
-    pause: CollectorPause,
-    wrong: Damage | None,
-    account: Account,
-    lease: Reading,
+    pause: GcPause,
+    wrong: StepDamage | None,
+    trace: OperationTrace,
+    lease: ReaderLease,
     filling: set[str],
 ) -> Loaded | None:
-    with account.phase("resolve"):
+    with trace.phase("resolve"):
         resolved = resolve(comm, clock, home, choice, wrong, lease)
     if resolved is None:
         return None
-    place, manifest, stored = resolved.place, resolved.manifest, resolved.index
-    account.begin(manifest.step, place.url)
+    location, manifest, stored = resolved.location, resolved.manifest, resolved.index
+    trace.begin(manifest.step, location.url)
     restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
     try:
-        with account.phase("plan"):
-            catalog = _catalog(place, manifest, stored, resolved.require_stored, settings)
+        with trace.phase("plan"):
+            catalog = _catalog(location, manifest, stored, resolved.require_stored, settings)
             restoration = framework.restoration(request.state, catalog, request.selection)
             for wanted in restoration.wanted:
                 resolved.require_stored(wanted.stored_fqn)
             boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
-            index = index_for(stored, boxes, clock, place)
+            index = index_for(stored, boxes, clock, location)
             plan = _plan(restoration, index, request, settings)
             loaded_bytes = _filled_bytes(restoration, plan)
             offer = offer_of(plan, manifest, settings, comm.world_size)
             if not request.strict:
-                _require_filled(filling, restoration, place)
+                _require_filled(filling, restoration, location)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    with account.phase("agree"):
+    with trace.phase("agree"):
         missing, unexpected, offers, id = _agree(comm, choice, restoration, offer, own)
         if request.strict and (missing or unexpected):
-            _require_complete(missing, unexpected, place, {*stored.tensors, *manifest.aliases})
+            _require_complete(missing, unexpected, location, {*stored.tensors, *manifest.aliases})
         assert restoration is not None, "a failure on any rank has been raised by now"
         agreed = _exchange_of(comm, choice, offers)
         del offers
     targets = [wanted.target for wanted in restoration.wanted]
-    own, moved = None, Moved(0, 0)
+    own, moved = None, TransferStats(0, 0)
     filling.update(wanted.fqn for wanted in restoration.wanted)
     try:
-        if not is_little(plan.bytes):
+        if not is_small_transfer(plan.bytes):
             pause.end()
-        begun, told = account.enter("exchange" if agreed is not None else "read"), account.moving(plan.bytes)
-        moved = carried_out(plan, agreed, manifest, comm, clock, place.packs_of(manifest), targets, settings, told)
+        begun, told = trace.enter("exchange" if agreed is not None else "read"), trace.progress_callback(plan.bytes)
+        moved = carried_out(plan, agreed, manifest, comm, clock, location.packs_of(manifest), targets, settings, told)
         if moved.exchanging_seconds:
-            account.note("exchange", begun, begun + moved.exchanging_seconds)
-        account.note("read", begun + moved.exchanging_seconds, account.seconds)
+            trace.note("exchange", begun, begun + moved.exchanging_seconds)
+        trace.note("read", begun + moved.exchanging_seconds, trace.seconds)
         if moved.whole and not choice.falls_back:
-            with account.phase("restore"):
+            with trace.phase("restore"):
                 restoration.finish()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
-    with account.phase("wait"):
+    with trace.phase("wait"):
         _fail_together(comm, own, choice)
     if choice.falls_back:
         # Not before every rank has all of it: values of a step that another rank finds damaged must not stay.
-        with account.phase("restore"):
+        with trace.phase("restore"):
             own = _finished(restoration)
-        with account.phase("wait"):
+        with trace.phase("wait"):
             _fail_together(comm, own, choice)
     report = LoadReport(
         step=manifest.step,
@@ -222,25 +222,30 @@ def _load(
         tensors=len(restoration.held),
         tensor_bytes=sum(restoration.held.values()),
         loaded_bytes=loaded_bytes,
-        seconds=account.seconds,
+        seconds=trace.seconds,
         passed_over=resolved.passed_over,
-        phases=account.phases,
+        phases=trace.phases,
     )
     # Of another system's checkpoint nothing of ours is left beside it.
-    account.end(report, id, place.store if settings.reports and manifest.attempt else None, place.folder)
+    trace.end(report, id, location.store if settings.reports and manifest.attempt else None, location.folder)
     if comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
-        logger.info(message, place.url, len(report.loaded), report.bytes, report.seconds)
+        logger.info(message, location.url, len(report.loaded), report.bytes, report.seconds)
     filled = {wanted.stored_fqn: wanted.boxes for wanted in restoration.wanted}
-    return Loaded(place, report, manifest, stored, filled)
+    return Loaded(location, report, manifest, stored, filled)
 
 
 def load_checkpoint(
-    comm: Comm, clock: Clock, settings: Settings, framework: Framework, place: Place, request: LoadRequest
+    comm: Comm,
+    clock: Clock,
+    settings: Settings,
+    framework: Framework,
+    location: CheckpointLocation,
+    request: LoadRequest,
 ) -> LoadReport:
     """Fill a state from the one checkpoint at a place. Arguments and errors as `load`."""
-    with CollectorPause() as pause:
-        done = load(comm, clock, settings, framework, place, One(lambda: place), request, pause)
+    with GcPause() as pause:
+        done = load(comm, clock, settings, framework, location, ExactStep(lambda: location), request, pause)
         assert done is not None, "a place was chosen"
         report = done.report
         del done
@@ -248,7 +253,7 @@ def load_checkpoint(
 
 
 def _catalog(
-    place: Place,
+    location: CheckpointLocation,
     manifest: Manifest,
     index: Index | SplitIndex,
     require_stored: RequireStored,
@@ -261,8 +266,8 @@ def _catalog(
         run_id=manifest.run_id,
         step=manifest.step,
         world_size=manifest.world_size,
-        per_rank=lambda rank: per_rank_values(place.store, place.folder, manifest, rank),
-        same_content=partial(same_content, index, place.packs_of(manifest), settings),
+        per_rank=lambda rank: per_rank_values(location.store, location.folder, manifest, rank),
+        same_content=partial(same_content, index, location.packs_of(manifest), settings),
         masters=manifest.masters,
         drops_ties=manifest.origin is not None,
         require_stored=require_stored,
@@ -289,7 +294,7 @@ def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings
     return load_plan(restoration.wanted, index.pieces_near, settings.read_window_bytes)
 
 
-def _require_filled(filling: Collection[str], restoration: Restoration, place: Place) -> None:
+def _require_filled(filling: Collection[str], restoration: Restoration, location: CheckpointLocation) -> None:
     """Refuse a step that leaves what a newer one, which turned out damaged, had begun to fill.
 
     Raises:
@@ -298,8 +303,8 @@ def _require_filled(filling: Collection[str], restoration: Restoration, place: P
     left = sorted({*filling} & {*restoration.missing})
     if left:
         raise InvalidError(
-            f"{place.url}: lacks {len(left)} names that a newer step had begun to fill before it turned out damaged: "
-            f"{', '.join(left[:20])}. They would keep values of the damaged step; expected that every name gets "
+            f"{location.url}: lacks {len(left)} names that a newer step had begun to fill before it turned out "
+            f"damaged: {', '.join(left[:20])}. They would keep values of the damaged step; expected that every name gets "
             "those of one step. Make the state anew and load again: the damaged step is passed over then"
         )
 
@@ -335,7 +340,7 @@ def _finished(restoration: Restoration) -> Exception | None:
 
 
 def _agree(
-    comm: Comm, choice: Choice, restoration: Restoration | None, offer: Offer, own: Exception | None
+    comm: Comm, choice: StepSelector, restoration: Restoration | None, offer: Offer, own: Exception | None
 ) -> tuple[list[str], list[str], list[bytes], str]:
     """Return what is missing on any rank, what is unexpected on every rank, every rank's offer, encoded, and an id.
 
@@ -359,7 +364,7 @@ def _agree(
     return missing, sorted(unexpected), [bytes(each) for _, each in said], statuses[0]["id"]
 
 
-def _exchange_of(comm: Comm, choice: Choice, offers: Sequence[bytes]) -> Agreed | None:
+def _exchange_of(comm: Comm, choice: StepSelector, offers: Sequence[bytes]) -> Agreed | None:
     """Return the exchange that the offers come to, if any; a collective where there is one.
 
     Raises on every rank if any of them cannot plan it, before the first round. Such a rank does not know whether the
@@ -375,13 +380,13 @@ def _exchange_of(comm: Comm, choice: Choice, offers: Sequence[bytes]) -> Agreed 
     return agreed
 
 
-def _fail_together(comm: Comm, own: Exception | None, choice: Choice) -> None:
+def _fail_together(comm: Comm, own: Exception | None, choice: StepSelector) -> None:
     """Raise on every rank if any rank failed; a collective."""
     statuses = comm.all_gather(error_text(own).encode() if own else b"")
     _raise_together([text.decode() or None for text in statuses], comm.rank, own, choice)
 
 
-def _raise_together(statuses: Sequence[str | None], rank: int, own: Exception | None, choice: Choice) -> None:
+def _raise_together(statuses: Sequence[str | None], rank: int, own: Exception | None, choice: StepSelector) -> None:
     """Raise on every rank if any rank failed: `_Damaged` on all of them where another step is to be tried."""
     try:
         raise_together(statuses, rank, own)
@@ -392,7 +397,9 @@ def _raise_together(statuses: Sequence[str | None], rank: int, own: Exception | 
         raise
 
 
-def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: Place, stored: Collection[str]) -> None:
+def _require_complete(
+    missing: Sequence[str], unexpected: Sequence[str], location: CheckpointLocation, stored: Collection[str]
+) -> None:
     said = []
     for kind, names in (("missing from the checkpoint", missing), ("unexpected in the checkpoint", unexpected)):
         if names:
@@ -403,6 +410,6 @@ def _require_complete(missing: Sequence[str], unexpected: Sequence[str], place: 
     if unexpected and len(gradients) == len(unexpected) and not missing:
         advice = "it was saved with gradients: pass grads=True to go on with them, or skip='*.grad' to do without"
     raise InvalidError(
-        f"{place.url}: the state and the checkpoint differ: {'; '.join(said)}. Nothing was changed. "
+        f"{location.url}: the state and the checkpoint differ: {'; '.join(said)}. Nothing was changed. "
         f"Expected the same names; {advice}"
     )

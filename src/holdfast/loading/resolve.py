@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
 from holdfast.checkpoint.index_loading import given_frames, listing_at, resolved_frames
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
 from holdfast.coordination.job import error_from, error_text, is_absence
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.format.frames import decode_frames, encode_frames
-from holdfast.format.index.foreign_index import adopted, decode_adopted, encode_adopted
+from holdfast.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
-from holdfast.leases.reader import Reading
-from holdfast.loading.step_choice import Choice, Damage
+from holdfast.leases.reader import ReaderLease
+from holdfast.loading.step_choice import StepDamage, StepSelector
 from holdfast.ports.comm import Comm
 from holdfast.repository.catalog import short_packs
 from holdfast.types.manifest import Manifest
-from holdfast.types.reports import PassedOver
+from holdfast.types.reports import SkippedStep
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Resolved:
     """What a job loads."""
 
-    place: Place
+    location: CheckpointLocation
     """Where it lies."""
 
     manifest: Manifest
@@ -43,12 +43,12 @@ class Resolved:
     require_stored: RequireStored
     """Refuses tensors of which a piece is not there."""
 
-    passed_over: tuple[PassedOver, ...]
+    passed_over: tuple[SkippedStep, ...]
     """Newer steps that are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _ResolvedStep:
     frames: Sequence[bytes]
     manifest: Manifest
     index: Index | SplitIndex
@@ -59,10 +59,10 @@ class _Judged:
 def resolve(
     comm: Comm,
     clock: Clock,
-    home: Place,
-    choice: Choice,
-    wrong: Damage | None = None,
-    lease: Reading | None = None,
+    home: CheckpointLocation,
+    choice: StepSelector,
+    wrong: StepDamage | None = None,
+    lease: ReaderLease | None = None,
 ) -> Resolved | None:
     """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
 
@@ -81,25 +81,25 @@ def resolve(
     """
     frames: list[bytes] = []
     own = None
-    judged: _Judged | None = None
+    judged: _ResolvedStep | None = None
     if comm.rank == 0:
-        place = None
+        location = None
         try:
-            place = choice.next(wrong)
-            while place is not None:
+            location = choice.next(wrong)
+            while location is not None:
                 try:
-                    judged = _judged(place, clock, whole=choice.falls_back)
+                    judged = _judged(location, clock, whole=choice.falls_back)
                     if lease is not None:
-                        lease.begin(place, judged.manifest)
+                        lease.begin(location, judged.manifest)
                     break
                 except (CorruptError, MissingError) as error:
-                    place = choice.next(Damage(error, frozenset((0,)), is_absence(error)))
+                    location = choice.next(StepDamage(error, frozenset((0,)), is_absence(error)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
             own = error
         head = {
             "error": error_text(own) if own else None,
-            "folder": place.folder if place else None,
-            "step": place.step if place else None,
+            "folder": location.folder if location else None,
+            "step": location.step if location else None,
             "listed": judged is not None and judged.is_listed,
             "short": {
                 name: [there, error_text(error)] for name, (there, error) in (judged.short if judged else {}).items()
@@ -113,18 +113,18 @@ def resolve(
         raise own if own is not None else error_from(head["error"], "rank 0: ")
     if head["folder"] is None:
         return None
-    place = replace(home, folder=head["folder"], step=head["step"])
+    location = replace(home, folder=head["folder"], step=head["step"])
     if judged is not None:
         manifest, index = judged.manifest, judged.index
     else:
         given = frames[1:]
-        manifest, index = decode_adopted(given, place.url) if head["listed"] else resolved_frames(given, place)
+        manifest, index = decode_foreign(given, location.url) if head["listed"] else resolved_frames(given, location)
     told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
-    passed_over = tuple(PassedOver(step, why) for step, why in head["passed_over"])
-    return Resolved(place, manifest, index, stored_by(index, told), passed_over)
+    passed_over = tuple(SkippedStep(step, why) for step, why in head["passed_over"])
+    return Resolved(location, manifest, index, stored_by(index, told), passed_over)
 
 
-def _judged(place: Place, clock: Clock, *, whole: bool) -> _Judged:
+def _judged(location: CheckpointLocation, clock: Clock, *, whole: bool) -> _ResolvedStep:
     """Read and judge a checkpoint before it is given away, so that damage is one rank's error and not every rank's.
 
     Args:
@@ -134,18 +134,18 @@ def _judged(place: Place, clock: Clock, *, whole: bool) -> _Judged:
     Raises:
         CheckpointError: It is damaged, or cannot be read.
     """
-    listing = listing_at(place)
+    listing = listing_at(location)
     short: Mapping[str, tuple[int, CheckpointError]] = {}
     if listing is None:
-        frames = given_frames(place)
-        manifest, index = resolved_frames(frames, place)
-        short = short_packs(place.store, place.folder, manifest, place.packs_of(manifest))
+        frames = given_frames(location)
+        manifest, index = resolved_frames(frames, location)
+        short = short_packs(location.store, location.folder, manifest, location.packs_of(manifest))
         damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
         if whole and damaged is not None:
             raise damaged
     else:
-        manifest, index = adopted(listing, place.url)
-        frames = encode_adopted(manifest, index)
+        manifest, index = index_foreign(listing, location.url)
+        frames = encode_foreign(manifest, index)
     if isinstance(index, Index):
-        require_covered(index, clock, place.url)
-    return _Judged(frames, manifest, index, short, listing is not None)
+        require_covered(index, clock, location.url)
+    return _ResolvedStep(frames, manifest, index, short, listing is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from holdfast.checkpoint.tensor_reader import BATCH_BYTES, Source
+from holdfast.checkpoint.tensor_reader import BATCH_BYTES, TensorReader
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.plan.compare import batches, windows_of
@@ -36,7 +36,7 @@ def same_content(index: Index | SplitIndex, packs: Packs, settings: Settings, fi
     ]:
         return True
     assert isinstance(index, Index), "an index in several files has every digest"
-    source = Source(index.pieces_near, packs, settings)
+    source = TensorReader(index.pieces_near, packs, settings)
     windows = [window for piece in pieces for window in windows_of(0, piece)]
     for batch in batches([windows], BATCH_BYTES):
         dtypes = [spec.dtype] * len(batch)

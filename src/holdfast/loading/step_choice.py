@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
-from holdfast.checkpoint.location import Place, is_all_there, require_no_checkpoint
-from holdfast.clock import Clock, told_time
+from holdfast.checkpoint.location import CheckpointLocation, is_all_there, require_no_checkpoint
+from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError, printable
 from holdfast.format.names import step_folder
 from holdfast.repository.catalog import committed_steps
 from holdfast.repository.quarantine import Quarantined, identity_at, quarantine, quarantined
-from holdfast.types.reports import PassedOver
+from holdfast.types.reports import SkippedStep
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _LISTINGS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class StepDamage:
     """What ranks found wrong with a checkpoint that they began to load."""
 
     error: CheckpointError
@@ -36,7 +36,7 @@ class Damage:
     """Whether all that it says is that files are not there: one rank may fail to see what another does."""
 
 
-class Choice(Protocol):
+class StepSelector(Protocol):
     """What rank 0 is asked for the place of a checkpoint to load."""
 
     @property
@@ -45,11 +45,11 @@ class Choice(Protocol):
         ...
 
     @property
-    def passed_over(self) -> Sequence[PassedOver]:
+    def passed_over(self) -> Sequence[SkippedStep]:
         """Steps that were not taken so far."""
         ...
 
-    def next(self, wrong: Damage | None) -> Place | None:
+    def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
         """Return the place to load from, None if there is nothing.
 
         Args:
@@ -65,13 +65,13 @@ class Choice(Protocol):
         ...
 
 
-class One:
+class ExactStep:
     """The one checkpoint that was asked for."""
 
     falls_back = False
-    passed_over: Sequence[PassedOver] = ()
+    passed_over: Sequence[SkippedStep] = ()
 
-    def __init__(self, choose: Callable[[], Place | None]) -> None:
+    def __init__(self, choose: Callable[[], CheckpointLocation | None]) -> None:
         """Ask for nothing yet.
 
         Args:
@@ -79,7 +79,7 @@ class One:
         """
         self._choose = choose
 
-    def next(self, wrong: Damage | None) -> Place | None:
+    def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
         """Return its place; what is wrong with it is the caller's error."""
         if wrong is not None:
             raise wrong.error
@@ -90,19 +90,19 @@ class One:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _CandidateStep:
     step: int
     identity: str
     why: str
     ranks: frozenset[int]
 
 
-class Newest:
+class NewestValid:
     """The steps of a run from the newest down. What is damaged is told, put under quarantine and passed over."""
 
     falls_back = True
 
-    def __init__(self, home: Place, clock: Clock, is_news: Callable[[str], bool]) -> None:
+    def __init__(self, home: CheckpointLocation, clock: Clock, is_news: Callable[[str], bool]) -> None:
         """Look at nothing yet.
 
         Args:
@@ -117,10 +117,10 @@ class Newest:
         self._known: Mapping[int, Mapping[str, Quarantined]] = {}
         self._taken: tuple[int, str] | None = None
         self._done: set[tuple[int, str]] = set()
-        self._found: list[_Found] = []
-        self.passed_over: list[PassedOver] = []
+        self._found: list[_CandidateStep] = []
+        self.passed_over: list[SkippedStep] = []
 
-    def next(self, wrong: Damage | None) -> Place | None:
+    def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
         """Return the next older step that is not under quarantine."""
         store = self._home.store
         if not self._listings:
@@ -149,7 +149,7 @@ class Newest:
         """Put under quarantine what was found damaged."""
         for each in self._found:
             try:
-                quarantine(self._home.store, each.step, each.identity, each.why, told_time(self._clock))
+                quarantine(self._home.store, each.step, each.identity, each.why, utc_now_text(self._clock))
             except (MissingError, ConflictError) as gone:
                 logger.info("step %d is not put under quarantine: %s", each.step, printable(str(gone)))
             except CheckpointError as error:
@@ -174,7 +174,7 @@ class Newest:
         if record is None:
             return False
         self._done.add((step, identity))
-        self.passed_over.append(PassedOver(step, f"under quarantine: {record.why}"))
+        self.passed_over.append(SkippedStep(step, f"under quarantine: {record.why}"))
         if self._is_news(record.key):
             logger.warning(
                 "step %d is under quarantine since %s and passed over: %s. `holdfast repair` checks it anew",
@@ -184,7 +184,7 @@ class Newest:
             )
         return True
 
-    def _judge(self, wrong: Damage) -> None:
+    def _judge(self, wrong: StepDamage) -> None:
         """Pass over what was taken last, if it is still there and the same."""
         assert self._taken is not None, "something was returned before"
         step, identity = self._taken
@@ -201,8 +201,8 @@ class Newest:
             )
         logger.warning("step %d is damaged and passed over, older steps are tried: %s", step, told)
         self._done.add((step, identity))
-        self.passed_over.append(PassedOver(step, str(wrong.error)))
-        self._found.append(_Found(step, identity, str(wrong.error), wrong.ranks))
+        self.passed_over.append(SkippedStep(step, str(wrong.error)))
+        self._found.append(_CandidateStep(step, identity, str(wrong.error), wrong.ranks))
 
     def _is_still(self, step: int, identity: str) -> bool:
         try:
@@ -231,7 +231,7 @@ def _told_ranks(ranks: frozenset[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)[:20]))}"
 
 
-def damage_in(error: CorruptError, statuses: Sequence[str | None]) -> Damage | None:
+def damage_in(error: CorruptError, statuses: Sequence[str | None]) -> StepDamage | None:
     """Return what is wrong, if every rank that failed met damaged bytes, so that another step may be whole.
 
     Args:
@@ -241,4 +241,4 @@ def damage_in(error: CorruptError, statuses: Sequence[str | None]) -> Damage | N
     failed = {rank: json.loads(text) for rank, text in enumerate(statuses) if text is not None}
     if any(each["kind"] != CorruptError.__name__ for each in failed.values()):
         return None
-    return Damage(error, frozenset(failed), all(each["absent"] for each in failed.values()))
+    return StepDamage(error, frozenset(failed), all(each["absent"] for each in failed.values()))

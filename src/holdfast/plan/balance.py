@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-def level(loads: Ints, amount: int, share_min: int) -> Ints:
+def water_fill(loads: Ints, amount: int, share_min: int) -> Ints:
     """Return how much of `amount` falls to each, the least loaded first, all of it in total.
 
     Args:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count, chunk_range
 from holdfast.geometry.region import flat_run, run_boxes
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.plan import Piece
 
 Spot = tuple[object, ...]
 """Which elements a chunk holds, in which order: equal for chunks that hold the same."""
 
 
-@noun
-class Window:
+@value_class
+class CompareWindow:
     """A run of a piece's own elements, compared at once."""
 
     number: int
@@ -41,25 +41,25 @@ class Window:
         return (self.stop - self.start) * self.piece.tensor.itemsize
 
 
-def windows_of(number: int, piece: Piece) -> Iterator[Window]:
+def windows_of(number: int, piece: Piece) -> Iterator[CompareWindow]:
     """Yield the chunks of a piece as windows."""
     for chunk in range(chunk_count(piece.bytes, piece.chunk_bytes)):
         yield _window(number, piece, chunk)
 
 
-def sampled(number: int, piece: Piece, blocks: int, block_bytes: int) -> Iterator[Window]:
+def sampled(number: int, piece: Piece, blocks: int, block_bytes: int) -> Iterator[CompareWindow]:
     """Yield blocks spread evenly over a piece, its first and its last element among them; all of it if it is small."""
     numel, length, count = piece.region.numel, max(block_bytes // piece.tensor.itemsize, 1), max(blocks, 2)
     if numel <= count * length:
         if numel:
-            yield Window(number, piece, 0, numel)
+            yield CompareWindow(number, piece, 0, numel)
         return
     for block in range(count):
         start = (numel - length) * block // (count - 1)
-        yield Window(number, piece, start, start + length)
+        yield CompareWindow(number, piece, start, start + length)
 
 
-def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list[Window], int]:
+def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list[CompareWindow], int]:
     """Return the chunks of a tensor that digests do not show to be the same in both copies, and the bytes they do.
 
     Args:
@@ -71,7 +71,7 @@ def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list
     """
     known: dict[Spot, bytes] = {}
     whole = {(piece.region, piece.chunk_bytes): piece.digests for piece in b if piece.digests}
-    windows: list[Window] = []
+    windows: list[CompareWindow] = []
     settled_bytes = 0
     for piece in a:
         if piece.digests and whole.get((piece.region, piece.chunk_bytes)) == piece.digests:
@@ -90,8 +90,10 @@ def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list
 
 
 def batches(
-    groups: Iterable[Sequence[Window]], bytes_max: int, bytes_of: Callable[[Window], int] = lambda window: window.bytes
-) -> Iterator[tuple[Window, ...]]:
+    groups: Iterable[Sequence[CompareWindow]],
+    bytes_max: int,
+    bytes_of: Callable[[CompareWindow], int] = lambda window: window.bytes,
+) -> Iterator[tuple[CompareWindow, ...]]:
     """Yield windows in batches of at most so many bytes, or of one window; a group that fits is not cut.
 
     Args:
@@ -99,7 +101,7 @@ def batches(
         bytes_max: What a batch may have.
         bytes_of: What a window has, where the other copy of it may be the wider one.
     """
-    batch: list[Window] = []
+    batch: list[CompareWindow] = []
     held = 0
     for group in groups:
         if held + sum(map(bytes_of, group)) > bytes_max and batch:
@@ -115,10 +117,10 @@ def batches(
         yield tuple(batch)
 
 
-def _window(number: int, piece: Piece, chunk: int) -> Window:
+def _window(number: int, piece: Piece, chunk: int) -> CompareWindow:
     start, stop = chunk_range(piece.bytes, piece.chunk_bytes, chunk)
     itemsize = piece.tensor.itemsize
-    return Window(number, piece, start // itemsize, stop // itemsize)
+    return CompareWindow(number, piece, start // itemsize, stop // itemsize)
 
 
 def _digests(piece: Piece) -> Iterator[tuple[Spot, bytes]]:
@@ -133,6 +135,6 @@ def _digests(piece: Piece) -> Iterator[tuple[Spot, bytes]]:
             yield (piece.region, window.start, window.stop), digest
 
 
-def _first(window: Window) -> tuple[int, ...]:
+def _first(window: CompareWindow) -> tuple[int, ...]:
     boxes = run_boxes(window.piece.region, window.piece.tensor.global_shape, window.start, window.stop)
     return next(boxes).start

@@ -16,9 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import CorruptError
-from holdfast.plan.balance import level
+from holdfast.plan.balance import water_fill
 from holdfast.settings import MIB
-from holdfast.types.exchange import ExchangePlan, ExchangeRound, Give, Pace, Take, give_slot_bytes, take_slot_bytes
+from holdfast.types.exchange import (
+    ExchangePlan,
+    ExchangeRound,
+    Give,
+    Take,
+    Throughput,
+    give_slot_bytes,
+    take_slot_bytes,
+)
 from holdfast.types.plan import ChunkRead, LoadPlan, ReadRun
 
 Ints = NDArray[np.int64]
@@ -328,7 +336,7 @@ def _shared_out(
     for number in sorted(np.flatnonzero(sizes > 1).tolist(), key=sizes.__getitem__):
         ranks, segments = groups[number], order[cuts[number] : cuts[number + 1]]
         bytes_each = lengths[segments]
-        shares = level(read[ranks], int(bytes_each.sum()), max(round_bytes // _CELLS_IN_ROUND, 1))
+        shares = water_fill(read[ranks], int(bytes_each.sum()), max(round_bytes // _CELLS_IN_ROUND, 1))
         middles = np.cumsum(bytes_each) - (bytes_each + 1) // 2
         readers[segments] = ranks[np.searchsorted(np.cumsum(shares), middles, side="right")]
         np.add.at(read, readers[segments], bytes_each)
@@ -394,7 +402,7 @@ def _rounds(
     return rounds
 
 
-def exchanging_beats_reading(left: Load, paces: Sequence[Pace]) -> bool:
+def exchanging_beats_reading(left: Load, paces: Sequence[Throughput]) -> bool:
     """Return whether what is left of a load is sooner done by exchanging it, judged by a round that was measured.
 
     Reading alone takes the busiest rank `alone / storage` seconds, exchanging `read / storage + moved / exchange`:

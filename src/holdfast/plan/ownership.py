@@ -14,12 +14,12 @@ from dataclasses import field
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import Role, Shard
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 
 Ranks = tuple[int, ...]
 
 
-@noun
+@value_class
 class Owned:
     """A region that this rank writes."""
 
@@ -30,7 +30,7 @@ class Owned:
     """What is written."""
 
 
-@noun
+@value_class
 class _Item:
     number: int
     region: Region

@@ -9,7 +9,7 @@ from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Shard
 from holdfast.plan.ownership import Owned
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import APART, PackItem, PackPlan
+from holdfast.types.plan import OPAQUE_FOLDER, PackItem, PackPlan
 
 _ENTRY_BYTES = 160
 """Upper bound of a header entry without its FQN and numbers, the sharding note for other readers included."""
@@ -32,8 +32,8 @@ def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_
     for each in owned:
         (raw if _is_raw(shards[each.shard_number], each) else apart).append(each)
     return [
-        *_packs(_Names(rank, ""), shards, raw, header_bytes_max),
-        *_packs(_Names(rank, APART), shards, apart, header_bytes_max),
+        *_packs(_PackNames(rank, ""), shards, raw, header_bytes_max),
+        *_packs(_PackNames(rank, OPAQUE_FOLDER), shards, apart, header_bytes_max),
     ]
 
 
@@ -51,7 +51,7 @@ def _is_raw(shard: Shard, owned: Owned) -> bool:
     return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
 
 
-def _packs(names: _Names, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+def _packs(names: _PackNames, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
     packs: list[PackPlan] = []
     rest = list(owned)
     while rest:
@@ -79,7 +79,7 @@ def _written_as_is(fqn: str) -> bool:
     return fqn.isascii() and fqn.isprintable() and '"' not in fqn and "\\" not in fqn
 
 
-class _Names:
+class _PackNames:
     """Numbers the packs of one rank."""
 
     def __init__(self, rank: int, folder: str) -> None:

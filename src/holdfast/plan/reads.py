@@ -9,11 +9,11 @@ from typing import Protocol
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import chunk_count, chunk_range
 from holdfast.geometry.region import elements_spanned, run_boxes
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
 
 
-@noun
+@value_class
 class WantedBoxes:
     """What a rank wants of one stored tensor."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """The job's key-value store, seen through a connection of our own.
 
     Any thread may call. Every call takes the seconds it may last. A wait that runs out raises the built-in
@@ -56,7 +56,7 @@ class Comm(Protocol):
         ...
 
     @property
-    def board(self) -> Board:
+    def key_value_store(self) -> KeyValueStore:
         """The key-value store of the group's job."""
         ...
 

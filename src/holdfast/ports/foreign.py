@@ -7,7 +7,7 @@ from typing import Protocol
 
 from holdfast.ports.store import Readable
 from holdfast.types.export import ExportContent, ExportFile, ExportOptions
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 
 
 class Format(Protocol):
@@ -27,7 +27,7 @@ class Format(Protocol):
         """
         ...
 
-    def listing(self, files: Readable, name: str) -> Listing:
+    def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return what the checkpoint holds; reads its metadata and no tensor.
 
         Nothing that is read is executed, and nothing is allocated for a count, length or shape before it has been held
@@ -71,7 +71,7 @@ class Foreign(Protocol):
         """Key of the file, where the path is that of one and so of no checkpoint of Holdfast's; else empty."""
         ...
 
-    def listing(self) -> Listing | None:
+    def listing(self) -> ForeignListing | None:
         """Return what it holds; None if no format knows it.
 
         Raises:

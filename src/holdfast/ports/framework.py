@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import Shard, TensorSpec
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.values import Group, Value
 
 
@@ -110,7 +110,7 @@ class Target(Protocol):
         ...
 
 
-@noun
+@value_class
 class LocalShard:
     """A shard together with the means to read its bytes."""
 
@@ -158,7 +158,7 @@ class Collected:
     """Page-locks memory that the shards are copied into; None where all of them lie in host memory."""
 
 
-@noun
+@value_class
 class Wanted:
     """One tensor to be filled."""
 

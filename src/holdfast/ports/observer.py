@@ -15,6 +15,6 @@ class Observer(Protocol):
     works, and must return quickly and not raise.
     """
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Hear of an event; kinds that are not known are to be passed over."""
         ...

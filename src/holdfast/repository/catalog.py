@@ -21,7 +21,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.sealed_json import check_format, sealed, stated_digest, unsealed
 from holdfast.ports.store import Packs, Readable, Store, Stored
-from holdfast.repository.epochs import counts, standing_fence
+from holdfast.repository.epochs import current_fence, is_valid
 from holdfast.repository.publish import publish
 from holdfast.types.manifest import FORMAT_MAJOR, FileRecord, Manifest
 
@@ -43,10 +43,10 @@ def committed_steps(store: Store) -> list[int]:
     over with a warning, for it must not keep a run from the steps that are whole.
     """
     steps = []
-    found, fence = step_folders(store), standing_fence(store)
+    found, fence = step_folders(store), current_fence(store)
     for step in found:
         try:
-            if counts(store, fence, step):
+            if is_valid(store, fence, step):
                 steps.append(step)
         except MissingError:
             continue

@@ -25,7 +25,7 @@ from holdfast.format.names import (
     step_folder,
 )
 from holdfast.format.sealed_json import Fields, check_format, sealed, unsealed
-from holdfast.format.values.values import plain
+from holdfast.format.values.values import is_json_scalar
 from holdfast.ports.store import Store
 from holdfast.repository.publish import publish
 from holdfast.settings import MIB
@@ -66,7 +66,7 @@ def read_epoch(store: Store, number: int) -> Epoch | None:
     field = Fields(document, where)
     if field.whole("epoch", EPOCH_MAX) != number:
         raise CorruptError(f"{where}: is of epoch {document['epoch']}; expected {number}, as its name says")
-    return Epoch(number, field.of("run_id", str, plain), decode_holder(field.of("holder", dict), where))
+    return Epoch(number, field.of("run_id", str, is_json_scalar), decode_holder(field.of("holder", dict), where))
 
 
 def put_epoch(store: Store, epoch: Epoch) -> None:
@@ -93,7 +93,7 @@ def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, 
     )
 
 
-def read_beat(store: Store, number: int) -> bytes | None:
+def read_heartbeat(store: Store, number: int) -> bytes | None:
     """Return an epoch's last sign of life, or None if there was none yet."""
     try:
         return store.get(beat_key(number), _BEAT_BYTES_MAX)
@@ -101,12 +101,12 @@ def read_beat(store: Store, number: int) -> bytes | None:
         return None
 
 
-def put_beat(store: Store, number: int, beat: bytes) -> None:
+def put_heartbeat(store: Store, number: int, beat: bytes) -> None:
     """Give a sign of life of an epoch, or `RELEASED`; nothing of it need outlive a power cut, nor wait for a disk."""
     store.put(beat_key(number), beat, durable=False)
 
 
-def standing_fence(store: Store) -> Fence:
+def current_fence(store: Store) -> Fence:
     """Return which manifests of a run count now.
 
     Where what the newest epoch accepted cannot be read, what the one before it accepted counts, with a warning: a small
@@ -117,13 +117,13 @@ def standing_fence(store: Store) -> Fence:
     """
     for _ in range(_TRIES):
         try:
-            return _standing_fence(store)
+            return _current_fence(store)
         except MissingError:
             continue  # Removed after we listed it, for two newer ones are there.
     raise UnavailableError(f"{store.url}/{EPOCHS_FOLDER}: what is listed is not there, {_TRIES} times. Try again")
 
 
-def _standing_fence(store: Store) -> Fence:
+def _current_fence(store: Store) -> Fence:
     for number in sorted(_numbers(store, accepted_key), reverse=True):
         key = accepted_key(number)
         where = f"{store.url}/{key}"
@@ -141,7 +141,7 @@ def _standing_fence(store: Store) -> Fence:
     return Fence()
 
 
-def counts(store: Store, fence: Fence, step: int) -> bool:
+def is_valid(store: Store, fence: Fence, step: int) -> bool:
     """Return whether the manifest at a step counts; one that is damaged or of a newer format does, to be met as such.
 
     Raises:
@@ -152,11 +152,11 @@ def counts(store: Store, fence: Fence, step: int) -> bool:
         store.size(folder + MANIFEST_FILE)
         return True
     data = store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
-    return data_counts(data, fence, f"{store.url}/{folder}{MANIFEST_FILE}")
+    return is_valid_manifest(data, fence, f"{store.url}/{folder}{MANIFEST_FILE}")
 
 
-def data_counts(data: bytes, fence: Fence, where: str) -> bool:
-    """Return whether a manifest that was read counts; as `counts`."""
+def is_valid_manifest(data: bytes, fence: Fence, where: str) -> bool:
+    """Return whether a manifest that was read counts; as `is_valid`."""
     try:
         step, epoch, digest = standing_of(data, where)
     except (CorruptError, InvalidError):
@@ -164,7 +164,7 @@ def data_counts(data: bytes, fence: Fence, where: str) -> bool:
     return step is None or fence.admits(step, epoch, digest)
 
 
-def admitted(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int, str | None]:
+def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int, str | None]:
     """Return the digest of the manifest of every step that counts.
 
     Of one that is damaged, or of a newer format, it is None: whatever is put in its place counts. No late writer can,
@@ -220,8 +220,8 @@ def require_newest(store: Store, number: int) -> None:
     except MissingError:
         return
     raise ConflictError(
-        f"{store.url}: epoch {number} is over: {told_holder(store, newest_epoch(store))} took over. Expected to be the "
-        "only writer of this run. Stop this job, or save elsewhere"
+        f"{store.url}: epoch {number} is over: {format_holder(store, newest_epoch(store))} took over. Expected to be "
+        "the only writer of this run. Stop this job, or save elsewhere"
     )
 
 
@@ -240,14 +240,14 @@ def require_counted(store: Store, step: int, number: int, digest: str) -> None:
     try:
         require_newest(store, number)
     except ConflictError as over:
-        fence = standing_fence(store)
+        fence = current_fence(store)
         if fence.epoch <= number:
             raise UnavailableError(f"{over}. It has not said yet which steps it accepts") from over
         if not fence.admits(step, number, digest):
             raise ConflictError(f"{over}. Step {step} was published too late and does not count") from over
 
 
-def told_holder(store: Store, number: int) -> str:
+def format_holder(store: Store, number: int) -> str:
     """Return who holds an epoch, for messages."""
     try:
         epoch = read_epoch(store, number)

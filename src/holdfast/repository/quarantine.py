@@ -100,13 +100,13 @@ def quarantined(store: Store) -> Mapping[int, Mapping[str, Quarantined]]:
     The names decide; a record that cannot be read still counts.
     """
     found: dict[int, dict[str, Quarantined]] = {}
-    for step, identity in noted(store):
+    for step, identity in list_records(store):
         key = f"{_stem(step, identity)}.json"
         found.setdefault(step, {})[identity] = _read(store, key, step, identity)
     return found
 
 
-def noted(store: Store) -> list[tuple[int, str]]:
+def list_records(store: Store) -> list[tuple[int, str]]:
     """Return step and identity of what is noted under a root; no record is read."""
     matches = (_NAME.fullmatch(entry.key.removeprefix(QUARANTINE)) for entry in store.list(QUARANTINE))
     named = ((step_of_folder(match[1]), match[2]) for match in matches if match)
@@ -158,12 +158,12 @@ def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> 
         logger.debug("step %d is noted already", step)
 
 
-def lift(store: Store, step: int) -> None:
+def release(store: Store, step: int) -> None:
     """Forget that a step was found damaged; what was kept of it stays."""
     store.delete([record.key for record in quarantined(store).get(step, {}).values()])
 
 
-def set_aside(store: Store, step: int) -> bool:
+def supersede(store: Store, step: int) -> bool:
     """Make room for a save at a step whose manifest is under quarantine; return whether there was one.
 
     The manifest is kept beside its record, and `quarantined_attempts` keeps what it names.
@@ -174,7 +174,7 @@ def set_aside(store: Store, step: int) -> bool:
     except MissingError:
         return False
     key = step_folder(step) + MANIFEST_FILE
-    keep_as_it_is(store, step, key, MANIFEST_BYTES_MAX)
+    backup(store, step, key, MANIFEST_BYTES_MAX)
     store.delete([key])
     return True
 
@@ -184,7 +184,7 @@ def quarantined_attempts(store: Store, step: int) -> set[str]:
     return {attempt for record in quarantined(store).get(step, {}).values() for attempt in record.attempts}
 
 
-def set_aside_packs(store: Store) -> frozenset[str]:
+def superseded_packs(store: Store) -> frozenset[str]:
     """Return the packs of the run that manifests name which were set aside, by their path from the root."""
     manifests = []
     for entry in store.list(QUARANTINE):
@@ -196,7 +196,7 @@ def set_aside_packs(store: Store) -> frozenset[str]:
     return packs_named_by(manifests)
 
 
-def keep_as_it_is(store: Store, step: int, key: str, bytes_max: int) -> str:
+def backup(store: Store, step: int, key: str, bytes_max: int) -> str:
     """Keep the bytes of a file that is about to be replaced, under the quarantine; return the key they have there.
 
     Raises:

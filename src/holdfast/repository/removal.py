@@ -32,7 +32,7 @@ from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import MIB
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN, Manifest
-from holdfast.types.removal import Doomed, StepFiles
+from holdfast.types.removal import StepFiles, Unreferenced
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Mark:
 
 
 def look_into(
-    store: Store, step: int, fence: Fence, spared: Iterable[str] = ()
+    store: Store, step: int, fence: Fence, pinned: Iterable[str] = ()
 ) -> tuple[StepFiles, Manifest | None, list[str]]:
     """Return what lies in the folder of a step, its manifest if it can be read, and keys that no save gives.
 
@@ -101,7 +101,7 @@ def look_into(
         attempts=attempts,
         reports=reports,
         packs=packs_named_by([] if manifest is None else [manifest]),
-        spared=frozenset(spared),
+        pinned=frozenset(pinned),
     )
     return found, manifest, strangers
 
@@ -140,16 +140,18 @@ def named_files(manifest: Manifest) -> dict[str, int]:
     }
 
 
-def put_mark(store: Store, run_id: str, nonce: str, epoch: int, going: Doomed, *, is_carried_out: bool) -> Mark:
+def put_mark(
+    store: Store, run_id: str, nonce: str, epoch: int, to_delete: Unreferenced, *, is_carried_out: bool
+) -> Mark:
     """Say what is about to be removed, or that it is now."""
-    mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, going.steps)
+    mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, to_delete.steps)
     document = {
         "holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "collecting"},
         "run_id": run_id,
         "epoch": epoch,
         "carried_out": is_carried_out,
-        "steps": [[step, digest] for step, digest in sorted(going.steps.items())],
-        "files": sorted(going.files),
+        "steps": [[step, digest] for step, digest in sorted(to_delete.steps.items())],
+        "files": sorted(to_delete.files),
     }
     store.put(mark.key, sealed(document))
     return mark
@@ -192,18 +194,18 @@ def mark_keys(store: Store) -> list[str]:
     return [entry.key for entry in store.list(MARKS_FOLDER) if _MARK.fullmatch(entry.key)]
 
 
-def remove(store: Store, going: Doomed) -> None:
+def remove(store: Store, to_delete: Unreferenced) -> None:
     """Remove manifests first, and once that is durable what they named; killed anywhere, no step is half there.
 
     Raises:
         UnavailableError: Storage failed; the next collection goes on.
     """
     # The oldest first: whoever lists meanwhile never misses a newer one.
-    manifests = [step_folder(step) + MANIFEST_FILE for step in sorted(going.steps)]
+    manifests = [step_folder(step) + MANIFEST_FILE for step in sorted(to_delete.steps)]
     if manifests:
         store.delete(manifests)
-    if going.files:
-        store.delete(sorted(going.files))
+    if to_delete.files:
+        store.delete(sorted(to_delete.files))
 
 
 def remove_folders(store: Store, steps: Iterable[int]) -> None:

@@ -140,7 +140,7 @@ class _Told:
 
     def text(self, name: str) -> str:
         found = self._document.get(name)
-        if not isinstance(found, str) or not values.plain(found):
+        if not isinstance(found, str) or not values.is_json_scalar(found):
             raise self._wrong(name, found, "text")
         return found
 
@@ -164,7 +164,7 @@ class _Told:
         for each in found:
             if not isinstance(each, list) or len(each) != 3 or not isinstance(each[0], str):
                 raise self._wrong("phases", each, "[name, start, seconds]")
-            if not values.plain(each[0]) or not all(map(_is_seconds, each[1:])):
+            if not values.is_json_scalar(each[0]) or not all(map(_is_seconds, each[1:])):
                 raise self._wrong("phases", each, "[name, start, seconds]")
             yield Phase(each[0], float(each[1]), float(each[2]))
 
@@ -174,7 +174,7 @@ class _Told:
             raise self._wrong("facts", found, "an object")
         facts: dict[str, Fact] = {}
         for name, fact in found.items():
-            if not values.plain(name) or fact is None or not values.plain(fact):
+            if not values.is_json_scalar(name) or fact is None or not values.is_json_scalar(fact):
                 raise self._wrong("facts", {name: fact}, "numbers, texts and truths by name")
             assert isinstance(fact, int | float | str | bool), fact
             facts[name] = fact

@@ -12,7 +12,7 @@ from holdfast.format.sealed_json import check_format, sealed, unsealed
 from holdfast.format.values import values
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest
-from holdfast.repository.epochs import fenced_error, standing_fence
+from holdfast.repository.epochs import current_fence, fenced_error
 from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 from holdfast.types.retention import Tag
 
@@ -130,7 +130,7 @@ def remove_tag(store: Store, name: str) -> None:
 def _digest_of(store: Store, step: int) -> str:
     try:
         manifest = read_manifest(store, step_folder(step))
-        if not standing_fence(store).admits(step, manifest.epoch, manifest.digest):
+        if not current_fence(store).admits(step, manifest.epoch, manifest.digest):
             raise fenced_error(f"{store.url}/{step_folder(step)}{MANIFEST_FILE}")
     except MissingError as missing:
         raise MissingError(
@@ -172,7 +172,7 @@ def _read(store: Store, name: str) -> Tag:
         raise CorruptError(f"{where}: step is {str(step)[:80]!r}; expected a whole number")
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{32}", digest):
         raise CorruptError(f"{where}: manifest is {str(digest)[:80]!r}; expected its digest")
-    if not isinstance(created, str) or not values.plain(created):
+    if not isinstance(created, str) or not values.is_json_scalar(created):
         raise CorruptError(f"{where}: created is {str(created)[:80]!r}; expected a time as text")
     return Tag(name, step, digest, created)
 

@@ -17,7 +17,7 @@ from holdfast.ports.store import Packs, Store, Stored
 from holdfast.repository.catalog import check_pack, read_file
 from holdfast.types.events import Progress
 from holdfast.types.manifest import FileRecord, Manifest
-from holdfast.types.plan import APART, Piece
+from holdfast.types.plan import OPAQUE_FOLDER, Piece
 
 
 class Verification:
@@ -199,7 +199,7 @@ class Verification:
             return
         finally:
             self._advance(header_bytes)
-        apart = pack.name.startswith(APART)
+        apart = pack.name.startswith(OPAQUE_FOLDER)
         indexed = {
             (p.tensor.fqn, *header_entry(p.tensor.dtype, p.region, apart=apart), p.offset, p.offset + p.bytes)
             for p in pieces
@@ -237,7 +237,7 @@ class Verification:
     def _advance(self, done: int) -> None:
         self._done += done
         if self._observer is not None:
-            self._observer.hear(Progress(self._done, self._total))
+            self._observer.on_event(Progress(self._done, self._total))
 
 
 @dataclass(frozen=True, slots=True)

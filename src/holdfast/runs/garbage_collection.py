@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.checkpoint.location import require_no_checkpoint
-from holdfast.leases.reader import Readers
-from holdfast.leases.writer import Tenure, held
+from holdfast.leases.reader import ReaderLeases
+from holdfast.leases.writer import WriterLease, held
 from holdfast.runs.reachability import doomed
 from holdfast.runs.retention import kept
 from holdfast.clock import Clock
@@ -27,10 +27,10 @@ from holdfast.repository.removal import (
     remove_folders,
     remove_marks,
 )
-from holdfast.types.removal import Doomed, StepFiles
-from holdfast.repository.epochs import standing_fence
+from holdfast.types.removal import Unreferenced, StepFiles
+from holdfast.repository.epochs import current_fence
 from holdfast.format.names import RUN_FILE
-from holdfast.repository.quarantine import quarantined, set_aside_packs
+from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
 from holdfast.types.manifest import Manifest
 from holdfast.types.policy import KeepPolicy
@@ -45,7 +45,7 @@ Wait = Callable[[float], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class Inventory:
     """What a run consists of, and what of it nobody needs."""
 
     run_id: str
@@ -57,7 +57,7 @@ class Survey:
     reasons: Mapping[int, tuple[str, ...]]
     """Why each of those stays that do."""
 
-    doomed: Doomed
+    doomed: Unreferenced
     """What does not."""
 
     bare: tuple[int, ...]
@@ -89,7 +89,7 @@ class Pins:
         self._removed = threading.Condition(self._lock)
         self._pinned: dict[int, set[int]] = {}
         self._unknown: set[int] = set()
-        self.stands_at: int | None = None
+        self.current_step: int | None = None
         """The step that this process saved or loaded last: wherever it stands among the others, training goes on from
         there."""
         self._going: frozenset[int] = frozenset()
@@ -137,11 +137,16 @@ class Pins:
         return frozenset(step for pinned in self._pinned.values() for step in pinned)
 
 
-class Collector:
+class CheckpointGC:
     """Finds and removes what a run does not need; for the holder of its epoch."""
 
     def __init__(
-        self, store: Store, clock: Clock, keep: KeepPolicy | None, tenure: Tenure | None, pins: Pins | None = None
+        self,
+        store: Store,
+        clock: Clock,
+        keep: KeepPolicy | None,
+        writer_lease: WriterLease | None,
+        pins: Pins | None = None,
     ) -> None:
         """Look at nothing yet.
 
@@ -152,9 +157,9 @@ class Collector:
             tenure: The right to write; None to look only.
             pins: What saves of this process need.
         """
-        self._store, self._clock, self._keep, self._tenure = store, clock, keep, tenure
+        self._store, self._clock, self._keep, self._writer_lease = store, clock, keep, writer_lease
         self._pins = Pins() if pins is None else pins
-        self._readers = Readers(store, clock)
+        self._readers = ReaderLeases(store, clock)
         self._said: set[str] = set()
 
     def collect(self, grace_seconds: float, wait: Wait) -> CollectReport | None:
@@ -168,43 +173,45 @@ class Collector:
             CorruptError: What must stay cannot be told; nothing was removed.
             UnavailableError: Storage failed; calling again goes on.
         """
-        assert self._tenure is not None, "only the holder of the epoch removes"
+        assert self._writer_lease is not None, "only the holder of the epoch removes"
         first = self.survey()
         remove_folders(self._store, first.bare)
         if not first.doomed:
             self._forget_marks()
-            return _report(first, Doomed())
+            return _report(first, Unreferenced())
         nonce = self._clock.random_bytes(_NONCE_BYTES).hex()
         self._forget_marks()
-        mark = put_mark(self._store, first.run_id, nonce, self._tenure.epoch, first.doomed, is_carried_out=False)
+        mark = put_mark(self._store, first.run_id, nonce, self._writer_lease.epoch, first.doomed, is_carried_out=False)
         try:
             if wait(grace_seconds):
                 return None
-            put_mark(self._store, first.run_id, nonce, self._tenure.epoch, first.doomed, is_carried_out=True)
+            put_mark(self._store, first.run_id, nonce, self._writer_lease.epoch, first.doomed, is_carried_out=True)
             return self._carried_out(first)
         finally:
             # Also where it failed: what stays can be read again.
             remove_marks(self._store, [mark.key])
 
-    def _carried_out(self, first: Survey) -> CollectReport:
-        assert self._tenure is not None, "only the holder of the epoch removes"
+    def _carried_out(self, first: Inventory) -> CollectReport:
+        assert self._writer_lease is not None, "only the holder of the epoch removes"
         second = self.survey()
         _require_all_listed(self._store, first, second, self._pins.under_way())
-        going = first.doomed.confirmed_by(second.doomed)
-        free = self._pins.release_for_removal(frozenset(going.steps))
+        to_delete = first.doomed.confirmed_by(second.doomed)
+        free = self._pins.release_for_removal(frozenset(to_delete.steps))
         try:
-            if free != going.steps.keys():
+            if free != to_delete.steps.keys():
                 # A save began to refer to one of them: what it needs is found anew.
                 second = self.survey()
-                going = going.confirmed_by(second.doomed)
-            going = replace(going, steps={s: d for s, d in going.steps.items() if manifest_digest(self._store, s) == d})
-            self._tenure.require()
-            remove(self._store, going)
+                to_delete = to_delete.confirmed_by(second.doomed)
+            to_delete = replace(
+                to_delete, steps={s: d for s, d in to_delete.steps.items() if manifest_digest(self._store, s) == d}
+            )
+            self._writer_lease.require()
+            remove(self._store, to_delete)
         finally:
             self._pins.release_for_removal(frozenset())
-        return _report(second, going)
+        return _report(second, to_delete)
 
-    def survey(self) -> Survey:
+    def survey(self) -> Inventory:
         """Return what lies under the root, and what of it nobody needs.
 
         Raises:
@@ -214,7 +221,7 @@ class Collector:
         """
         store = self._store
         run_id = _require_run(store)
-        fence, noted = standing_fence(store), quarantined(store)
+        fence, noted = current_fence(store), quarantined(store)
         # Before the steps are looked at: a save that ends meanwhile is still taken for one under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
         found: list[StepFiles] = []
@@ -222,8 +229,8 @@ class Collector:
         reasons: dict[int, tuple[str, ...]] = {}
         for step in step_folders(store):
             records = noted.get(step, {})
-            spared = {attempt for record in records.values() for attempt in record.attempts}
-            files, manifest, strangers = look_into(store, step, fence, spared)
+            pinned = {attempt for record in records.values() for attempt in record.attempts}
+            files, manifest, strangers = look_into(store, step, fence, pinned)
             found.append(files)
             for key in strangers:
                 self._say_once("%s/%s: nothing that a save puts there; left alone", store.url, key)
@@ -232,15 +239,15 @@ class Collector:
             manifests[step] = manifest
             if manifest is None:
                 reasons[step] = ("its manifest cannot be read",)
-            elif files.digest[:16] in records or manifest.attempt in spared:
+            elif files.digest[:16] in records or manifest.attempt in pinned:
                 reasons[step] = ("under quarantine",)
         whole = {step: each for step, each in manifests.items() if each is not None}
         reasons |= self._kept(whole, reasons, found)
         for step in needed & manifests.keys():
             reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
-        stands_at = self._pins.stands_at
-        if stands_at is not None and stands_at in manifests:
-            reasons.setdefault(stands_at, ("the run goes on from it",))
+        current_step = self._pins.current_step
+        if current_step is not None and current_step in manifests:
+            reasons.setdefault(current_step, ("the run goes on from it",))
         packs_known = all(manifest is not None for manifest in manifests.values())
         if not packs_known:
             unread = [step for step, manifest in manifests.items() if manifest is None]
@@ -251,11 +258,11 @@ class Collector:
                 store.url,
             )
         staying = {*reasons, *under_way}
-        return Survey(
+        return Inventory(
             run_id,
             {each.step: each.digest for each in found if each.digest is not None and each.counts},
             reasons,
-            doomed(found, staying, under_way, is_pack_key, set_aside_packs(store), packs_known=packs_known),
+            doomed(found, staying, under_way, is_pack_key, superseded_packs(store), packs_known=packs_known),
             tuple(each.step for each in found if not each.holds_anything and each.step not in under_way),
         )
 
@@ -273,7 +280,7 @@ class Collector:
             for step, each in candidates.items()
             if step not in reasons
         ]
-        for step, why in self._readers.holds(forget=self._tenure is not None).items():
+        for step, why in self._readers.holds(forget=self._writer_lease is not None).items():
             steps = candidates if step is None else [step] if step in candidates else []
             reasons |= dict.fromkeys(steps, (f"read by {why}",))
         for step, whys in kept(self._keep, facts).items():
@@ -314,7 +321,7 @@ def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapp
     return torn
 
 
-def _require_all_listed(store: Store, first: Survey, second: Survey, under_way: frozenset[int]) -> None:
+def _require_all_listed(store: Store, first: Inventory, second: Inventory, under_way: frozenset[int]) -> None:
     """Refuse to go by a listing that lacks what was there a moment ago, and that nobody but us removes."""
     lost = sorted(first.standing.keys() - second.standing.keys() - under_way)
     if lost:
@@ -324,9 +331,9 @@ def _require_all_listed(store: Store, first: Survey, second: Survey, under_way: 
         )
 
 
-def _report(survey: Survey, going: Doomed) -> CollectReport:
-    steps = tuple(sorted(going.steps.keys() & survey.standing.keys()))
-    return CollectReport(survey.reasons, steps, len(going.files), sum(going.files.values()))
+def _report(survey: Inventory, to_delete: Unreferenced) -> CollectReport:
+    steps = tuple(sorted(to_delete.steps.keys() & survey.standing.keys()))
+    return CollectReport(survey.reasons, steps, len(to_delete.files), sum(to_delete.files.values()))
 
 
 def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectReport:
@@ -334,10 +341,10 @@ def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectRepor
 
     Raises:
         MissingError: Nothing of a run lies there.
-        CheckpointError: As `Collector.survey`.
+        CheckpointError: As `CheckpointGC.survey`.
     """
     _require_run(store)
-    survey = Collector(store, clock, keep, None).survey()
+    survey = CheckpointGC(store, clock, keep, None).survey()
     return _report(survey, survey.doomed)
 
 
@@ -348,15 +355,15 @@ def collected(
 
     Raises:
         MissingError: Nothing of a run lies there.
-        CheckpointError: As `Collector.collect`; a job that writes there is `ConflictError`.
+        CheckpointError: As `CheckpointGC.collect`; a job that writes there is `ConflictError`.
     """
-    with held(store, clock, lease_seconds, _require_run(store)) as tenure:
+    with held(store, clock, lease_seconds, _require_run(store)) as writer_lease:
 
         def wait(seconds: float) -> bool:
             time.sleep(seconds)
             return False
 
-        collector = Collector(store, clock, keep, tenure)
+        collector = CheckpointGC(store, clock, keep, writer_lease)
         collector.await_readers(time.sleep)
         report = collector.collect(grace_seconds, wait)
         assert report is not None, "nobody gives it up"
@@ -374,7 +381,7 @@ def _require_run(store: Store) -> str:
 class Background:
     """Collects on a thread of its own, after each commit, for as long as the run is open."""
 
-    def __init__(self, collector: Collector, grace_seconds: float) -> None:
+    def __init__(self, collector: CheckpointGC, grace_seconds: float) -> None:
         self._collector, self._grace_seconds = collector, grace_seconds
         self._wanted, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None

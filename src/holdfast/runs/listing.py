@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
-from holdfast.repository.epochs import standing_fence
+from holdfast.repository.epochs import current_fence
 from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
 from holdfast.repository.quarantine import Quarantined, identity_at, quarantined
 from holdfast.repository.tags import Tags, read_tags
@@ -90,7 +90,7 @@ def run_record(store: Store) -> RunRecord:
             "Look for another path"
         )
     run_id, error = None, None
-    fence = standing_fence(store)
+    fence = current_fence(store)
     try:
         run_id = read_run_id(store)
     except (CorruptError, InvalidError) as found:

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from holdfast.runs.write_probe import write_bytes_per_second
 from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
-from holdfast.coordination.exit_agreement import AGREE_SECONDS_MIN, Alarm
+from holdfast.coordination.exit_agreement import AGREE_SECONDS_MIN, ExitAgreement
 from holdfast.saving.handle import SaveHandle
 from holdfast.coordination.job import Job
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.signals import Signals
 from holdfast.coordination.grace import expected_seconds, fits, usable_seconds
 from holdfast.ports.framework import LocalShard
@@ -39,8 +39,8 @@ class _Begun:
     began_seconds: float
 
 
-class Departure:
-    """The end of a run that is told to end, on one rank. Nothing happens before the first call of `is_time`."""
+class PreemptionHandler:
+    """The end of a run that is told to end, on one rank. Nothing happens before the first call of `should_stop`."""
 
     def __init__(self, job: Job, signals: Signals, grace_seconds: float) -> None:
         """Do nothing yet.
@@ -51,7 +51,7 @@ class Departure:
             grace_seconds: From a signal until the process is killed.
         """
         self._job, self._signals, self._grace_seconds = job, signals, grace_seconds
-        self._alarm: Alarm | None = None
+        self._alarm: ExitAgreement | None = None
         self._under_way: list[_Begun] = []
         self._last: _Begun | None = None
         self._measured: deque[float] = deque(maxlen=_SAVES_MEASURED)
@@ -62,7 +62,7 @@ class Departure:
         self._last = _Begun(step, handle, self._job.clock.monotonic_seconds())
         self._under_way = [*self._unfinished(), self._last]
 
-    def is_time(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Return whether all ranks leave at this call of the loop.
 
         Raises:
@@ -71,11 +71,11 @@ class Departure:
         if self._end is not None:
             raise self._end
         if self._alarm is None:
-            self._alarm = Alarm(self._job, self._grace_seconds)
+            self._alarm = ExitAgreement(self._job, self._grace_seconds)
             self._signals.take()
         received = self._signals.received
         try:
-            return self._alarm.is_time(None if received is None else received[1])
+            return self._alarm.should_stop(None if received is None else received[1])
         except CheckpointError as error:
             # As bounded as where they agree: nobody must be killed while it waits for who cannot be heard.
             self._job.ends_at = self._deadline
@@ -83,10 +83,10 @@ class Departure:
             self._await_saves()
             self._finish(step, None, f"ranks could not agree on a step: {error}")
 
-    def leave(
+    def save_and_exit(
         self,
         step: int,
-        place: Place,
+        location: CheckpointLocation,
         held_bytes: Callable[[], int],
         begin: Callable[[], SaveHandle],
         *,
@@ -110,16 +110,16 @@ class Departure:
         refusal = None
         if not is_there and (own is None or own.failure is not None):
             try:
-                refusal = self._refusal(self._expected(place, held_bytes))
+                refusal = self._refusal(self._expected(location, held_bytes))
                 own = begin() if refusal is None else None
             except CheckpointError as error:
                 refusal = f"it could not be saved: {error}"
         # Saves under way are abandoned before that, unless somebody is publishing: he has all of the grace.
         self._job.ends_at = self._deadline + self._grace_seconds - usable_seconds(self._grace_seconds)
         self._await_saves()
-        if own is not None and not self._is_committed(own, place):
+        if own is not None and not self._is_committed(own, location):
             refusal = f"its save failed: {own.failure}"
-        self._finish(step, place, refusal)
+        self._finish(step, location, refusal)
 
     def close(self, *, hand_on: bool) -> None:
         """Give signals back, unless the process is on its way out: others may follow the one that was answered.
@@ -141,23 +141,23 @@ class Departure:
         keys = [self._key("expected", rank) for rank in range(job.comm.world_size)]
         key = self._key("decision")
         try:
-            job.board.set(keys[job.comm.rank], f"{expected:.3f}".encode(), self._patience())
+            job.key_value_store.set(keys[job.comm.rank], f"{expected:.3f}".encode(), self._patience())
             if job.comm.rank == 0:
-                seconds = [float(each) for each in job.board.get_many(keys, self._patience())]
+                seconds = [float(each) for each in job.key_value_store.get_many(keys, self._patience())]
                 left = self._deadline - job.clock.monotonic_seconds()
                 refusal = ""
                 if not fits(seconds, left):
                     refusal = (
                         f"a save would take about {max(seconds):.1f} s; of the grace {max(left, 0.0):.1f} s are left"
                     )
-                job.board.set(key, refusal.encode(), self._patience())
+                job.key_value_store.set(key, refusal.encode(), self._patience())
                 return refusal or None
-            (told_refusal,) = job.board.get_many([key], self._patience())
+            (told_refusal,) = job.key_value_store.get_many([key], self._patience())
         except TimeoutError as error:
             return f"ranks did not all come to the step in time: {error}"
         return told_refusal.decode() or None
 
-    def _expected(self, place: Place, held_bytes: Callable[[], int]) -> float:
+    def _expected(self, location: CheckpointLocation, held_bytes: Callable[[], int]) -> float:
         job = self._job
         now = job.clock.monotonic_seconds()
         ages = [now - each.began_seconds for each in self._under_way]
@@ -165,13 +165,13 @@ class Departure:
             return expected_seconds(self._measured, ages, 0, None)
         # Named as the pack of an attempt: what is left of it where the process is killed is removed as one.
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
-        key = f"{place.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
+        key = f"{location.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
         try:
             in_flight = min(job.settings.window_bytes * job.settings.windows_in_flight, _PROBE_BYTES_MAX)
-            speed = write_bytes_per_second(place.store, key, in_flight, job.clock)
+            speed = write_bytes_per_second(location.store, key, in_flight, job.clock)
             return expected_seconds((), ages, held_bytes(), speed)
         except CheckpointError as error:
-            logger.warning("step %s: nobody can say how long its save would take: %s", place.step, error)
+            logger.warning("step %s: nobody can say how long its save would take: %s", location.step, error)
             return math.inf
 
     def _unfinished(self) -> list[_Begun]:
@@ -192,7 +192,7 @@ class Departure:
         for each in late:
             each.handle.committed.exception()
 
-    def _is_committed(self, handle: SaveHandle, place: Place) -> bool:
+    def _is_committed(self, handle: SaveHandle, location: CheckpointLocation) -> bool:
         committed = handle.committed
         if committed.done() and committed.exception() is None:
             return True
@@ -200,15 +200,15 @@ class Departure:
             return False
         try:
             # Where nobody could tell, storage can: there was none when this save began.
-            confirmed_manifest(place.store, place.folder)
+            confirmed_manifest(location.store, location.folder)
         except CheckpointError:
             return False
         return True
 
-    def _finish(self, step: int, place: Place | None, refusal: str | None) -> NoReturn:
+    def _finish(self, step: int, location: CheckpointLocation | None, refusal: str | None) -> NoReturn:
         code = PREEMPTED_SAVED if refusal is None else PREEMPTED_ABANDONED
         why = "it is saved" if refusal is None else refusal
-        if place is None or self._job.comm.rank == 0:
+        if location is None or self._job.comm.rank == 0:
             logger.warning("told to end, and left at step %d: %s; exit code %d", step, why, code)
         if threading.current_thread() is not threading.main_thread():
             logger.error(

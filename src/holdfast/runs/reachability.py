@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from holdfast.types.removal import Doomed, StepFiles
+from holdfast.types.removal import Unreferenced, StepFiles
 
 
 def doomed(
@@ -15,7 +15,7 @@ def doomed(
     wanted: frozenset[str] = frozenset(),
     *,
     packs_known: bool,
-) -> Doomed:
+) -> Unreferenced:
     """Return the manifests that go, and every file that no manifest which stays names.
 
     A pack that a step which stays refers to stays, wherever it lies; it goes with the last that refers to it.
@@ -31,22 +31,22 @@ def doomed(
     known = list(steps)
     stays = {each.step for each in known if each.counts and each.step in staying}
     needed = wanted.union(*(each.packs for each in known if each.step in stays))
-    going: dict[int, str] = {}
+    to_delete: dict[int, str] = {}
     files: dict[str, int] = {}
     for each in known:
         if each.step in under_way:
             continue
         if each.digest is not None and each.step not in stays:
-            going[each.step] = each.digest
+            to_delete[each.step] = each.digest
         for attempt, held in each.attempts.items():
             if not _is_wanted(each, attempt, each.step in stays):
                 files |= {k: size for k, size in held.items() if k not in needed and (packs_known or not is_pack(k))}
-        if each.step not in stays and not each.spared:
+        if each.step not in stays and not each.pinned:
             files |= each.reports
-    return Doomed(going, files)
+    return Unreferenced(to_delete, files)
 
 
 def _is_wanted(step: StepFiles, attempt: str, stays: bool) -> bool:
     """Return whether an attempt stays with the manifest that names it, or in spite of having none."""
     # Of a manifest that cannot be read nobody can say which attempt it names.
-    return attempt in step.spared or (stays and step.attempt in (attempt, None))
+    return attempt in step.pinned or (stays and step.attempt in (attempt, None))

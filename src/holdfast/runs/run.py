@@ -11,32 +11,32 @@ from functools import partial
 
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError, MissingError
-from holdfast.telemetry.dispatcher import Audience
-from holdfast.runs.garbage_collection import Background, Collector, Pins
-from holdfast.engine.gc_pause import CollectorPause
-from holdfast.saving.commit import vacated
-from holdfast.runs.suspect_steps import Distrust
+from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
+from holdfast.engine.gc_pause import GcPause
+from holdfast.saving.commit import clear_fenced
+from holdfast.runs.suspect_steps import SuspectSteps
 from holdfast.saving.handle import SaveHandle
 from holdfast.coordination.job import Job
 from holdfast.loading.load import LoadRequest, load
-from holdfast.runs.step_metrics import WantedMetrics, told_metrics
-from holdfast.checkpoint.location import Place, none_allowed, require_no_checkpoint
-from holdfast.runs.preemption import Departure, owed_bytes
-from holdfast.saving.deduplication import Base, Previous, Unchanged, previous_of
-from holdfast.loading.step_choice import Choice, Newest, One
+from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
+from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
+from holdfast.runs.preemption import PreemptionHandler, owed_bytes
+from holdfast.saving.deduplication import Base, BaseStep, Deduplicator, previous_of
+from holdfast.loading.step_choice import StepSelector, NewestValid, ExactStep
 from holdfast.saving.save import Save
 from holdfast.coordination.save_schedule import Schedule
-from holdfast.runs.tags import require_all_free, tag_saved, tag_step, untag, wanted_tags
-from holdfast.leases.writer import Tenure
+from holdfast.runs.tags import require_all_free, tag_saved, tag_step, untag, checked_tags
+from holdfast.leases.writer import WriterLease
 from holdfast.clock import Clock
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id
 from holdfast.repository.removal import marks
-from holdfast.repository.epochs import counts, fenced_error, standing_fence
+from holdfast.repository.epochs import is_valid, fenced_error, current_fence
 from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
-from holdfast.repository.quarantine import set_aside
+from holdfast.repository.quarantine import supersede
 from holdfast.types.manifest import Parent
 from holdfast.types.policy import Policies
 from holdfast.types.reports import LoadReport, SaveReport
@@ -55,27 +55,27 @@ class Run:
         references: Packs = none_allowed,
         policies: Policies = Policies(),  # noqa: B008 - frozen
         observers: Sequence[Observer] = (),
-        departure: Departure | None = None,
+        preemption_handler: PreemptionHandler | None = None,
     ) -> None:
         require_no_checkpoint(store)
-        self._audience = Audience(observers, job.clock)
+        self._dispatcher = EventDispatcher(observers, job.clock)
         self._store, self._job, self._framework = store, job, framework
-        self._home = Place(store, "", None, references=references, root=store)
+        self._home = CheckpointLocation(store, "", None, references=references, root=store)
         self._writer = PackWriter(store, job.settings)
-        self._tenure = Tenure(store, job.clock, job.settings.lease_seconds)
+        self._writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
         self._latest = _Link(None, None)
-        self._previous: Previous | None = None
+        self._previous: BaseStep | None = None
         self._loaded: int | None = None
-        self._distrust = Distrust(store)
+        self._suspect_steps = SuspectSteps(store)
         self._pending: list[SaveHandle] = []
         self._closed = False
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
         self._keep = policies.keep
-        self._departure = departure
+        self._preemption = preemption_handler
         self._pins = Pins()
         self._collecting: Background | None = None
         if policies.keep is not None and job.comm.rank == 0:
-            collector = Collector(store, job.clock, policies.keep, self._tenure, self._pins)
+            collector = CheckpointGC(store, job.clock, policies.keep, self._writer_lease, self._pins)
             self._collecting = Background(collector, job.settings.collect_grace_seconds)
         self._metrics = WantedMetrics(store, policies.keep)
         self.load_report: LoadReport | None = None
@@ -97,10 +97,10 @@ class Run:
                 f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
                 "save=…, as in CheckpointManager(root, every=100). save(step, state) saves at once"
             )
-        if self._departure is not None and self._departure.is_time(step):
-            self._departure.leave(
+        if self._preemption is not None and self._preemption.should_stop(step):
+            self._preemption.save_and_exit(
                 step,
-                self._place_of(step),
+                self._location_of(step),
                 lambda: self._owed_bytes(state, selection),
                 lambda: self.save(step, state, selection, metrics, is_last=True),
                 is_there=step == self._loaded,
@@ -136,45 +136,45 @@ class Run:
         self._loaded = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
-        place = self._place_of(step)
+        location = self._location_of(step)
         before, own = self._latest, _Link(None, self._latest)
         told: dict[str, object] = {}
         names: list[str] = []
 
         def collect() -> Collected:
             # Here, so that what is wrong on one rank is refused on all.
-            told.update(told_metrics(metrics))
-            names.extend(wanted_tags(tags))
+            told.update(checked_metrics(metrics))
+            names.extend(checked_tags(tags))
             return self._framework.collect(state, selection)
 
-        def claim(place: Place) -> dict[str, object]:
+        def claim(location: CheckpointLocation) -> dict[str, object]:
             if not is_last:
                 self._metrics.require_in(told)
             require_all_free(self._store, names)
             base = self._pinned(step)
-            note = claimed(place, self._tenure, self._job.clock)
-            return {**note, "base": base, "distrusted": [] if base is None else self._distrust.steps()}
+            note = claimed(location, self._writer_lease, self._job.clock)
+            return {**note, "base": base, "distrusted": [] if base is None else self._suspect_steps.steps()}
 
-        def settle(place: Place, run_id: str, digest: str) -> None:
-            own.settle(place, run_id, digest)
+        def settle(location: CheckpointLocation, run_id: str, digest: str) -> None:
+            own.settle(location, run_id, digest)
             self._previous = unchanged.committed(digest)
             if self._job.comm.rank == 0:
                 tag_saved(self._store, self._job.clock, step, names)
                 self._pins.unpin(step, is_committed=True)
-                self._pins.stands_at = step
+                self._pins.current_step = step
                 if self._collecting is not None:
                     self._collecting.want()
 
-        unchanged = Unchanged(place, self._previous, self._writer, self._job.settings)
+        unchanged = Deduplicator(location, self._previous, self._writer, self._job.settings)
         save = Save(
             self._job,
-            place,
+            location,
             self._writer,
             claim,
             before.parent,
             settle,
             inherited=told,
-            audience=self._audience,
+            dispatcher=self._dispatcher,
             unchanged=unchanged,
         )
         save.handle.committed.add_done_callback(partial(_let_go, self._pins, step, save.handle))
@@ -186,8 +186,8 @@ class Run:
         self._latest = own
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
-        if self._departure is not None:
-            self._departure.note(step, handle)
+        if self._preemption is not None:
+            self._preemption.note(step, handle)
         return handle
 
     def load(self, request: LoadRequest, step: int | None) -> int | None:
@@ -196,11 +196,11 @@ class Run:
         job = self._job
         # If it fails, it may have met damage in what a save would refer to.
         self._previous = None
-        choice: Choice = Newest(self._home, job.clock, job.is_news)
+        choice: StepSelector = NewestValid(self._home, job.clock, job.is_news)
         if step is not None:
             require_step(step)
-            choice = One(partial(self._choose, step))
-        with CollectorPause() as pause:
+            choice = ExactStep(partial(self._choose, step))
+        with GcPause() as pause:
             done = load(
                 job.comm,
                 job.clock,
@@ -210,19 +210,19 @@ class Run:
                 choice,
                 request,
                 pause,
-                self._audience,
+                self._dispatcher,
             )
         if done is None:
             return None
-        place, manifest, self.load_report = done.place, done.manifest, done.report
-        if place.step is not None:
-            self._loaded = place.step
+        location, manifest, self.load_report = done.location, done.manifest, done.report
+        if location.step is not None:
+            self._loaded = location.step
             self._previous = previous_of(manifest, done.index, done.filled)
-            self._pins.stands_at = place.step
-            self._latest = _Link(Parent(manifest.run_id, place.step, manifest.digest), None)
+            self._pins.current_step = location.step
+            self._latest = _Link(Parent(manifest.run_id, location.step, manifest.digest), None)
             if self._schedule is not None:
-                self._schedule.note_loaded(place.step)
-        return place.step
+                self._schedule.note_loaded(location.step)
+        return location.step
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
@@ -238,10 +238,10 @@ class Run:
         untag(self._store, name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
-        """Return the steps that stay as things are now, ascending, each with why; errors as `Collector.survey`."""
+        """Return the steps that stay as things are now, ascending, each with why; errors as `CheckpointGC.survey`."""
         if read_run_id(self._store) is None:
             return {}
-        reasons = Collector(self._store, self._job.clock, self._keep, None, self._pins).survey().reasons
+        reasons = CheckpointGC(self._store, self._job.clock, self._keep, None, self._pins).survey().reasons
         return {step: reasons[step] for step in sorted(reasons)}
 
     def wait(self) -> None:
@@ -277,11 +277,11 @@ class Run:
         self._closed = True
         # From the last to the first, each whatever became of the others.
         with ExitStack() as ending:
-            if self._departure is not None:
+            if self._preemption is not None:
                 # A signal that no step answered may end the process here.
-                ending.callback(self._departure.close, hand_on=hand_on)
-            ending.callback(self._audience.close)
-            ending.callback(self._tenure.release)
+                ending.callback(self._preemption.close, hand_on=hand_on)
+            ending.callback(self._dispatcher.close)
+            ending.callback(self._writer_lease.release)
             if self._collecting is not None:
                 ending.callback(self._collecting.close)
             ending.callback(self._job.close)
@@ -302,25 +302,25 @@ class Run:
 
     def _owed_bytes(self, state: Mapping[str, object], selection: Selection) -> int:
         """Return what this rank has to write of a state at least, as far as that is known before it is looked at."""
-        if self._previous is not None and self._job.settings.reuse_unchanged:
+        if self._previous is not None and self._job.settings.deduplicate:
             return 0  # Any of it may be as it was.
         return owed_bytes(self._framework.collect(state, selection).shards, self._job.comm.world_size)
 
-    def _place_of(self, step: int) -> Place:
+    def _location_of(self, step: int) -> CheckpointLocation:
         return replace(self._home, folder=step_folder(step), step=step)
 
-    def _choose(self, step: int) -> Place:
+    def _choose(self, step: int) -> CheckpointLocation:
         require_no_checkpoint(self._store)
-        place = self._place_of(step)
+        location = self._location_of(step)
         try:
-            is_fenced = not counts(self._store, standing_fence(self._store), step)
+            is_fenced = not is_valid(self._store, current_fence(self._store), step)
         except MissingError as missing:
             raise MissingError(
                 f"{self._store.url}: no committed step {step}; committed are {self.steps()[-20:]}"
             ) from missing
         if is_fenced:
-            raise fenced_error(f"{place.url}/{MANIFEST_FILE}")
-        return place
+            raise fenced_error(f"{location.url}/{MANIFEST_FILE}")
+        return location
 
     def _require_open(self) -> None:
         if self._closed:
@@ -340,18 +340,18 @@ def founded(store: Store, clock: Clock) -> str:
     return found_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
 
 
-def claimed(place: Place, tenure: Tenure, clock: Clock) -> dict[str, object]:
+def claimed(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> dict[str, object]:
     """Make a step one that may be written, and the root that of a run if need be; return what the ranks are told.
 
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.
     """
-    run_id = founded(place.store, clock)
-    epoch = tenure.hold(run_id)
-    if place.step is not None and set_aside(place.store, place.step):
-        logger.warning("step %d: a damaged checkpoint lay there; its manifest is kept under quarantine", place.step)
-    if not vacated(place, epoch):
-        place.require_empty()
+    run_id = founded(location.store, clock)
+    epoch = writer_lease.hold(run_id)
+    if location.step is not None and supersede(location.store, location.step):
+        logger.warning("step %d: a damaged checkpoint lay there; its manifest is kept under quarantine", location.step)
+    if not clear_fenced(location, epoch):
+        location.require_empty()
     return {"run_id": run_id, "epoch": epoch}
 
 
@@ -368,10 +368,10 @@ class _Link:
             link = link._before
         return link._own if link is not None else None
 
-    def settle(self, place: Place, run_id: str, digest: str) -> None:
+    def settle(self, location: CheckpointLocation, run_id: str, digest: str) -> None:
         """Take note that the save is committed."""
-        assert place.step is not None, "a run saves steps"
-        self._own, self._before = Parent(run_id, place.step, digest), None
+        assert location.step is not None, "a run saves steps"
+        self._own, self._before = Parent(run_id, location.step, digest), None
 
 
 def require_step(step: object) -> None:

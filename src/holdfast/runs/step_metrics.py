@@ -12,7 +12,7 @@ from holdfast.types.manifest import METRIC_CHARACTERS_MAX, is_metric_name
 from holdfast.types.policy import BestN, KeepPolicy, rules_of
 
 
-def told_metrics(metrics: object) -> dict[str, object]:
+def checked_metrics(metrics: object) -> dict[str, object]:
     """Return what the ranks are told of the metrics of a step, at the opening; nothing where there are none.
 
     Raises:

@@ -8,12 +8,12 @@ from holdfast.errors import CheckpointError
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
 from holdfast.format.names import step_folder, step_of_pack
-from holdfast.repository.quarantine import noted
+from holdfast.repository.quarantine import list_records
 
 logger = logging.getLogger(__name__)
 
 
-class Distrust:
+class SuspectSteps:
     """Which steps of a run lie under quarantine or have packs that one under quarantine names."""
 
     def __init__(self, store: Store) -> None:
@@ -28,7 +28,7 @@ class Distrust:
     def steps(self) -> list[int]:
         """Return them, ascending, as the quarantine is now: one listing, and each manifest there is read once."""
         found = set[int]()
-        for step, identity in noted(self._store):
+        for step, identity in list_records(self._store):
             found.add(step)
             try:
                 if (step, identity) not in self._named:

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
-from holdfast.leases.reader import is_going
-from holdfast.clock import Clock, told_time
+from holdfast.leases.reader import is_being_deleted
+from holdfast.clock import Clock, utc_now_text
 from holdfast.ports.store import Store
 from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_free, require_tag_name
 from holdfast.types.retention import Tag
@@ -25,9 +25,9 @@ def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
     """
     name = require_tag_name(name)
     known = name in read_tags(store).whole
-    tag = put_tag(store, step, name, told_time(clock))
+    tag = put_tag(store, step, name, utc_now_text(clock))
     # Looked for after it was put: whoever removes the step sees the one, or we see the other.
-    if not known and is_going(store, clock, step, tag.digest):
+    if not known and is_being_deleted(store, clock, step, tag.digest):
         remove_tag(store, name)
         raise ConflictError(
             f"{store.url}: step {step} is being collected, for no policy keeps it; expected one that stays. Nothing "
@@ -46,7 +46,7 @@ def untag(store: Store, name: object) -> None:
     remove_tag(store, require_tag_name(name))
 
 
-def wanted_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
+def checked_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
     """Return the names that a step is to be given with its save.
 
     Raises:

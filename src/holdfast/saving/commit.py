@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
-from holdfast.engine.gc_pause import CollectorPause
-from holdfast.engine.parallel_map import each_in_flight
+from holdfast.engine.gc_pause import GcPause
+from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.health import decode_health
@@ -21,7 +21,7 @@ from holdfast.format.manifest import encode_manifest
 from holdfast.format.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
 from holdfast.format.sealed_json import stated_digest
 from holdfast.repository.catalog import committed_steps, exists, read_manifest
-from holdfast.repository.epochs import counts, require_newest, standing_fence
+from holdfast.repository.epochs import current_fence, is_valid, require_newest
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.repository.reachable import packs_named_by
@@ -40,7 +40,7 @@ _FILES = 8
 
 
 def assembled(
-    place: Place,
+    location: CheckpointLocation,
     attempt: str,
     votes: Sequence[Vote],
     note: Mapping[str, object],
@@ -64,13 +64,13 @@ def assembled(
         InvalidError: The parts do not make a whole.
         CorruptError: A part or pack is not what its rank voted for.
     """
-    whole = merged(place, attempt, votes, settings.chunk_bytes)
-    indexes, overview = written_index(place, attempt, whole.index, settings, written)
+    whole = merged(location, attempt, votes, settings.chunk_bytes)
+    indexes, overview = written_index(location, attempt, whole.index, settings, written)
     origin, masters, metrics = note.get("origin"), note.get("masters"), note.get("metrics")
     # Known only now: the save before was perhaps still being written when this one began.
     parent = parent_of()
-    health = _health(place, note, parent, whole.findings)
-    made = manifest_of(place, attempt, whole, (indexes, overview), str(note["run_id"]), str(note["created"]))
+    health = _health(location, note, parent, whole.findings)
+    made = manifest_of(location, attempt, whole, (indexes, overview), str(note["run_id"]), str(note["created"]))
     data = encode_manifest(
         replace(
             made,
@@ -86,7 +86,7 @@ def assembled(
 
 
 def manifest_of(
-    place: Place,
+    location: CheckpointLocation,
     attempt: str,
     whole: Merged,
     index: tuple[tuple[FileRecord, ...], FileRecord | None],
@@ -106,7 +106,7 @@ def manifest_of(
     indexes, overview = index
     return Manifest(
         run_id=run_id,
-        step=place.step,
+        step=location.step,
         attempt=attempt,
         created=created,
         parent=None,
@@ -131,15 +131,23 @@ def epoch_of(note: Mapping[str, object]) -> int:
     return epoch
 
 
-def _health(place: Place, note: Mapping[str, object], parent: Parent | None, findings: Findings) -> Health | None:
+def _health(
+    location: CheckpointLocation, note: Mapping[str, object], parent: Parent | None, findings: Findings
+) -> Health | None:
     """Return what was found of a checkpoint's health: of a copy, what was when it was first saved."""
     if "health" in note:
-        return decode_health(note["health"], place.url)
-    return findings.health(*counted_before(place, parent)) if findings.has_counts else findings.health(None)
+        return decode_health(note["health"], location.url)
+    return findings.health(*counted_before(location, parent)) if findings.has_counts else findings.health(None)
 
 
 def written_index(
-    place: Place, attempt: str, index: Index, settings: Settings, written: list[str], *, whole: bool = False
+    location: CheckpointLocation,
+    attempt: str,
+    index: Index,
+    settings: Settings,
+    written: list[str],
+    *,
+    whole: bool = False,
 ) -> tuple[tuple[FileRecord, ...], FileRecord | None]:
     """Write an index, in several files if it is large; return their records, and that of the overview if there is one.
 
@@ -151,22 +159,22 @@ def written_index(
         written: Told the key of every file before it is written.
         whole: Whether it goes into one file, however large.
     """
-    with CollectorPause():
+    with GcPause():
         indexes, overview = ([index], None) if whole else _files_of(index, settings.index_chunks_max)
-    folder = f"{place.folder}{attempt}/"
+    folder = f"{location.folder}{attempt}/"
 
     def put(file: tuple[str, Callable[[], bytes]]) -> FileRecord:
         name, encode = file
         data = encode()
-        place.store.put_if_absent(folder + name, data)
+        location.store.put_if_absent(folder + name, data)
         return FileRecord(name, len(data), hex_digest_of(data))
 
     files = [(index_name(number), partial(encode_index, each)) for number, each in enumerate(indexes)]
     if overview is not None:
         files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
     written += [folder + name for name, _ in files]
-    with CollectorPause():
-        records = list(each_in_flight(put, files))
+    with GcPause():
+        records = list(ordered_parallel_map(put, files))
     return tuple(records[: len(indexes)]), records[-1] if overview is not None else None
 
 
@@ -178,7 +186,7 @@ class PublishedLate(Exception):
     """The epoch was over when the manifest appeared; storage knows whether it counts."""
 
 
-def published(place: Place, data: bytes, epoch: int) -> str:
+def published(location: CheckpointLocation, data: bytes, epoch: int) -> str:
     """Publish a manifest; return its digest.
 
     Args:
@@ -192,37 +200,37 @@ def published(place: Place, data: bytes, epoch: int) -> str:
         CheckpointError: It is certain that nothing was published.
     """
     if epoch:
-        require_newest(place.store, epoch)
-    _put(place, data, epoch)
+        require_newest(location.store, epoch)
+    _put(location, data, epoch)
     digest = stated_digest(data)
     assert digest is not None, "a manifest is sealed"
     if epoch:
         try:
             # Whoever begins an epoch looks for steps after that: if there is none yet, it will find this one.
-            require_newest(place.store, epoch)
+            require_newest(location.store, epoch)
         except CheckpointError as doubt:
             raise PublishedLate(str(doubt)) from doubt
     return digest
 
 
-def _put(place: Place, data: bytes, epoch: int) -> None:
+def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
     try:
         try:
-            publish(place.store, place.manifest_key, data)
+            publish(location.store, location.manifest_key, data)
         except ConflictError:
-            if not epoch or not vacated(place, epoch):
+            if not epoch or not clear_fenced(location, epoch):
                 raise
-            publish(place.store, place.manifest_key, data)
+            publish(location.store, location.manifest_key, data)
     except ConflictError:
         raise
     except Exception as error:
         # The name may have been given before it failed (a folder could not be synced), or be given later.
-        if _is_certainly_absent(place):
+        if _is_certainly_absent(location):
             raise
         raise PublishFailed(str(error)) from error
 
 
-def vacated(place: Place, epoch: int) -> bool:
+def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
     """Remove a manifest that can never count from a step that the holder of the newest epoch wants to save.
 
     Args:
@@ -233,30 +241,30 @@ def vacated(place: Place, epoch: int) -> bool:
     Raises:
         ConflictError: Another writer took over.
     """
-    assert place.step is not None, "only a run has epochs"
-    if not exists(place.store, place.manifest_key):
+    assert location.step is not None, "only a run has epochs"
+    if not exists(location.store, location.manifest_key):
         return True
-    fence = standing_fence(place.store)
+    fence = current_fence(location.store)
     try:
-        if fence.epoch != epoch or counts(place.store, fence, place.step):
+        if fence.epoch != epoch or is_valid(location.store, fence, location.step):
             return False
     except MissingError:
         return True
-    require_newest(place.store, epoch)
-    logger.warning("step %d: the manifest of a writer whose epoch is over does not count and is removed", place.step)
-    place.store.delete([place.manifest_key])
+    require_newest(location.store, epoch)
+    logger.warning("step %d: the manifest of a writer whose epoch is over does not count and is removed", location.step)
+    location.store.delete([location.manifest_key])
     return True
 
 
-def _is_certainly_absent(place: Place) -> bool:
+def _is_certainly_absent(location: CheckpointLocation) -> bool:
     """Return whether a manifest that could not be put is not there and will not come."""
     try:
-        return place.store.failed_calls_are_over and not exists(place.store, place.manifest_key)
+        return location.store.failed_calls_are_over and not exists(location.store, location.manifest_key)
     except CheckpointError:
         return False
 
 
-def sweep(place: Place, attempt: str, name: str, epoch: int) -> None:
+def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> None:
     """Remove what failed attempts left at a place: with a manifest there, none of them can publish any more.
 
     An attempt may have been published before somebody removed its manifest, and other steps refer to its packs: such
@@ -269,31 +277,33 @@ def sweep(place: Place, attempt: str, name: str, epoch: int) -> None:
         epoch: The epoch under which it was; 0 if none.
     """
     try:
-        others = [each for each in place.store.folders(place.folder) if is_attempt_folder(each) and each != attempt]
-        kept = quarantined_attempts(place.store, place.step) if others and place.step is not None else set()
-        named = _referred_to(place) if others else frozenset()
+        others = [
+            each for each in location.store.folders(location.folder) if is_attempt_folder(each) and each != attempt
+        ]
+        kept = quarantined_attempts(location.store, location.step) if others and location.step is not None else set()
+        named = _referred_to(location) if others else frozenset()
         for folder in others:
             if folder in kept:
                 continue
-            prefix = f"{place.folder}{folder}/"
-            keys = [entry.key for entry in place.store.list(prefix)]
+            prefix = f"{location.folder}{folder}/"
+            keys = [entry.key for entry in location.store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
                 if epoch:
                     # Asked after they were listed: what is in the list is not of a writer who took over.
-                    require_newest(place.store, epoch)
+                    require_newest(location.store, epoch)
                 # A key that is absent still has its folder looked at: one that died early left nothing else.
-                place.store.delete([*(key for key in keys if key not in named), f"{prefix}nothing"])
+                location.store.delete([*(key for key in keys if key not in named), f"{prefix}nothing"])
             else:
                 logger.warning("%s: %s holds more than an attempt and is left alone", name, prefix)
     except CheckpointError as error:
         logger.warning("%s: leftovers of failed attempts stay for now: %s", name, error)
 
 
-def _referred_to(place: Place) -> frozenset[str]:
+def _referred_to(location: CheckpointLocation) -> frozenset[str]:
     """Return the packs of a place's run that committed steps name, by their path from its root."""
-    if place.step is None:
+    if location.step is None:
         return frozenset()
-    return packs_named_by(read_manifest(place.store, step_folder(step)) for step in committed_steps(place.store))
+    return packs_named_by(read_manifest(location.store, step_folder(step)) for step in committed_steps(location.store))
 
 
 def _files_of(index: Index, chunks_max: int) -> tuple[list[Index], Overview | None]:

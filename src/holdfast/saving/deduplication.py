@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError
@@ -18,7 +18,7 @@ from holdfast.geometry.region import FlatRange, Region, region_boxes
 from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
 from holdfast.repository.catalog import stored_bytes
-from holdfast.saving.unchanged import heads_of, is_unchanged
+from holdfast.saving.unchanged import first_page_digests, is_unchanged
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import PackItem, Piece, PlannedPack
@@ -38,7 +38,7 @@ def _key(item: PackItem | Piece) -> Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Previous:
+class BaseStep:
     """A committed step, as far as a rank may refer to its pieces."""
 
     of: Base
@@ -50,11 +50,11 @@ class Previous:
     packs: Mapping[str, FileRecord]
     """Every pack that its pieces lie in, by that name."""
 
-    heads: Mapping[Key, bytes]
+    first_page_digests: Mapping[Key, bytes]
     """What the first page of a piece hashes to, where that is known."""
 
 
-def previous_of(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> Previous:
+def previous_of(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> BaseStep:
     """Return a step that was loaded, as what a save may refer to; of its index no more is read than is asked for.
 
     Args:
@@ -84,7 +84,7 @@ def previous_of(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[
                     found[_key(item)] = replace(piece, pack=names[piece.pack])
         return found
 
-    return Previous((step, manifest.digest), find, packs, {})
+    return BaseStep((step, manifest.digest), find, packs, {})
 
 
 def _is_ours(name: str) -> bool:
@@ -106,10 +106,12 @@ def _is_within(item: PackItem, boxes: Sequence[Box]) -> bool:
     return all(any(box.contains(each) for box in boxes) for each in own)
 
 
-class Unchanged:
+class Deduplicator:
     """What one save leaves where an earlier step holds it, and what later saves may leave where this one puts it."""
 
-    def __init__(self, place: Place, previous: Previous | None, writer: PackWriter, settings: Settings) -> None:
+    def __init__(
+        self, location: CheckpointLocation, previous: BaseStep | None, writer: PackWriter, settings: Settings
+    ) -> None:
         """Compare nothing yet.
 
         Args:
@@ -118,9 +120,9 @@ class Unchanged:
             writer: Lends windows to copy into.
             settings: Bytes of a chunk.
         """
-        self._place, self._compares = place, settings.reuse_unchanged and place.root is not None
+        self._place, self._compares = location, settings.deduplicate and location.root is not None
         self._previous, self._writer, self._settings = previous, writer, settings
-        self._heads: dict[Key, bytes] = {}
+        self._first_page_digests: dict[Key, bytes] = {}
         self._written: dict[Key, Piece] = {}
         self._own: dict[str, FileRecord] = {}
         self.pieces: Sequence[Piece] = ()
@@ -139,7 +141,7 @@ class Unchanged:
         """Bytes that are not written."""
         return sum(piece.bytes for piece in self.pieces)
 
-    def left_of(self, plan: SavePlan, sources: Sequence[Source], note: Mapping[str, object]) -> SavePlan:
+    def pieces_to_write(self, plan: SavePlan, sources: Sequence[Source], note: Mapping[str, object]) -> SavePlan:
         """Return what of a plan must be written; before anything is copied, on the thread that trains.
 
         Args:
@@ -152,7 +154,9 @@ class Unchanged:
             return plan
         items = [item for _, item in plan.large]
         with self._writer.lent() as slab:
-            self._heads = dict(zip(map(_key, items), heads_of(items, sources, slab), strict=True))
+            self._first_page_digests = dict(
+                zip(map(_key, items), first_page_digests(items, sources, slab), strict=True)
+            )
             candidates = self._candidates(items, note)
             left_out = {
                 (pack, item.tensor.fqn): candidates[_key(item)]
@@ -184,7 +188,7 @@ class Unchanged:
                 piece = Piece(item.tensor, item.region, name, offset, digests, self._settings.chunk_bytes)
                 self._written[_key(item)] = piece
 
-    def committed(self, digest: str) -> Previous:
+    def committed(self, digest: str) -> BaseStep:
         """Return this save, once it is committed, as what the next may refer to.
 
         Args:
@@ -198,7 +202,7 @@ class Unchanged:
             known = ((item, pieces.get(_key(item))) for item in items)
             return {_key(item): piece for item, piece in known if piece is not None and piece.tensor == item.tensor}
 
-        return Previous((self._place.step, digest), find, packs, self._heads)
+        return BaseStep((self._place.step, digest), find, packs, self._first_page_digests)
 
     def _candidates(self, items: Sequence[PackItem], note: Mapping[str, object]) -> dict[Key, Piece]:
         """Return what is stored of pieces that may be as they were."""
@@ -206,8 +210,13 @@ class Unchanged:
         if previous is None or previous.of != _base_in(note):
             return {}
         distrusted = _distrusted_in(note)
-        heads = previous.heads
-        alike = [item for item in items if heads.get(_key(item), self._heads[_key(item)]) == self._heads[_key(item)]]
+        first_page_digests = previous.first_page_digests
+        alike = [
+            item
+            for item in items
+            if first_page_digests.get(_key(item), self._first_page_digests[_key(item)])
+            == self._first_page_digests[_key(item)]
+        ]
         try:
             found = previous.find(alike)
             packs = {piece.pack for piece in found.values()}
@@ -222,9 +231,9 @@ class Unchanged:
 
     def _is_there(self, pack: FileRecord) -> bool:
         """Return whether a pack can be referred to: in another step, and not removed by hand since."""
-        place = self._place
-        is_other = step_of_pack(pack.name) != place.step
-        return is_other and place.root is not None and stored_bytes(place.root, pack.name) == pack.bytes
+        location = self._place
+        is_other = step_of_pack(pack.name) != location.step
+        return is_other and location.root is not None and stored_bytes(location.root, pack.name) == pack.bytes
 
 
 def _base_in(note: Mapping[str, object]) -> Base | None:

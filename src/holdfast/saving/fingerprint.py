@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.agreement import Details, Statement
 from holdfast.coordination.job import Job
 from holdfast.format.digest import short_digest_of
@@ -15,16 +15,16 @@ from holdfast.ports.framework import Collected, LocalShard
 from holdfast.types.values import Group, Value
 
 
-class Digests:
+class StateFingerprint:
     """Fingerprint of a layout and digests of what replicas should share."""
 
-    def __init__(self, collected: Collected, job: Job, place: Place) -> None:
+    def __init__(self, collected: Collected, job: Job, location: CheckpointLocation) -> None:
         """Take samples and encode the values.
 
         Raises:
             InvalidError: A value is outside the closed set, or a tensor is larger than an index can say.
         """
-        self._collected, self._place, self._settings = collected, place, job.settings
+        self._collected, self._place, self._settings = collected, location, job.settings
         self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
         """The non-tensor state, encoded."""
         own = dict(collected.per_rank)
@@ -44,7 +44,7 @@ class Digests:
         other = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER]
         return Statement(
             step=step,
-            place=short_digest_of(self._place.url.encode()),
+            location=short_digest_of(self._place.url.encode()),
             layout=self._layout_fingerprint,
             agreeing=short_digest_of(*agreeing),
             other=short_digest_of(self.tree_bytes, *other),

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.job import Job
-from holdfast.engine.buffers import new_slab
+from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.format.digest import short_digest_of
 from holdfast.format.names import step_folder
@@ -63,7 +63,7 @@ def _expectation(fqn: str, role: Role, settings: Settings) -> Expectation:
 
 
 def _replicas(collected: Collected, agreement: Agreement) -> Replicas:
-    slab = new_slab(REPLICA_WINDOW_BYTES)
+    slab = allocate_aligned(REPLICA_WINDOW_BYTES)
     held: dict[tuple[int, ...], list[tuple[int, bytes]]] = {}
     for position, each in enumerate(collected.shards):
         shard = each.shard
@@ -71,7 +71,7 @@ def _replicas(collected: Collected, agreement: Agreement) -> Replicas:
         if len(holders) > 1 and any(piece.numel for piece in shard.pieces):
             digest = content_digest(each.source, shard.pieces, shard.tensor.itemsize, slab)
             held.setdefault(holders, []).append((position, digest))
-    names = tuple(each.shard.tensor.fqn for each in collected.shards) if agreement.speaks else ()
+    names = tuple(each.shard.tensor.fqn for each in collected.shards) if agreement.is_leader else ()
     groups = [
         ReplicaGroup(
             short_digest_of(repr(holders).encode()),
@@ -90,7 +90,7 @@ def _holders(shard: Shard, agreement: Agreement) -> tuple[int, ...]:
     return () if shard.role is Role.BUFFER else agreement.holders_of(shard.tensor.fqn)
 
 
-def counted_before(place: Place, parent: Parent | None) -> tuple[Health | None, Callable[[str], bool]]:
+def counted_before(location: CheckpointLocation, parent: Parent | None) -> tuple[Health | None, Callable[[str], bool]]:
     """Return what was found in the last checkpoint before a step in which it was counted, and whether that held an FQN.
 
     A checkpoint that was saved without counting does not make anybody forget what was counted before it.
@@ -102,11 +102,11 @@ def counted_before(place: Place, parent: Parent | None) -> tuple[Health | None, 
         None where it is not known.
     """
     try:
-        manifest = _last_counted(place.store, parent)
+        manifest = _last_counted(location.store, parent)
     except CheckpointError as error:
         logger.warning(
             "how many non-finite values the steps before %s had is not known; those in buffers are taken as meant: %s",
-            place.url,
+            location.url,
             error,
         )
         return None, lambda _: False
@@ -117,7 +117,7 @@ def counted_before(place: Place, parent: Parent | None) -> tuple[Health | None, 
     @cache
     def names() -> frozenset[str]:
         try:
-            return frozenset(read_index(place.store, folder, manifest).tensors)
+            return frozenset(read_index(location.store, folder, manifest).tensors)
         except CheckpointError as error:
             logger.warning("which tensors %s holds is not known; buffers are taken as new: %s", folder, error)
             return frozenset()

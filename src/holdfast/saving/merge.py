@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from holdfast.checkpoint.coverage import uncovered_names
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
-from holdfast.engine.gc_pause import CollectorPause
-from holdfast.engine.parallel_map import each_in_flight
+from holdfast.engine.gc_pause import GcPause
+from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.index.index import Index, Merging
 from holdfast.format.index.tensor_table import TensorTables
@@ -53,7 +53,7 @@ class Merged:
     """What the ranks found of its health."""
 
 
-def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> Merged:
+def merged(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> Merged:
     """Read every rank's part, this rank's own too, prove the whole, and return it.
 
     Whatever cannot be read back is refused here, and not by the load that needs it.
@@ -69,10 +69,10 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     findings = Findings()
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
-    files = each_in_flight(lambda record: read_file(place.store, place.folder, attempt, record), records)
+    files = ordered_parallel_map(lambda record: read_file(location.store, location.folder, attempt, record), records)
     for rank, part in enumerate(_decoded(records, files)):
-        require_own(part, rank, attempt, place.url)
-        merging.add(part.index, f"{place.url}: rank {rank}")
+        require_own(part, rank, attempt, location.url)
+        merging.add(part.index, f"{location.url}: rank {rank}")
         packs += part.packs
         findings.add(rank, part.counted, part.replicas)
         for alias, fqn in part.aliases.items():
@@ -82,13 +82,13 @@ def merged(place: Place, attempt: str, votes: Sequence[Vote], chunk_bytes: int) 
         if part.tree is not None:
             tree = values.decode(values.loads(part.tree), "")
             if not isinstance(tree, Group):
-                raise CorruptError(f"{place.url}: the part of rank {rank} holds no state; expected its root")
+                raise CorruptError(f"{location.url}: the part of rank {rank} holds no state; expected its root")
             trees.append(tree)
-    with CollectorPause():
+    with GcPause():
         index = merging.merged()
-        require_exact_cover(index, int(attempt, 16) >> 8, place.url)
-    packs = _each_once(packs, place.url)
-    require_sizes(place.packs_in(attempt), packs, place.step)
+        require_exact_cover(index, int(attempt, 16) >> 8, location.url)
+    packs = _each_once(packs, location.url)
+    require_sizes(location.packs_in(attempt), packs, location.step)
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
         for (mesh, placements), count in sorted(layouts.items())
@@ -105,7 +105,7 @@ def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[
         some = records[first : first + _DECODED_AT_ONCE]
         # Read first, for Python's collector is not to be held off while storage is waited for.
         read = list(islice(files, len(some)))
-        with CollectorPause():
+        with GcPause():
             parts = [decode_part(data, record.name, tables) for record, data in zip(some, read, strict=True)]
         yield from parts
 
@@ -148,7 +148,7 @@ def _each_once(packs: Sequence[FileRecord], where: str) -> list[FileRecord]:
 
 def require_sizes(packs: Packs, records: Sequence[FileRecord], step: int | None) -> None:
     """Refuse to publish packs that are not there in full; arguments as `check_pack`."""
-    for _ in each_in_flight(lambda pack: check_pack(packs(pack.name), pack, step), records):
+    for _ in ordered_parallel_map(lambda pack: check_pack(packs(pack.name), pack, step), records):
         pass
 
 

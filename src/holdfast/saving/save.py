@@ -9,16 +9,16 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-from holdfast.checkpoint.location import Place
-from holdfast.clock import told_time
-from holdfast.coordination.agreement import Agreement, Opening
-from holdfast.coordination.commit_vote import Aborted, Ballot, Undecided, Vote
+from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.clock import utc_now_text
+from holdfast.coordination.agreement import Agreement, SaveAgreement
+from holdfast.coordination.commit_vote import Aborted, CommitVote, OutcomeUnknown, Vote
 from holdfast.coordination.job import Job
-from holdfast.engine.gc_pause import CollectorPause, is_little
+from holdfast.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.names import part_name
 from holdfast.format.pack import header_body
 from holdfast.format.part import RankPart, encode_part
@@ -30,14 +30,14 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.epochs import require_counted
 from holdfast.saving.commit import PublishedLate, PublishFailed, assembled, epoch_of, published, sweep
-from holdfast.saving.deduplication import Unchanged
-from holdfast.saving.fingerprint import Digests
+from holdfast.saving.deduplication import Deduplicator
+from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.health import Watch
 from holdfast.saving.provenance import layouts_of
 from holdfast.saving.transfer import Transfer
-from holdfast.telemetry.dispatcher import Audience
-from holdfast.telemetry.operation import Account
+from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.telemetry.operation import OperationTrace
 from holdfast.types.health import Health
 from holdfast.types.manifest import Manifest, Parent
 from holdfast.types.plan import PlannedPack
@@ -52,17 +52,17 @@ class Save:
     def __init__(
         self,
         job: Job,
-        place: Place,
+        location: CheckpointLocation,
         writer: PackWriter,
-        claim: Callable[[Place], Mapping[str, object]],
+        claim: Callable[[CheckpointLocation], Mapping[str, object]],
         parent_of: Callable[[], Parent | None],
-        on_commit: Callable[[Place, str, str], None],
+        on_commit: Callable[[CheckpointLocation, str, str], None],
         *,
         awaited: bool = False,
         inherited: Mapping[str, object] | None = None,
-        audience: Audience | None = None,
-        unchanged: Unchanged | None = None,
-        pause: CollectorPause | None = None,
+        dispatcher: EventDispatcher | None = None,
+        unchanged: Deduplicator | None = None,
+        pause: GcPause | None = None,
     ) -> None:
         """Prepare a save.
 
@@ -80,22 +80,24 @@ class Save:
             pause: Of who awaits: holds Python's collector off past the call, and is ended early where storage or other
                 ranks may take long. None: for the length of the call.
         """
-        self._job, self._place, self._writer = job, place, writer
+        self._job, self._place, self._writer = job, location, writer
         self._inherited = {} if inherited is None else inherited
-        self._unchanged = unchanged or Unchanged(place, None, writer, job.settings)
+        self._unchanged = unchanged or Deduplicator(location, None, writer, job.settings)
         self._claim, self._parent_of, self._on_commit = claim, parent_of, on_commit
-        self._step = -1 if place.step is None else place.step
-        self._name = f"save of {place.url}" if place.step is None else f"save of step {place.step}"
-        self._account = Account("save", place.step, place.url, job.comm, job.clock, audience or Audience((), job.clock))
+        self._step = -1 if location.step is None else location.step
+        self._name = f"save of {location.url}" if location.step is None else f"save of step {location.step}"
+        self._trace = OperationTrace(
+            "save", location.step, location.url, job.comm, job.clock, dispatcher or EventDispatcher((), job.clock)
+        )
         self._staged_seconds = 0.0
         self._queued_seconds = 0.0
         self._own_keys: list[str] = []
         self._awaited = awaited
-        self._own_pause = CollectorPause()
+        self._own_pause = GcPause()
         self._pause = pause or self._own_pause
         """Until much data is known to move: what is made for thousands of tiny tensors is not walked meanwhile."""
         self.handle = SaveHandle(self._name, awaited=awaited)
-        self.handle.committed.add_done_callback(self._account.fail_with)
+        self.handle.committed.add_done_callback(self._trace.fail_with)
 
     def begin(self, collect: Callable[[], Collected]) -> SaveHandle:
         """Agree, write this rank's share, and leave the commit to the background.
@@ -110,12 +112,12 @@ class Save:
                 f"{self._name}: this process was forked from the one that made the manager; expected saves from the "
                 "process that made it. Make a CheckpointManager of its own here, with process_group=False"
             )
-        self._account.begin(self._place.step, self._place.url)
+        self._trace.begin(self._place.step, self._place.url)
         try:
             self._pause.begin()
             self._begin(collect)
         except BaseException as error:
-            self._account.fail(error)
+            self._trace.fail(error)
             raise
         finally:
             self._own_pause.end()
@@ -123,11 +125,11 @@ class Save:
 
     def _begin(self, collect: Callable[[], Collected]) -> None:
         try:
-            opening = Opening(self._job, self._step, short_digest_of(self._place.url.encode()))
+            opening = SaveAgreement(self._job, self._step, short_digest_of(self._place.url.encode()))
             try:
-                with self._account.phase("collect"):
+                with self._trace.phase("collect"):
                     collected = collect()
-                    digests = Digests(collected, self._job, self._place)
+                    digests = StateFingerprint(collected, self._job, self._place)
                     statement = digests.statement(self._step)
             except BaseException as error:
                 refusal = _refusal(error, self._name)
@@ -135,57 +137,57 @@ class Save:
                 if refusal is error:
                     raise
                 raise refusal from error
-            with self._account.phase("agree"):
+            with self._trace.phase("agree"):
                 agreement = opening.agree(statement, digests.details, self._survey)
         except InvalidError:
             raise
         except (CheckpointError, TimeoutError) as error:
             self.handle.fail(_typed(error, self._name))
             return
-        ballot = Ballot(self._job, agreement.sequence, agreement.attempt, self._name)
+        commit_vote = CommitVote(self._job, agreement.sequence, agreement.attempt, self._name)
         # Whoever takes it ends the save: the background, or this call where it does not come so far.
         turn = threading.Lock()
         transfer: Transfer | None = None
         try:
-            with self._account.phase("plan"):
+            with self._trace.phase("plan"):
                 plan, is_new = self._plan(collected, digests, agreement)
-            if not is_little(plan.bytes):
+            if not is_small_transfer(plan.bytes):
                 self._pause.end()
-            with self._account.phase("compare"):
+            with self._trace.phase("compare"):
                 sources = [each.source for each in collected.shards]
-                plan = self._unchanged.left_of(plan, sources, agreement.note)
+                plan = self._unchanged.pieces_to_write(plan, sources, agreement.note)
                 packs = self._packs(plan, agreement)
             self._own_keys += [pack.key for pack in packs]
-            with self._account.phase("replicas") if self._job.settings.compare_replicas else nullcontext():
+            with self._trace.phase("replicas") if self._job.settings.compare_replicas else nullcontext():
                 watch = Watch(collected, agreement, self._job)
             part_of = self._part_of(collected, digests, agreement, watch)
-            transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged, self._account)
+            transfer = Transfer(self._job, self._name, self._writer, packs, self._reach_staged, self._trace)
             self.handle.settle = transfer.settle
-            self.handle.abandon = partial(_abandon, ballot, transfer)
+            self.handle.abandon = partial(_abandon, commit_vote, transfer)
             transfer.begin(collected, awaited=self._awaited)
             report_of = self._report_of(plan, is_new, collected, agreement, transfer)
 
             def vote_of() -> Vote:
                 return self._write_part(agreement, part_of(packs, transfer.written()))
 
-            self._queued_seconds = self._account.seconds
+            self._queued_seconds = self._trace.seconds
             if not self._job.is_idle:
                 self._pause.end()
-            self._job.in_background(self._finish, turn, ballot, agreement, vote_of, report_of)
+            self._job.in_background(self._finish, turn, commit_vote, agreement, vote_of, report_of)
         except BaseException as error:
             if turn.acquire(blocking=False):
                 if transfer is not None:
                     transfer.give_up(error)
-                self._lose(ballot, agreement, error)
+                self._lose(commit_vote, agreement, error)
             if not isinstance(error, Exception):
                 # Ctrl-C is the caller's, but the other ranks must not wait for this one.
                 raise
 
     def _survey(self) -> Mapping[str, object]:
         """Look at the place before anybody writes, on rank 0."""
-        return {**self._claim(self._place), "created": told_time(self._job.clock), **self._inherited}
+        return {**self._claim(self._place), "created": utc_now_text(self._job.clock), **self._inherited}
 
-    def _plan(self, collected: Collected, digests: Digests, agreement: Agreement) -> tuple[SavePlan, bool]:
+    def _plan(self, collected: Collected, digests: StateFingerprint, agreement: Agreement) -> tuple[SavePlan, bool]:
         """Decide what this rank writes, or find that it was decided before; return whether it was not."""
         rank, settings = self._job.comm.rank, self._job.settings
         shards = [each.shard for each in collected.shards]
@@ -205,7 +207,7 @@ class Save:
         ]
 
     def _reach_staged(self) -> None:
-        self._staged_seconds = self._account.seconds
+        self._staged_seconds = self._trace.seconds
         self.handle.reach_staged()
 
     def _report_of(
@@ -227,19 +229,19 @@ class Save:
                 staged_seconds=self._staged_seconds,
                 fence_seconds=transfer.fence_seconds,
                 waited_seconds=transfer.waited_seconds,
-                committed_seconds=self._account.seconds,
+                committed_seconds=self._trace.seconds,
                 divergent=agreement.divergent,
                 skipped=skipped,
-                phases=self._account.phases,
+                phases=self._trace.phases,
             )
 
         return report
 
     def _part_of(
-        self, collected: Collected, digests: Digests, agreement: Agreement, watch: Watch
+        self, collected: Collected, digests: StateFingerprint, agreement: Agreement, watch: Watch
     ) -> Callable[[Sequence[PlannedPack], Sequence[WrittenPack]], RankPart]:
         """Return what makes this rank's part, once its packs are written."""
-        job, unchanged, speaks = self._job, self._unchanged, agreement.speaks
+        job, unchanged, speaks = self._job, self._unchanged, agreement.is_leader
         # Also what falls to other ranks to write: a tensor nobody wrote must be missed when all is merged.
         tensors = [each.shard.tensor for each in collected.shards] if speaks else []
         aliases, layouts = (dict(collected.aliases), layouts_of(collected)) if speaks else ({}, ())
@@ -247,8 +249,8 @@ class Save:
         per_rank = digests.per_rank_bytes
 
         def part_of(packs: Sequence[PlannedPack], written: Sequence[WrittenPack]) -> RankPart:
-            with CollectorPause():
-                listing = Listing(job.settings.chunk_bytes, tensors)
+            with GcPause():
+                listing = IndexBuilder(job.settings.chunk_bytes, tensors)
                 for pack, each in zip(packs, written, strict=True):
                     listing.add_pack(pack.plan, len(pack.header), each.digests)
                     unchanged.note(pack, each, agreement.attempt)
@@ -272,8 +274,8 @@ class Save:
         return part_of
 
     def _write_part(self, agreement: Agreement, part: RankPart) -> Vote:
-        with self._account.phase("part"):
-            with CollectorPause():
+        with self._trace.phase("part"):
+            with GcPause():
                 data = encode_part(part)
             key = self._key(agreement, part_name(part.rank))
             self._own_keys.append(key)
@@ -283,7 +285,7 @@ class Save:
     def _finish(
         self,
         turn: threading.Lock,
-        ballot: Ballot,
+        commit_vote: CommitVote,
         agreement: Agreement,
         vote_of: Callable[[], Vote],
         report_of: Callable[[], SaveReport],
@@ -291,64 +293,70 @@ class Save:
         """Vote, commit or wait for who does; runs in the background and never leaves a handle undecided."""
         if not turn.acquire(blocking=False):
             return
-        self._account.note("queue", self._queued_seconds, self._account.seconds)
+        self._trace.note("queue", self._queued_seconds, self._trace.seconds)
         try:
-            self._conclude(ballot, agreement, vote_of, report_of)
+            self._conclude(commit_vote, agreement, vote_of, report_of)
         except BaseException as error:
             if not self.handle.committed.done():
                 self._fail_unknown(f"{type(error).__name__}: {error}")
             raise
 
     def _conclude(
-        self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote], report_of: Callable[[], SaveReport]
+        self,
+        commit_vote: CommitVote,
+        agreement: Agreement,
+        vote_of: Callable[[], Vote],
+        report_of: Callable[[], SaveReport],
     ) -> None:
         try:
-            digest = self._decide(ballot, agreement, vote_of)
+            digest = self._decide(commit_vote, agreement, vote_of)
         except Aborted as aborted:
             self._remove_own()
             self.handle.fail(aborted.error)
-        except Undecided as undecided:
+        except OutcomeUnknown as undecided:
             self._ask_storage(agreement, report_of, undecided)
         except Exception as error:  # noqa: BLE001 - a failed save never ends training
-            self._lose(ballot, agreement, error)
+            self._lose(commit_vote, agreement, error)
         else:
-            self._succeed(agreement, report_of, digest, ballot.unhealthy)
+            self._succeed(agreement, report_of, digest, commit_vote.unhealthy)
 
-    def _decide(self, ballot: Ballot, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
+    def _decide(self, commit_vote: CommitVote, agreement: Agreement, vote_of: Callable[[], Vote]) -> str:
         """Return the digest of the manifest once it is published."""
         own = vote_of()
-        with self._account.phase("vote"):
-            completes = ballot.vote(own)
+        with self._trace.phase("vote"):
+            completes = commit_vote.vote(own)
         if not completes:
             self._pause.end()
-            with self._account.phase("wait"):
-                return ballot.await_result()
+            with self._trace.phase("wait"):
+                return commit_vote.await_result()
         try:
-            digest, health = self._publish(ballot.votes(), agreement)
+            digest, health = self._publish(commit_vote.votes(), agreement)
         except PublishFailed as failure:
-            ballot.announce_failure(failure, certain=False)
-            raise Undecided(str(failure), storage_knows=False) from failure
+            commit_vote.announce_failure(failure, certain=False)
+            raise OutcomeUnknown(str(failure), storage_knows=False) from failure
         except PublishedLate as late:
-            ballot.announce_doubt(str(late))
-            raise Undecided(str(late)) from late
+            commit_vote.announce_doubt(str(late))
+            raise OutcomeUnknown(str(late)) from late
         except Exception as error:
-            ballot.announce_failure(error, certain=True)
+            commit_vote.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
-        ballot.announce_committed(digest, () if health is None else health.told())
-        with self._account.phase("sweep"):
+        commit_vote.announce_committed(digest, () if health is None else health.told())
+        with self._trace.phase("sweep"):
             sweep(self._place, agreement.attempt, self._name, epoch_of(agreement.note))
         return digest
 
     def _publish(self, votes: list[Vote], agreement: Agreement) -> tuple[str, Health | None]:
-        place = self._place
-        with self._account.phase("index"):
+        location = self._place
+        with self._trace.phase("index"):
             data, health = assembled(
-                place, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
+                location, agreement.attempt, votes, agreement.note, self._parent_of, self._job.settings, self._own_keys
             )
-        with self._account.phase("publish"):
-            return published(place, data, epoch_of(agreement.note)), health
+        with self._trace.phase("publish"):
+            return published(location, data, epoch_of(agreement.note)), health
 
-    def _ask_storage(self, agreement: Agreement, report_of: Callable[[], SaveReport], undecided: Undecided) -> None:
+    def _ask_storage(
+        self, agreement: Agreement, report_of: Callable[[], SaveReport], undecided: OutcomeUnknown
+    ) -> None:
         """The board cannot say what became of the attempt: the manifest can, if it is there."""
         manifest = None
         if undecided.storage_knows:
@@ -389,18 +397,18 @@ class Save:
             if unhealthy:
                 logger.warning("%s: committed, but marked unhealthy: %s", self._name, "; ".join(unhealthy))
         store = self._place.store if self._job.settings.reports else None
-        self._account.end(report, agreement.attempt, store, self._place.folder)
+        self._trace.end(report, agreement.attempt, store, self._place.folder)
         self.handle.reach_committed(report)
         try:
             self._job.forget_before(agreement.sequence)
         except CheckpointError as error:
             logger.warning("%s: old keys of the key-value store stay for now: %s", self._name, error)
 
-    def _lose(self, ballot: Ballot, agreement: Agreement, error: BaseException) -> None:
+    def _lose(self, commit_vote: CommitVote, agreement: Agreement, error: BaseException) -> None:
         """A failure on this rank before anything was published: abort everywhere, leave nothing behind."""
         try:
-            ballot.abort(error)
-        except Undecided as undecided:
+            commit_vote.abort(error)
+        except OutcomeUnknown as undecided:
             self._fail_unknown(f"{error}; {undecided.reason}", error)
             return
         self._remove_own()
@@ -433,7 +441,7 @@ def save_checkpoint(
     store: Store,
     state: Mapping[str, object],
     selection: Selection,
-    pause: CollectorPause | None,
+    pause: GcPause | None,
 ) -> SaveHandle:
     """Begin to save the one checkpoint that `store` is to hold.
 
@@ -446,26 +454,26 @@ def save_checkpoint(
         InvalidError: As `Save.begin`.
     """
 
-    def claim(place: Place) -> dict[str, object]:
-        place.require_empty()
+    def claim(location: CheckpointLocation) -> dict[str, object]:
+        location.require_empty()
         return {"run_id": job.clock.random_bytes(8).hex()}
 
-    place = Place(store, "", None)
+    location = CheckpointLocation(store, "", None)
     writer = PackWriter(store, job.settings)
-    save = Save(job, place, writer, claim, lambda: None, lambda *_: None, awaited=pause is not None, pause=pause)
+    save = Save(job, location, writer, claim, lambda: None, lambda *_: None, awaited=pause is not None, pause=pause)
     return save.begin(lambda: framework.collect(state, selection))
 
 
-def _abandon(ballot: Ballot, transfer: Transfer, error: CheckpointError) -> None:
+def _abandon(commit_vote: CommitVote, transfer: Transfer, error: CheckpointError) -> None:
     # Somebody may be publishing: then it ends by itself.
-    with suppress(Undecided):
-        ballot.abort(error)
+    with suppress(OutcomeUnknown):
+        commit_vote.abort(error)
         transfer.give_up(error)
 
 
-def _unknown(name: str, place: Place, reason: str) -> UnavailableError:
+def _unknown(name: str, location: CheckpointLocation, reason: str) -> UnavailableError:
     return UnavailableError(
-        f"{name}: outcome unknown: {reason}. The checkpoint may or may not be at {place.url}; nothing was removed. "
+        f"{name}: outcome unknown: {reason}. The checkpoint may or may not be at {location.url}; nothing was removed. "
         "Look there (holdfast ls) before saving this step again"
     )
 

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.coordination.job import Job
-from holdfast.engine.gc_pause import collector_paused_for
+from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import InvalidError
 from holdfast.ports.framework import Collected, LocalShard, Source
 from holdfast.settings import MIB
-from holdfast.telemetry.operation import Account
+from holdfast.telemetry.operation import OperationTrace
 from holdfast.types.plan import PlannedPack
 from holdfast.types.reports import Staged
 
@@ -38,7 +38,7 @@ class Transfer:
         writer: PackWriter,
         packs: Sequence[PlannedPack],
         on_staged: Callable[[], None],
-        account: Account,
+        trace: OperationTrace,
     ) -> None:
         """Begin nothing yet.
 
@@ -50,7 +50,7 @@ class Transfer:
             on_staged: Called once training may change the state as it likes, on whatever thread.
             account: Told of the phases, and how many bytes are written.
         """
-        self._account, self._moved = account, account.moving(sum(pack.bytes for pack in packs))
+        self._trace, self._moved = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
         self._job, self._name, self._writer, self._packs, self._on_staged = job, name, writer, packs, on_staged
         self.staging: Staged = "none"
         """How the state was taken."""
@@ -91,8 +91,8 @@ class Transfer:
             assert collected.fence is not None, "or it could not be lazy"
             self.staging = "lazy"
             self._windows = Staging(arena, None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX)
-            self._keep_as_it_is(shards, sources)
-            collected.fence(self._hold_up)
+            self._snapshot_unfenced(shards, sources)
+            collected.fence(self._block_training)
             self._copy_in_background(sources)
 
     def written(self) -> list[WrittenPack]:
@@ -106,12 +106,12 @@ class Transfer:
             return self._written
         try:
             written = []
-            with self._account.phase("write"):
+            with self._trace.phase("write"):
                 for pack in self._packs:
-                    with collector_paused_for(pack.plan.data_bytes):
+                    with gc_paused_for(pack.plan.data_bytes):
                         written.append(self._writer.write_staged(pack, self._windows, self._moved))
             self._windows.wait()
-            self._certify()
+            self._check_unmodified()
             self._windows.raise_failure()
             self._require_expected(written)
         except BaseException as error:
@@ -130,14 +130,14 @@ class Transfer:
         """Wait until nothing more is read from the state, on the thread that trains; return what is left to wait."""
         start = self._job.clock.monotonic_seconds()
         if self._windows.wait(timeout):
-            self._certify()
+            self._check_unmodified()
         return None if timeout is None else max(start + timeout - self._job.clock.monotonic_seconds(), 0.0)
 
-    def _hold_up(self) -> None:
+    def _block_training(self) -> None:
         """Be the fence."""
         start = self._job.clock.monotonic_seconds()
         self._held_since.append(start)
-        with self._account.phase("fence"):
+        with self._trace.phase("fence"):
             self.settle()
         seconds = self._job.clock.monotonic_seconds() - start
         if seconds > _FENCE_SECONDS_NOTED:
@@ -156,9 +156,9 @@ class Transfer:
 
     def _write(self, sources: Sequence[Source]) -> None:
         self._written = []
-        with self._account.phase("write"):
+        with self._trace.phase("write"):
             for pack in self._packs:
-                with collector_paused_for(pack.plan.data_bytes):
+                with gc_paused_for(pack.plan.data_bytes):
                     self._written.append(self._writer.write(pack, sources, self._moved))
         self._on_staged()
 
@@ -181,14 +181,14 @@ class Transfer:
             logger.warning("%s: the state is copied before the call returns, not lazily: %s", self._name, reason)
         return False
 
-    def _keep_as_it_is(self, shards: Sequence[LocalShard], sources: list[Source]) -> None:
+    def _snapshot_unfenced(self, shards: Sequence[LocalShard], sources: list[Source]) -> None:
         """Stamp what is taken lazily, and put copies of the rest in place of its sources."""
         for number, shard in self._owned(shards):
             if shard.fenced:
                 self._stamped.append((shard.shard.tensor.fqn, shard.source, shard.source.stamp()))
             else:
                 sources[number] = shard.source.copied()
-        if self._job.settings.lazy_verify:
+        if self._job.settings.verify_lazy_copy:
             self._expected = [self._writer.digests_of(pack, sources) for pack in self._packs]
 
     def _owned(self, shards: Sequence[LocalShard]) -> Iterator[tuple[int, LocalShard]]:
@@ -203,8 +203,8 @@ class Transfer:
             waited_seconds = arena.waited_seconds
             try:
                 with (
-                    self._account.phase("copy"),
-                    collector_paused_for(sum(pack.plan.data_bytes for pack in self._packs)),
+                    self._trace.phase("copy"),
+                    gc_paused_for(sum(pack.plan.data_bytes for pack in self._packs)),
                 ):
                     self._windows.copy(self._packs, sources)
             finally:
@@ -217,7 +217,7 @@ class Transfer:
             self._is_copying = False
             raise
 
-    def _certify(self) -> None:
+    def _check_unmodified(self) -> None:
         """Find out, once everything is copied, whether all of it was as at the call.
 
         Asked on the thread that trains, at the fence, where no operation of that thread can be under way: torch counts

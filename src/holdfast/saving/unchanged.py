@@ -14,7 +14,7 @@ from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import PackItem, Piece
 
 
-def heads_of(items: Sequence[PackItem], sources: Sequence[Source], slab: memoryview) -> list[bytes]:
+def first_page_digests(items: Sequence[PackItem], sources: Sequence[Source], slab: memoryview) -> list[bytes]:
     """Return a digest of the first page of each piece: where it is another, a piece has changed.
 
     What is trained changes everywhere, so that this little tells nearly all of it from what is frozen.

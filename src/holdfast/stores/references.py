@@ -34,5 +34,5 @@ class References:
         raise InvalidError(
             f"{url}: the checkpoint references this file, and it lies under no folder that may be read for that "
             f"(allowed: {allowed}). If you trust the checkpoint, allow {os.path.dirname(path)!r} or a folder above it: "
-            "Settings(reference_roots=(…,)), on the command line --allow-root"
+            "Settings(allowed_roots=(…,)), on the command line --allow-root"
         )

@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 WAITING_MAX = 4096
 """Events that wait for one observer, about; what comes beyond them is lost to it."""
 
-FAREWELL_SECONDS = 5.0
+DRAIN_TIMEOUT_SECONDS = 5.0
 """How long the end of a run waits for observers to hear the last of it, all of them together."""
 
 
-class Audience:
+class EventDispatcher:
     """Who hears of a run's saves and loads. Telling never waits and never raises."""
 
     def __init__(
-        self, observers: Sequence[Observer], clock: Clock, *, farewell_seconds: float = FAREWELL_SECONDS
+        self, observers: Sequence[Observer], clock: Clock, *, farewell_seconds: float = DRAIN_TIMEOUT_SECONDS
     ) -> None:
         """Begin.
 
@@ -122,7 +122,7 @@ class _Listener:
     def _work(self) -> None:
         while (event := self._events.get()) is not None:
             try:
-                self._observer.hear(event)
+                self._observer.on_event(event)
             except BaseException as error:  # noqa: BLE001 - no observer ends a save, nor silently what it is told
                 if not self._complained:
                     logger.warning(

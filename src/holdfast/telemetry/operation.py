@@ -15,7 +15,7 @@ from holdfast.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.store import Store
 from holdfast.repository.reports import leave_report
-from holdfast.telemetry.dispatcher import Audience
+from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.events import (
     Began,
     Ended,
@@ -37,12 +37,14 @@ _PROGRESS_SECONDS = 0.1
 """Progress is told no more often."""
 
 
-class Account:
+class OperationTrace:
     """What one rank does in one save or load. Phases may be noted on any thread."""
 
-    def __init__(self, verb: Verb, step: int | None, url: str, comm: Comm, clock: Clock, audience: Audience) -> None:
+    def __init__(
+        self, verb: Verb, step: int | None, url: str, comm: Comm, clock: Clock, dispatcher: EventDispatcher
+    ) -> None:
         """Begin; nobody is told yet."""
-        self._clock, self._audience = clock, audience
+        self._clock, self._dispatcher = clock, dispatcher
         self.operation = Operation(verb, step, url, comm.rank, comm.world_size)
         """The save or load."""
         self._start, self._unix_seconds = clock.monotonic_seconds(), clock.unix_seconds()
@@ -94,9 +96,9 @@ class Account:
         start, stop = round(start_seconds, 6), round(stop_seconds, 6)
         self._phases.append(Phase(name, start, round(max(stop - start, 0.0), 6)))
 
-    def moving(self, total_bytes: int) -> Callable[[int], None] | None:
+    def progress_callback(self, total_bytes: int) -> Callable[[int], None] | None:
         """Return what is to be told of bytes that are written or read, on any thread; None where nobody listens."""
-        if not self._audience.listens:
+        if not self._dispatcher.listens:
             return None
         self._done_bytes, self._total_bytes = 0, total_bytes
         return self._moved
@@ -174,4 +176,4 @@ class Account:
             self.fail(error)
 
     def _tell(self, event: Event) -> None:
-        self._audience.tell(event)
+        self._dispatcher.tell(event)

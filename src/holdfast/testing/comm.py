@@ -14,14 +14,14 @@ from typing import TypeVar, cast
 import pytest
 
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.ports.comm import Board, Comm
+from holdfast.ports.comm import Comm, KeyValueStore
 
 _Result = TypeVar("_Result")
 
 _TIMEOUT_SECONDS = 30.0
 
 
-class ThreadBoard:
+class ThreadKeyValueStore:
     """A key-value store that all threads of a process share."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class ThreadGroup:
     def __init__(self, world_size: int, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         """Make a group of `world_size` ranks, none of which waits for the others longer than the timeout."""
         self.world_size = world_size
-        self.board = ThreadBoard()
+        self.key_value_store = ThreadKeyValueStore()
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._rounds: list[dict[int, object]] = []
@@ -130,7 +130,7 @@ class ThreadGroup:
 class ThreadComm:
     """One rank of a group of threads."""
 
-    def __init__(self, group: ThreadGroup, rank: int, board: Board | None = None) -> None:
+    def __init__(self, group: ThreadGroup, rank: int, key_value_store: KeyValueStore | None = None) -> None:
         """Join a group.
 
         Args:
@@ -139,7 +139,7 @@ class ThreadComm:
             board: This rank's view of the board, if it is not the plain one.
         """
         self._group, self._rank = group, rank
-        self._board = group.board if board is None else board
+        self._key_value_store = group.key_value_store if key_value_store is None else key_value_store
 
     @property
     def rank(self) -> int:
@@ -152,9 +152,9 @@ class ThreadComm:
         return self._group.world_size
 
     @property
-    def board(self) -> Board:
+    def key_value_store(self) -> KeyValueStore:
         """As the port says."""
-        return self._board
+        return self._key_value_store
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """As the port says."""
@@ -181,7 +181,7 @@ def run_ranks(
     function: Callable[[ThreadComm], _Result],
     *,
     group: ThreadGroup | None = None,
-    board_of: Callable[[int, Board], Board] = lambda _, board: board,
+    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> list[_Result]:
     """Return what `function` returned on each rank, by rank.
@@ -207,7 +207,7 @@ def outcomes_of_ranks(
     function: Callable[[ThreadComm], _Result],
     *,
     group: ThreadGroup | None = None,
-    board_of: Callable[[int, Board], Board] = lambda _, board: board,
+    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> list[_Result | BaseException]:
     """Return for each rank what `function` returned or raised; arguments as `run_ranks`."""
@@ -224,14 +224,14 @@ def _outcomes(
     world_size: int,
     function: Callable[[ThreadComm], _Result],
     group: ThreadGroup | None,
-    board_of: Callable[[int, Board], Board],
+    board_of: Callable[[int, KeyValueStore], KeyValueStore],
     timeout_seconds: float,
 ) -> list[_Result | _Raised]:
     shared = ThreadGroup(world_size, timeout_seconds=timeout_seconds) if group is None else group
     outcomes: list[_Result | _Raised] = [_Raised(TimeoutError("still running"))] * world_size
 
     def work(rank: int) -> None:
-        comm = ThreadComm(shared, rank, board_of(rank, shared.board))
+        comm = ThreadComm(shared, rank, board_of(rank, shared.key_value_store))
         try:
             outcomes[rank] = function(comm)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever started the ranks
@@ -254,103 +254,106 @@ def _outcomes(
 
 
 class BoardSuite:
-    """Everything a board promises. Subclass it in a test module and override the fixture `board`."""
+    """Everything a board promises. Subclass it in a test module and override the fixture `key_value_store`."""
 
     @pytest.fixture
-    def board(self) -> Board:
+    def key_value_store(self) -> KeyValueStore:
         """Return an empty board; override."""
-        raise NotImplementedError("override the fixture `board` with one that returns an empty board")
+        raise NotImplementedError("override the fixture `key_value_store` with one that returns an empty board")
 
-    def test_set_and_get(self, board: Board) -> None:
+    def test_set_and_get(self, key_value_store: KeyValueStore) -> None:
         data = bytes(range(256))
-        board.set("a/b", data, 5.0)
-        board.set("c", b"1", 5.0)
-        assert board.get_many(["c", "a/b", "c"], 5.0) == [b"1", data, b"1"]
-        assert board.get_many([], 5.0) == []
+        key_value_store.set("a/b", data, 5.0)
+        key_value_store.set("c", b"1", 5.0)
+        assert key_value_store.get_many(["c", "a/b", "c"], 5.0) == [b"1", data, b"1"]
+        assert key_value_store.get_many([], 5.0) == []
 
-    def test_set_again_replaces(self, board: Board) -> None:
-        board.set("key", b"longer before", 5.0)
-        board.set("key", b"after", 5.0)
-        assert board.get_many(["key"], 5.0) == [b"after"]
+    def test_set_again_replaces(self, key_value_store: KeyValueStore) -> None:
+        key_value_store.set("key", b"longer before", 5.0)
+        key_value_store.set("key", b"after", 5.0)
+        assert key_value_store.get_many(["key"], 5.0) == [b"after"]
 
-    def test_get_waits_until_every_key_is_set(self, board: Board) -> None:
-        board.set("first", b"1", 5.0)
+    def test_get_waits_until_every_key_is_set(self, key_value_store: KeyValueStore) -> None:
+        key_value_store.set("first", b"1", 5.0)
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(board.get_many, ["first", "second"], 30.0)
+            found = pool.submit(key_value_store.get_many, ["first", "second"], 30.0)
             assert not found.done()
-            board.set("second", b"2", 5.0)
+            key_value_store.set("second", b"2", 5.0)
             assert found.result(30.0) == [b"1", b"2"]
 
-    def test_a_wait_on_one_thread_holds_up_no_other(self, board: Board) -> None:
+    def test_a_wait_on_one_thread_holds_up_no_other(self, key_value_store: KeyValueStore) -> None:
         with ThreadPoolExecutor(4) as pool:
-            waits = [pool.submit(board.wait, [f"later/{number}"], 30.0) for number in range(4)]
+            waits = [pool.submit(key_value_store.wait, [f"later/{number}"], 30.0) for number in range(4)]
             for number in range(4):
-                board.set(f"other/{number}", b"1", 5.0)
+                key_value_store.set(f"other/{number}", b"1", 5.0)
                 assert not any(wait.done() for wait in waits)
             for number in range(4):
-                board.set(f"later/{number}", b"1", 5.0)
+                key_value_store.set(f"later/{number}", b"1", 5.0)
             for wait in waits:
                 assert wait.result(30.0) is None
 
-    def test_a_wait_that_runs_out_is_a_timeout_and_the_board_lives_on(self, board: Board) -> None:
-        board.set("there", b"1", 5.0)
-        for wait in (board.get_many, board.wait):
+    def test_a_wait_that_runs_out_is_a_timeout_and_the_board_lives_on(self, key_value_store: KeyValueStore) -> None:
+        key_value_store.set("there", b"1", 5.0)
+        for wait in (key_value_store.get_many, key_value_store.wait):
             with pytest.raises(TimeoutError):
                 wait(["there", "never"], 0.05)
-        assert board.get_many(["there"], 5.0) == [b"1"]
+        assert key_value_store.get_many(["there"], 5.0) == [b"1"]
 
-    def test_wait_for_what_is_there_returns_at_once(self, board: Board) -> None:
-        board.set("key", b"1", 5.0)
-        board.wait(["key"], 0.5)
-        board.wait([], 0.5)
+    def test_wait_for_what_is_there_returns_at_once(self, key_value_store: KeyValueStore) -> None:
+        key_value_store.set("key", b"1", 5.0)
+        key_value_store.wait(["key"], 0.5)
+        key_value_store.wait([], 0.5)
 
-    def test_present_does_not_wait(self, board: Board) -> None:
-        assert not board.present("key")
-        board.set("key", b"1", 5.0)
-        assert board.present("key")
-        board.add("count", 1, 5.0)
-        assert board.present("count")
+    def test_present_does_not_wait(self, key_value_store: KeyValueStore) -> None:
+        assert not key_value_store.present("key")
+        key_value_store.set("key", b"1", 5.0)
+        assert key_value_store.present("key")
+        key_value_store.add("count", 1, 5.0)
+        assert key_value_store.present("count")
 
-    def test_add_counts_every_thread(self, board: Board) -> None:
+    def test_add_counts_every_thread(self, key_value_store: KeyValueStore) -> None:
         with ThreadPoolExecutor(4) as pool:
-            totals = list(pool.map(lambda _: board.add("count", 1, 30.0), range(64)))
+            totals = list(pool.map(lambda _: key_value_store.add("count", 1, 30.0), range(64)))
         assert sorted(totals) == list(range(1, 65))
-        assert board.add("count", 10, 5.0) == 74
+        assert key_value_store.add("count", 10, 5.0) == 74
 
-    def test_compare_set_sets_what_is_absent_and_only_that(self, board: Board) -> None:
-        assert board.compare_set("key", b"", b"first", 5.0) == b"first"
-        assert board.compare_set("key", b"", b"second", 5.0) == b"first"
-        assert board.get_many(["key"], 5.0) == [b"first"]
+    def test_compare_set_sets_what_is_absent_and_only_that(self, key_value_store: KeyValueStore) -> None:
+        assert key_value_store.compare_set("key", b"", b"first", 5.0) == b"first"
+        assert key_value_store.compare_set("key", b"", b"second", 5.0) == b"first"
+        assert key_value_store.get_many(["key"], 5.0) == [b"first"]
 
-    def test_compare_set_replaces_what_was_expected(self, board: Board) -> None:
-        board.set("key", b"before", 5.0)
-        assert board.compare_set("key", b"other", b"after", 5.0) == b"before"
-        assert board.compare_set("key", b"before", b"after", 5.0) == b"after"
-        assert board.get_many(["key"], 5.0) == [b"after"]
+    def test_compare_set_replaces_what_was_expected(self, key_value_store: KeyValueStore) -> None:
+        key_value_store.set("key", b"before", 5.0)
+        assert key_value_store.compare_set("key", b"other", b"after", 5.0) == b"before"
+        assert key_value_store.compare_set("key", b"before", b"after", 5.0) == b"after"
+        assert key_value_store.get_many(["key"], 5.0) == [b"after"]
 
-    def test_compare_set_has_one_winner(self, board: Board) -> None:
+    def test_compare_set_has_one_winner(self, key_value_store: KeyValueStore) -> None:
         with ThreadPoolExecutor(4) as pool:
             for turn in range(20):
-                race = [pool.submit(board.compare_set, f"key{turn}", b"", b"%d" % number, 30.0) for number in range(8)]
+                race = [
+                    pool.submit(key_value_store.compare_set, f"key{turn}", b"", b"%d" % number, 30.0)
+                    for number in range(8)
+                ]
                 standing = {each.result(30.0) for each in race}
                 assert len(standing) == 1
-                assert board.get_many([f"key{turn}"], 5.0) == list(standing)
+                assert key_value_store.get_many([f"key{turn}"], 5.0) == list(standing)
 
-    def test_compare_set_wakes_who_waits(self, board: Board) -> None:
+    def test_compare_set_wakes_who_waits(self, key_value_store: KeyValueStore) -> None:
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(board.get_many, ["key"], 30.0)
-            board.compare_set("key", b"", b"1", 5.0)
+            found = pool.submit(key_value_store.get_many, ["key"], 30.0)
+            key_value_store.compare_set("key", b"", b"1", 5.0)
             assert found.result(30.0) == [b"1"]
 
-    def test_delete_forgets(self, board: Board) -> None:
+    def test_delete_forgets(self, key_value_store: KeyValueStore) -> None:
         for key in ("a", "b", "c"):
-            board.set(key, b"1", 5.0)
-        board.delete(["a", "c", "never"])
-        board.delete([])
-        assert [board.present(key) for key in ("a", "b", "c")] == [False, True, False]
+            key_value_store.set(key, b"1", 5.0)
+        key_value_store.delete(["a", "c", "never"])
+        key_value_store.delete([])
+        assert [key_value_store.present(key) for key in ("a", "b", "c")] == [False, True, False]
         with pytest.raises(TimeoutError):
-            board.get_many(["a"], 0.05)
-        assert board.compare_set("a", b"", b"anew", 5.0) == b"anew"
+            key_value_store.get_many(["a"], 0.05)
+        assert key_value_store.compare_set("a", b"", b"anew", 5.0) == b"anew"
 
 
 class CommSuite:
@@ -434,7 +437,7 @@ class CommSuite:
 
     def test_the_board_is_one_for_all_ranks(self) -> None:
         def talk(comm: Comm) -> list[bytes]:
-            comm.board.set(f"from/{comm.rank}", b"%d" % comm.rank, 30.0)
-            return comm.board.get_many([f"from/{rank}" for rank in range(comm.world_size)], 30.0)
+            comm.key_value_store.set(f"from/{comm.rank}", b"%d" % comm.rank, 30.0)
+            return comm.key_value_store.get_many([f"from/{rank}" for rank in range(comm.world_size)], 30.0)
 
         assert self.run(4, talk) == [[b"0", b"1", b"2", b"3"]] * 4

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast.errors import CheckpointError
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Entry, Store, Upload
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class FaultPoint:
     """One operation that passed through a wrapper."""
 
     name: str
@@ -31,14 +31,14 @@ class Operation:
     """Path or key it was about; keys joined by ',' where there are several; empty where unknown."""
 
 
-Action = Callable[[Operation], None]
+Action = Callable[[FaultPoint], None]
 """What a fault does: raise, stall or kill. Returning lets the operation go on."""
 
 
 def fail_with(code: int) -> Action:
     """Return an action that raises `OSError` with this errno."""
 
-    def act(operation: Operation) -> None:
+    def act(operation: FaultPoint) -> None:
         raise OSError(code, os.strerror(code), operation.subject)
 
     return act
@@ -47,7 +47,7 @@ def fail_with(code: int) -> Action:
 def raise_error(make: Callable[[str], CheckpointError]) -> Action:
     """Return an action that raises what `make` (an error class, say) builds from a message."""
 
-    def act(operation: Operation) -> None:
+    def act(operation: FaultPoint) -> None:
         raise make(f"a fault was put at {operation.name} of {operation.subject!r}")
 
     return act
@@ -56,7 +56,7 @@ def raise_error(make: Callable[[str], CheckpointError]) -> Action:
 def kill_process() -> Action:
     """Return an action that ends this process as a lost machine would: SIGKILL, nothing cleaned up."""
 
-    def act(operation: Operation) -> None:
+    def act(operation: FaultPoint) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     return act
@@ -65,7 +65,7 @@ def kill_process() -> Action:
 def stall_until(released: threading.Event, *, timeout_seconds: float = 60.0) -> Action:
     """Return an action that holds the operation until `released` is set, or the time is over."""
 
-    def act(operation: Operation) -> None:
+    def act(operation: FaultPoint) -> None:
         released.wait(timeout_seconds)
 
     return act
@@ -100,10 +100,10 @@ class Faults:
         self._lock = threading.Lock()
         self._counted = 0
         self._met = 0
-        self._seen: list[Operation] = []
+        self._seen: list[FaultPoint] = []
 
     @property
-    def seen(self) -> list[Operation]:
+    def seen(self) -> list[FaultPoint]:
         """Every operation so far, counted or not, in order."""
         with self._lock:
             return list(self._seen)
@@ -127,7 +127,7 @@ class Faults:
 
     def around(self, name: str, subject: str, call: Callable[[], _Result], *, always_done: bool = False) -> _Result:
         """Do one operation, or meet the fault in its place; with `always_done`, after it."""
-        operation = Operation(name, subject)
+        operation = FaultPoint(name, subject)
         action = self._due(operation)
         after = self._after or always_done
         if action is not None and not after:
@@ -137,7 +137,7 @@ class Faults:
             action(operation)
         return result
 
-    def _due(self, operation: Operation) -> Action | None:
+    def _due(self, operation: FaultPoint) -> Action | None:
         with self._lock:
             self._seen.append(operation)
             if self._names is not None and operation.name not in self._names:
@@ -275,10 +275,10 @@ class _FaultyUpload:
         self._faults.around("upload.abort", self._key, self._inner.abort)
 
 
-class FaultyBoard:
+class FaultyKeyValueStore:
     """A board with a fault. Operations: the port's methods."""
 
-    def __init__(self, inner: Board, faults: Faults) -> None:
+    def __init__(self, inner: KeyValueStore, faults: Faults) -> None:
         """Wrap `inner`."""
         self._inner = inner
         self._faults = faults

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 
 
-@noun
+@value_class
 class Change:
     """By how much a tensor differs, of what was read of it; what digests settle is the same bit for bit.
 
@@ -59,7 +59,7 @@ class Verdict(Enum):
     """The shapes differ."""
 
 
-@noun
+@value_class
 class TensorDiff:
     """One tensor that both checkpoints have."""
 
@@ -85,7 +85,7 @@ class TensorDiff:
     """By how much; None where nothing was read."""
 
 
-@noun
+@value_class
 class NameOnly:
     """A tensor that only one checkpoint has."""
 
@@ -102,7 +102,7 @@ class NameOnly:
     """The stored tensor it is another name of, or None."""
 
 
-@noun
+@value_class
 class TieDiff:
     """A name that is tied to different tensors in the two, or tied in one and stored by itself in the other."""
 
@@ -116,7 +116,7 @@ class TieDiff:
     """The stored tensor it stands for in B."""
 
 
-@noun
+@value_class
 class ValueDiff:
     """A value that is not a tensor and differs."""
 

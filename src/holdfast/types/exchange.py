@@ -63,7 +63,7 @@ class ExchangePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Throughput:
     """How fast one rank was in the best of the rounds that were measured."""
 
     read_bytes: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.plan import LoadPlan
 from holdfast.types.values import Group
 
@@ -16,7 +16,7 @@ SHARD_BYTES = 5_000_000_000
 """What Hugging Face puts in one file by default."""
 
 
-@noun
+@value_class
 class ExportTensor:
     """A box of a stored tensor in a file to be written."""
 
@@ -38,7 +38,7 @@ class ExportTensor:
         return self.box.numel * DTYPES[self.dtype].itemsize
 
 
-@noun
+@value_class
 class Checksum:
     """A CRC-32 that a file holds of some of its own bytes."""
 
@@ -100,8 +100,8 @@ class ExportOptions:
     """Whether to leave out what is not the model."""
 
 
-@noun
-class Window:
+@value_class
+class ExportWindow:
     """A run of one file that is filled and written at once; who does it is nobody's business here."""
 
     file: int
@@ -119,7 +119,7 @@ class Window:
         return self.stop - self.start
 
 
-@noun
+@value_class
 class Fill:
     """A box of a stored tensor that goes into a window."""
 
@@ -143,7 +143,7 @@ class Fill:
 class WindowPlan:
     """Everything that makes up one window."""
 
-    window: Window
+    window: ExportWindow
     """Where it lies."""
 
     literals: tuple[tuple[int, bytes], ...]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.values import Group
 
 
-@noun
+@value_class
 class ListedPiece:
     """A piece of a tensor where another system put it."""
 
@@ -26,7 +26,7 @@ class ListedPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class ForeignListing:
     """A checkpoint that Holdfast did not write, listed and not converted: its bytes stay where they are."""
 
     format: str

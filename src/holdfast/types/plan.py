@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 
-APART = "enc/"
+OPAQUE_FOLDER = "enc/"
 """Folder, inside an attempt's, of packs whose entries are bytes to stock readers (U8): flat ranges, foreign dtypes."""
 
 Digest = bytes
 """16 bytes, the xxh3-128 of a chunk's raw bytes."""
 
 
-@noun
+@value_class
 class PackItem:
     """One piece in a pack."""
 
@@ -53,7 +53,7 @@ class PackPlan:
     @property
     def apart(self) -> bool:
         """Whether entries are stated as bytes rather than as pieces of a dtype."""
-        return self.name.startswith(APART)
+        return self.name.startswith(OPAQUE_FOLDER)
 
     @property
     def data_bytes(self) -> int:
@@ -80,7 +80,7 @@ class PlannedPack:
         return len(self.header) + self.plan.data_bytes
 
 
-@noun
+@value_class
 class Piece:
     """One stored piece, as an index knows it."""
 
@@ -110,7 +110,7 @@ class Piece:
         object.__setattr__(self, "bytes", self.region.numel * self.tensor.itemsize)
 
 
-@noun
+@value_class
 class Part:
     """A box of a chunk that goes to a target."""
 
@@ -127,7 +127,7 @@ class Part:
     """Bytes from the start of the chunk to the row-major bytes of `source_box`."""
 
 
-@noun
+@value_class
 class ChunkRead:
     """One chunk to be read, checked and placed."""
 

@@ -31,7 +31,7 @@ class StepFiles:
     packs: frozenset[str] = frozenset()
     """Packs that the manifest names, by their path from the root."""
 
-    spared: frozenset[str] = frozenset()
+    pinned: frozenset[str] = frozenset()
     """Attempts that stay whatever the policy says: they are under quarantine."""
 
     @property
@@ -41,7 +41,7 @@ class StepFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
+class Unreferenced:
     """What is to be removed from a run."""
 
     steps: Mapping[int, str] = field(default_factory=dict)
@@ -54,9 +54,9 @@ class Doomed:
         """Return whether there is anything."""
         return bool(self.steps or self.files)
 
-    def confirmed_by(self, later: Doomed) -> Doomed:
+    def confirmed_by(self, later: Unreferenced) -> Unreferenced:
         """Return what a later look finds doomed as well."""
-        return Doomed(
+        return Unreferenced(
             {step: digest for step, digest in self.steps.items() if later.steps.get(step) == digest},
             {key: size for key, size in self.files.items() if key in later.files},
         )

@@ -9,7 +9,7 @@ from holdfast.types.events import Phase
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOver:
+class SkippedStep:
     """A step that was not taken although it is newer."""
 
     step: int
@@ -114,7 +114,7 @@ class LoadReport:
     seconds: float
     """From the call until the state was filled."""
 
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[SkippedStep, ...] = ()
     """Newer steps that are damaged, newest first, where the newest whole one was asked for."""
 
     phases: tuple[Phase, ...] = ()

@@ -24,7 +24,7 @@ def test_import_by_reference_says_how_to_read_it(source: Path, tmp_path: Path) -
     ended = separately("import", source, tmp_path / "run", "--step", 4)
     assert (ended.status, ended.err) == (0, "")
     assert "step 4: 2 tensors of 11.7 KiB, by reference, from safetensors" in ended.out
-    assert f"reference_roots=({str(source)!r},)" in ended.out
+    assert f"allowed_roots=({str(source)!r},)" in ended.out
     (said,) = [line for line in ended.out.splitlines() if "--allow-root" in line]
     options = shlex.split(said.partition("commands")[2])
     assert options == ["--allow-root", str(source)]
@@ -67,7 +67,7 @@ def test_import_as_json(source: Path, tmp_path: Path, copied: bool) -> None:
         "tensor_count": 2,
         "tensor_bytes": 12028,
         "copied": copied,
-        "reference_roots": [] if copied else [str(source)],
+        "allowed_roots": [] if copied else [str(source)],
     }
 
 

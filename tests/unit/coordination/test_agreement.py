@@ -304,9 +304,9 @@ def test_the_board_does_not_grow_with_the_number_of_saves(world_size: int) -> No
     counts: list[int] = []
     here = threading.Barrier(world_size, timeout=30.0)
 
-    def keep(board: object) -> object:
-        boards.append(board.keys)  # type: ignore[attr-defined]
-        return board
+    def keep(key_value_store: object) -> object:
+        boards.append(key_value_store.keys)  # type: ignore[attr-defined]
+        return key_value_store
 
     world = World(world_size, boards={0: keep})  # type: ignore[dict-item]
 

@@ -8,12 +8,12 @@ import pytest
 from torch.distributed import HashStore
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import Opening
+from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.job import Job, error_text
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.comm import TorchBoard
+from holdfast.frameworks.torch.comm import TorchKeyValueStore
 from holdfast.settings import Settings
-from holdfast.testing.faults import Faults, FaultyBoard, Operation
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
 
 PLACE = b"12345678"
 
@@ -21,8 +21,8 @@ PLACE = b"12345678"
 class RankOneOfTwo:
     def __init__(self, faults: Faults) -> None:
         self.rank, self.world_size = 1, 2
-        self.real = TorchBoard(HashStore())
-        self.board = FaultyBoard(self.real, faults)
+        self.real = TorchKeyValueStore(HashStore())
+        self.key_value_store = FaultyKeyValueStore(self.real, faults)
 
     def broadcast(self, payload: bytes | None) -> bytes:
         return b"nonce678"
@@ -37,7 +37,7 @@ class RankOneOfTwo:
 @pytest.mark.parametrize("at", range(1, 6))
 @pytest.mark.parametrize("after", [False, True])
 def test_rank_0s_refusal_may_land_at_any_moment_of_an_arrival(at: int, after: bool) -> None:
-    def refuse(operation: Operation) -> None:
+    def refuse(operation: FaultPoint) -> None:
         for key, value in (
             (job.key("opening", 0, "verdict"), {"refused": error_text(InvalidError("no")), "of": [7, PLACE.hex()]}),
             (job.key("opening", "next"), 1),
@@ -47,7 +47,7 @@ def test_rank_0s_refusal_may_land_at_any_moment_of_an_arrival(at: int, after: bo
     faults = Faults(refuse, at=at, names=("present", "get_many"), after=after)
     comm = RankOneOfTwo(faults)
     job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=2.0))
-    opening = Opening(job, 7, PLACE)
+    opening = SaveAgreement(job, 7, PLACE)
     opening.refuse(InvalidError("also no"))
     assert job.sequence == 1, "the next save of this rank is number 1, as it is rank 0's"
     job.close()

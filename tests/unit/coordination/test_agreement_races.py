@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import InvalidError
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.runs.run import Run
 from holdfast.types.reports import SaveReport
 from tests.unit.ranks import World, saved, sharded
@@ -14,24 +14,24 @@ from tests.unit.ranks import World, saved, sharded
 class LateBoard:
     """Lets every other rank close the first opening between this rank's look at one key and its next."""
 
-    def __init__(self, board: Board, looks: int) -> None:
-        self._board, self._looks = board, looks
+    def __init__(self, key_value_store: KeyValueStore, looks: int) -> None:
+        self._key_value_store, self._looks = key_value_store, looks
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._board, name)
+        return getattr(self._key_value_store, name)
 
     def present(self, key: str) -> bool:
-        found = self._board.present(key)
+        found = self._key_value_store.present(key)
         self._looks -= 1
         if self._looks == 0:
             job = key.partition("/")[0]
-            self._board.wait([f"{job}/opening/0/verdict", f"{job}/opening/next"], 10.0)
+            self._key_value_store.wait([f"{job}/opening/0/verdict", f"{job}/opening/next"], 10.0)
         return found
 
 
 @pytest.mark.parametrize("looks", [1, 2, 3])
 def test_a_refusal_that_comes_between_two_looks_at_the_board(looks: int) -> None:
-    world = World(2, boards={1: lambda board: LateBoard(board, looks)})  # type: ignore[dict-item, return-value]
+    world = World(2, boards={1: lambda key_value_store: LateBoard(key_value_store, looks)})  # type: ignore[dict-item, return-value]
 
     def part(rank: int, run: Run) -> object:
         # Every rank refuses the first by itself; only one of them can have closed it.

@@ -10,25 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.commit_vote import Aborted, Ballot, Undecided, Vote
+from holdfast.coordination.commit_vote import Aborted, CommitVote, OutcomeUnknown, Vote
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.format.names import step_folder
 from holdfast.loading.load import LoadRequest
 from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, run_ranks
-from holdfast.testing.faults import Faults, FaultyBoard, FaultyStore, Operation, raise_error, stall_until
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error, stall_until
 from holdfast.types.reports import SaveReport
 from tests.unit.ranks import ANYTHING, HASTY, PATIENT, World, plain, saved, sharded
 
 VOTE = Vote(1, "0" * 32)
 
 
-def ballots(world_size: int, part: Callable[[int, Ballot], object]) -> list[object]:
+def ballots(world_size: int, part: Callable[[int, CommitVote], object]) -> list[object]:
     def work(comm: ThreadComm) -> object:
         job = Job(comm, SystemClock(), HASTY)
         try:
-            return part(comm.rank, Ballot(job, 0, "a" * 16, "save"))
+            return part(comm.rank, CommitVote(job, 0, "a" * 16, "save"))
         finally:
             job.close()
 
@@ -38,12 +38,12 @@ def ballots(world_size: int, part: Callable[[int, Ballot], object]) -> list[obje
 def outcome(call: Callable[[], object]) -> object:
     try:
         return call()
-    except (Aborted, Undecided) as error:
+    except (Aborted, OutcomeUnknown) as error:
         return error
 
 
 def test_the_last_to_vote_commits_and_reads_every_vote() -> None:
-    def part(rank: int, ballot: Ballot) -> object:
+    def part(rank: int, ballot: CommitVote) -> object:
         if not ballot.vote(Vote(rank, "0" * 32)):
             return ballot.await_result()
         votes = ballot.votes()
@@ -56,7 +56,7 @@ def test_the_last_to_vote_commits_and_reads_every_vote() -> None:
 
 
 def test_an_abort_reaches_every_rank_with_its_reason_kind_and_rank() -> None:
-    def part(rank: int, ballot: Ballot) -> object:
+    def part(rank: int, ballot: CommitVote) -> object:
         if rank == 1:
             return ballot.abort(ConflictError("said why: äöü"))
         return outcome(lambda: ballot.vote(VOTE) or ballot.await_result())
@@ -72,7 +72,7 @@ def test_an_abort_reaches_every_rank_with_its_reason_kind_and_rank() -> None:
 def test_an_abort_after_the_count_is_complete_is_undecided() -> None:
     voted = threading.Event()
 
-    def part(rank: int, ballot: Ballot) -> object:
+    def part(rank: int, ballot: CommitVote) -> object:
         if rank == 0:
             found = [ballot.vote(VOTE)]
             voted.wait(10.0)
@@ -84,14 +84,14 @@ def test_an_abort_after_the_count_is_complete_is_undecided() -> None:
     first, second = ballots(2, part)
     assert isinstance(first, list)
     assert sorted([first[0], second[0]]) == [False, True]  # type: ignore[index]
-    assert isinstance(first[1], Undecided)
+    assert isinstance(first[1], OutcomeUnknown)
 
 
 def test_a_count_completed_after_an_abort_commits_nothing() -> None:
     """A rank whose vote counted lost the reply and gave up before the last rank voted."""
     aborted = threading.Event()
 
-    def part(rank: int, ballot: Ballot) -> object:
+    def part(rank: int, ballot: CommitVote) -> object:
         if rank == 0:
             assert not ballot.vote(VOTE)
             ballot.abort(UnavailableError("reply lost"))
@@ -106,7 +106,7 @@ def test_a_count_completed_after_an_abort_commits_nothing() -> None:
 
 
 def test_who_never_voted_is_named_at_the_deadline() -> None:
-    def part(rank: int, ballot: Ballot) -> object:
+    def part(rank: int, ballot: CommitVote) -> object:
         return outcome(lambda: ballot.vote(VOTE) or ballot.await_result()) if rank != 1 else None
 
     for rank, error in enumerate(ballots(3, part)):
@@ -117,19 +117,19 @@ def test_who_never_voted_is_named_at_the_deadline() -> None:
 
 
 def test_a_committer_that_falls_silent_leaves_the_outcome_undecided() -> None:
-    def part(rank: int, ballot: Ballot) -> object:
+    def part(rank: int, ballot: CommitVote) -> object:
         return "silent" if ballot.vote(VOTE) else outcome(ballot.await_result)
 
     outcomes = ballots(3, part)
     assert outcomes.count("silent") == 1
-    undecided = [each for each in outcomes if isinstance(each, Undecided)]
+    undecided = [each for each in outcomes if isinstance(each, OutcomeUnknown)]
     assert len(undecided) == 2
     assert all(each.storage_knows for each in undecided)
 
 
 @pytest.mark.parametrize("certain", (True, False))
 def test_what_a_committer_failed_with_reaches_the_others(certain: bool) -> None:
-    def part(rank: int, ballot: Ballot) -> object:
+    def part(rank: int, ballot: CommitVote) -> object:
         if ballot.vote(VOTE):
             return ballot.announce_failure(ConflictError("somebody else"), certain=certain)
         return outcome(ballot.await_result)
@@ -141,7 +141,7 @@ def test_what_a_committer_failed_with_reaches_the_others(certain: bool) -> None:
             assert isinstance(each, Aborted)
             assert isinstance(each.error, ConflictError)
         else:
-            assert isinstance(each, Undecided)
+            assert isinstance(each, OutcomeUnknown)
             assert not each.storage_knows
 
 
@@ -179,7 +179,7 @@ def require_whole(world: World, step: int) -> None:
 def operations_of_a_save(world_size: int, faulty: int) -> int:
     """How many operations of the board one rank does in one whole save, at most."""
     faults = Faults()
-    world = World(world_size, boards={faulty: lambda board: FaultyBoard(board, faults)})
+    world = World(world_size, boards={faulty: lambda key_value_store: FaultyKeyValueStore(key_value_store, faults)})
     world.play(lambda rank, run: saved(run, 1, {"w": sharded(world_size), "b": plain(2.0)}))
     return len(faults.seen)
 
@@ -199,7 +199,9 @@ def test_a_board_that_fails_at_any_operation_leaves_every_rank_with_the_truth(
     def met_at(at: int) -> int:
         faults = Faults(raise_error(UnavailableError), at=at, lasting=lasting, after=after)
 
-        world = World(2, settings=HASTY, boards={faulty: lambda board: FaultyBoard(board, faults)})
+        world = World(
+            2, settings=HASTY, boards={faulty: lambda key_value_store: FaultyKeyValueStore(key_value_store, faults)}
+        )
         healed = threading.Barrier(2, action=faults.heal, timeout=20.0)
 
         def part(rank: int, run: Run) -> object:
@@ -248,7 +250,7 @@ def test_a_store_that_fails_at_any_operation_leaves_every_rank_with_the_truth(fa
         assert 2 in world.committed()
 
     # The first operation asks whether the root is a checkpoint, before there is a run.
-    assert recording.seen[0] == Operation("size", "manifest.json")
+    assert recording.seen[0] == FaultPoint("size", "manifest.json")
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(require_at, range(2, len(recording.seen) + 6)))
 
@@ -258,7 +260,7 @@ def test_a_committer_slower_than_the_deadline_and_later_saves_never_loses_its_fi
     release, stalled = threading.Event(), threading.Event()
     world = World(2, settings=HASTY)
 
-    def stall(operation: Operation) -> None:
+    def stall(operation: FaultPoint) -> None:
         if operation.subject == f"{step_folder(1)}manifest.json":
             stalled.set()
             stall_until(release)(operation)
@@ -266,7 +268,7 @@ def test_a_committer_slower_than_the_deadline_and_later_saves_never_loses_its_fi
     class Stalled(Faults):
         def around(self, name, subject, call, *, always_done=False):  # type: ignore[no-untyped-def]
             if name == "put_if_absent":
-                stall(Operation(name, subject))
+                stall(FaultPoint(name, subject))
             return call()
 
     slow = FaultyStore(world.store, Stalled())
@@ -305,7 +307,11 @@ def test_a_rank_whose_commit_thread_sleeps_through_later_saves_loses_nothing() -
             return call()
 
     faults = Holding()
-    world = World(2, settings=HASTY, boards={0: lambda b: FaultyBoard(b, faults), 1: lambda b: FaultyBoard(b, faults)})
+    world = World(
+        2,
+        settings=HASTY,
+        boards={0: lambda b: FaultyKeyValueStore(b, faults), 1: lambda b: FaultyKeyValueStore(b, faults)},
+    )
     state = {"w": sharded(2), "b": plain(2.0)}
 
     def part(rank: int, run: Run) -> object:
@@ -378,7 +384,7 @@ def test_a_rank_that_dies_before_its_vote_is_named_by_the_others(dead: int) -> N
         settings=HASTY,
         store=world.store,
         stores={dead: FaultyStore(world.store, faults)},
-        boards={dead: lambda board: FaultyBoard(board, silent)},
+        boards={dead: lambda key_value_store: FaultyKeyValueStore(key_value_store, silent)},
     )
     outcomes = world.play(lambda rank, run: saved(run, 1, {"w": sharded(2), "b": plain(2.0)}))
     assert faults.met

@@ -12,27 +12,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.exit_agreement import Alarm
+from holdfast.coordination.exit_agreement import ExitAgreement
 from holdfast.coordination.job import Job
 from holdfast.errors import UnavailableError
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
-from holdfast.testing.faults import Faults, FaultyBoard, raise_error
+from holdfast.testing.faults import Faults, FaultyKeyValueStore, raise_error
 
 
 def played(
     world_size: int,
-    part: Callable[[int, Alarm, Job], object],
+    part: Callable[[int, ExitAgreement, Job], object],
     *,
     grace_seconds: float = 20.0,
-    board_of: Callable[[int, Board], Board] = lambda _, board: board,
+    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
 ) -> list[object]:
     """Return what each rank's part returned; the first error of any rank is raised."""
 
     def work(comm: ThreadComm) -> object:
         job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=20.0))
-        alarm = Alarm(job, grace_seconds)
+        alarm = ExitAgreement(job, grace_seconds)
         try:
             return part(comm.rank, alarm, job)
         finally:
@@ -46,14 +46,16 @@ def played(
     return outcomes
 
 
-def left_at(alarm: Alarm, calls: int, told: int | None, pause: Callable[[int], None] = lambda _: None) -> int | None:
+def left_at(
+    alarm: ExitAgreement, calls: int, told: int | None, pause: Callable[[int], None] = lambda _: None
+) -> int | None:
     """Return at which call of so many a rank leaves that is told to end before one of them; None if it does not."""
     told_at = None
     for call in range(1, calls + 1):
         pause(call)
         if call == told:
             told_at = time.monotonic()
-        if alarm.is_time(told_at):
+        if alarm.should_stop(told_at):
             return call
     return None
 
@@ -65,7 +67,7 @@ def left_at(alarm: Alarm, calls: int, told: int | None, pause: Callable[[int], N
     told=st.dictionaries(st.integers(0, 8), st.integers(1, 60), min_size=1, max_size=4),
 )
 def test_ranks_that_drift_apart_leave_at_one_call(seed: int, world_size: int, told: dict[int, int]) -> None:
-    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
         chance = random.Random(seed * 11 + rank)
 
         def pause(call: int) -> None:
@@ -84,7 +86,7 @@ def test_ranks_that_drift_apart_leave_at_one_call(seed: int, world_size: int, to
 def test_ranks_in_step_leave_at_the_very_call_at_which_all_are_told() -> None:
     together = threading.Barrier(4)
 
-    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
         return left_at(alarm, 100, 7, lambda _: together.wait(10))  # type: ignore[arg-type, return-value]
 
     assert played(4, part) == [7] * 4
@@ -93,10 +95,10 @@ def test_ranks_in_step_leave_at_the_very_call_at_which_all_are_told() -> None:
 def test_a_rank_that_is_far_ahead_is_not_overtaken_and_one_behind_catches_up() -> None:
     ahead = threading.Event()
 
-    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
         if rank == 2:
             for _ in range(50):
-                assert not alarm.is_time(None)
+                assert not alarm.should_stop(None)
             ahead.set()
             # In its fifty-first step, of which nobody else has seen anything.
             time.sleep(0.3)
@@ -111,7 +113,7 @@ def test_a_rank_that_waits_for_another_inside_a_step_keeps_nobody_from_agreeing(
     """As in a pipeline: rank 1 is inside step 6, which rank 0 must take part in."""
     begun = [threading.Event() for _ in range(8)]
 
-    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
         told_at = None
         for step in range(1, 8):
             if rank == 0:
@@ -122,7 +124,7 @@ def test_a_rank_that_waits_for_another_inside_a_step_keeps_nobody_from_agreeing(
                     told_at = time.monotonic()
             else:
                 assert begun[step].wait(10), "rank 0 waits for rank 1, which waits for rank 0"
-            if alarm.is_time(told_at):
+            if alarm.should_stop(told_at):
                 return step
         return None
 
@@ -132,7 +134,7 @@ def test_a_rank_that_waits_for_another_inside_a_step_keeps_nobody_from_agreeing(
 def test_told_in_the_last_call_a_rank_ends_its_loop_as_the_others_did() -> None:
     closed = threading.Barrier(4)
 
-    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
         if rank == 3:
             left = left_at(alarm, 9, None)
             closed.wait(10)
@@ -152,7 +154,7 @@ def test_a_rank_whose_handing_on_is_over_is_skipped() -> None:
     """Rank 1 would wake ranks 3 and 4; its loop is over, as theirs are about to be."""
     closed = threading.Event()
 
-    def part(rank: int, alarm: Alarm, job: Job) -> int | None:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
         if rank == 1:
             left = left_at(alarm, 10, None)
             alarm.close()
@@ -167,7 +169,7 @@ def test_a_rank_whose_handing_on_is_over_is_skipped() -> None:
 
 
 def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_grace() -> None:
-    def part(rank: int, alarm: Alarm, job: Job) -> object:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> object:
         if rank == 1:
             time.sleep(4.0)
             return "silent"
@@ -177,22 +179,22 @@ def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_grace() -> N
         assert time.monotonic() - start < 3.5
         return "left alone"
 
-    def view(rank: int, board: Board) -> Board:
+    def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
         gone = Faults(raise_error(UnavailableError), names=("get_many",), lasting=True)
-        return FaultyBoard(board, gone) if rank == 1 else board
+        return FaultyKeyValueStore(key_value_store, gone) if rank == 1 else key_value_store
 
     assert played(2, part, grace_seconds=1.5, board_of=view) == ["left alone", "silent"]
 
 
 def test_a_loop_that_goes_back_is_counted_by_its_calls() -> None:
-    def part(rank: int, alarm: Alarm, job: Job) -> tuple[int, ...]:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> tuple[int, ...]:
         steps = [*range(1, 51), *range(10, 60)]
         told_at = None
         for number, step in enumerate(steps):
             if rank == 0 and number == 60:
                 told_at = time.monotonic()
             time.sleep(0.0005)
-            if alarm.is_time(told_at):
+            if alarm.should_stop(told_at):
                 return number, step
         return ()
 
@@ -205,11 +207,13 @@ def test_a_loop_that_goes_back_is_counted_by_its_calls() -> None:
 def test_a_call_without_an_alarm_asks_the_board_nothing() -> None:
     asked = {rank: Faults() for rank in range(2)}
 
-    def part(rank: int, alarm: Alarm, job: Job) -> bool:
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> bool:
         time.sleep(0.2)
         before = asked[rank].counted
         for _ in range(1000):
-            assert not alarm.is_time(None)
+            assert not alarm.should_stop(None)
         return asked[rank].counted == before
 
-    assert played(2, part, board_of=lambda rank, board: FaultyBoard(board, asked[rank])) == [True, True]
+    assert played(
+        2, part, board_of=lambda rank, key_value_store: FaultyKeyValueStore(key_value_store, asked[rank])
+    ) == [True, True]

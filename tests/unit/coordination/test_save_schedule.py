@@ -17,10 +17,10 @@ from holdfast.coordination import save_due as plan
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.policies import AllOf, AnyOf, EveryNSteps, EverySeconds, OnRequest, SavePolicy
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.settings import Settings
-from holdfast.testing.comm import ThreadBoard, ThreadComm, ThreadGroup, outcomes_of_ranks
-from holdfast.testing.faults import Faults, FaultyBoard, Operation
+from holdfast.testing.comm import ThreadComm, ThreadGroup, ThreadKeyValueStore, outcomes_of_ranks
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
 
 
 class SetClock(SystemClock):
@@ -40,7 +40,7 @@ def played(
     *,
     timeout_seconds: float = 20.0,
     group: ThreadGroup | None = None,
-    board_of: Callable[[int, Board], Board] = lambda _, board: board,
+    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
 ) -> list[object]:
     def work(comm: ThreadComm) -> object:
         job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=timeout_seconds))
@@ -223,13 +223,13 @@ def test_steps_alone_put_nothing_on_the_board_and_announcements_do_not_pile_up()
         return step_through(schedule, list(range(20_000)))
 
     group = ThreadGroup(2)
-    board: ThreadBoard = group.board
+    key_value_store: ThreadKeyValueStore = group.key_value_store
     played(2, EveryNSteps(10_000), part, group=group)
-    assert not [key for key in board.keys() if "schedule" in key]  # noqa: SIM118 - a method of ours
+    assert not [key for key in key_value_store.keys() if "schedule" in key]  # noqa: SIM118 - a method of ours
 
     group = ThreadGroup(2)
     played(2, AnyOf(EveryNSteps(10_000), OnRequest()), part, group=group)
-    left = [key for key in group.board.keys() if "schedule" in key]  # noqa: SIM118 - a method of ours
+    left = [key for key in group.key_value_store.keys() if "schedule" in key]  # noqa: SIM118 - a method of ours
     assert len(left) < 300, "of more than six hundred"
 
 
@@ -237,7 +237,7 @@ def failing_for_a_while(*, at: int, calls: int, after: bool) -> Faults:
     """Return what makes so many calls to a board fail: before anything is done, or after it was."""
     left = [calls]
 
-    def act(operation: Operation) -> None:
+    def act(operation: FaultPoint) -> None:
         if left[0]:
             left[0] -= 1
             raise TimeoutError(f"{operation.name}: no answer")
@@ -280,8 +280,8 @@ def test_ranks_agree_again_after_a_board_that_failed_at_any_call(
             saved += step_through(schedule, [step])
         return [step for step in saved if step > 180]
 
-    def view(rank: int, board: Board) -> Board:
-        return FaultyBoard(board, faults) if rank == failing % world_size else board
+    def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
+        return FaultyKeyValueStore(key_value_store, faults) if rank == failing % world_size else key_value_store
 
     with pytest.MonkeyPatch.context() as patch:
         # As if steps were slow: many announcements, and not one for all steps.
@@ -314,7 +314,7 @@ def test_a_request_that_was_counted_and_never_named_holds_rank_0_up_once(monkeyp
     def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
         if rank == 1:
             # As if it had ended between the two.
-            job.board.add(job.key("schedule", 0, "asks"), 1, 5.0)
+            job.key_value_store.add(job.key("schedule", 0, "asks"), 1, 5.0)
         saved = []
         for step in range(1, 100):
             time.sleep(0.02)

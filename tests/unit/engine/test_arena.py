@@ -182,7 +182,7 @@ def test_memory_that_is_retired_is_neither_lent_again_nor_unpinned() -> None:
     kept, pins = arena(160), Pins()
     kept.pin(pins)
     slabs = taken(kept, 160)
-    kept.retire(slabs[0])
+    kept.quarantine_buffer(slabs[0])
     assert kept.retired == 1 and kept.holds(159) and not kept.holds(160)
     for slab in slabs[1:]:
         kept.give(slab)
@@ -209,7 +209,7 @@ def test_who_waits_while_memory_is_retired_asks_again_whether_to_give_up() -> No
     waiting = threading.Thread(target=lambda: got.append(kept.take(lambda: kept.retired == 1)))
     waiting.start()
     waiting.join(0.1)
-    kept.retire(slab)
+    kept.quarantine_buffer(slab)
     waiting.join(20.0)
     assert got == [None]
     assert kept.take(lambda: False) is None, "with nothing left nobody waits"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.buffers import Slabs, new_slab
+from holdfast.engine.buffers import BufferPool, allocate_aligned
 from holdfast.settings import MIB, PAGE_BYTES
 
 _HUGE = 2 * MIB
@@ -22,8 +22,8 @@ def address(slab: memoryview) -> int:
 @pytest.mark.parametrize("slab_bytes", [2 * MIB, 3 * MIB, 5 * MIB, 9 * MIB + 1, 16 * MIB + 2 * PAGE_BYTES])
 def test_whole_huge_pages_hold_a_slab_and_nothing_else(slab_bytes: int) -> None:
     # Others' memory between two slabs moves the next one off whatever the kernel aligned the first to.
-    keep = [new_slab(count * PAGE_BYTES) for count in (1, 3, 7)]
-    slab = new_slab(slab_bytes)
+    keep = [allocate_aligned(count * PAGE_BYTES) for count in (1, 3, 7)]
+    slab = allocate_aligned(slab_bytes)
     assert slab_bytes <= slab.nbytes < slab_bytes + PAGE_BYTES
     assert address(slab) % _HUGE == 0
     mapped_to = address(memoryview(slab.obj)) + memoryview(slab.obj).nbytes
@@ -40,19 +40,19 @@ def test_the_kernel_puts_huge_pages_there() -> None:
     ctypes.memset(address(memoryview(plain)), 1, len(plain))
     if huge_bytes_at(address(memoryview(plain))) < 48 * MIB:
         pytest.skip("the kernel gives this process no huge pages, or has none left")
-    slab = new_slab(9 * MIB)
+    slab = allocate_aligned(9 * MIB)
     ctypes.memset(address(slab), 1, slab.nbytes)
     assert huge_bytes_at(address(slab)) >= 8 * MIB
 
 
 def test_small_slabs_take_no_more_than_their_pages() -> None:
-    slab = new_slab(PAGE_BYTES + 1)
+    slab = allocate_aligned(PAGE_BYTES + 1)
     assert slab.nbytes == 2 * PAGE_BYTES and address(slab) % PAGE_BYTES == 0
     assert memoryview(slab.obj).nbytes == 2 * PAGE_BYTES
 
 
 def test_slabs_are_cut_from_one_piece() -> None:
-    slabs = Slabs(5, 1 * MIB)
+    slabs = BufferPool(5, 1 * MIB)
     lent = [slabs.take() for _ in range(5)]
     assert sorted(address(slab) - min(map(address, lent)) for slab in lent) == [n * MIB for n in range(5)]
     assert min(map(address, lent)) % _HUGE == 0

@@ -18,7 +18,7 @@ from holdfast.engine.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.geometry.region import Region
 from holdfast.ports.framework import Source, Ticket
-from holdfast.saving.unchanged import heads_of
+from holdfast.saving.unchanged import first_page_digests
 from holdfast.settings import PAGE_BYTES
 from tests.unit.engine.test_write_and_read import (
     KEY,
@@ -289,14 +289,14 @@ def test_a_window_lent_to_a_device_that_fails_is_never_lent_again(device: Device
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the device is lost"), writer.lent() as slab:
             used.append(slab)
-            heads_of(pack.plan.items, on(device, shards), slab)
+            first_page_digests(pack.plan.items, on(device, shards), slab)
     with pytest.raises(RuntimeError, match="the device is lost"):
         writer.digests_of(pack, on(device, shards))
     device.fails = False
     with writer.lent() as one, writer.lent() as other:
         for slab in (one, other):
             assert len(slab) == SMALL.window_bytes and not any(slab is each for each in used)
-            assert heads_of(pack.plan.items, on(device, shards), slab) == heads_of(
+            assert first_page_digests(pack.plan.items, on(device, shards), slab) == first_page_digests(
                 pack.plan.items, [each.source for each in shards], memoryview(bytearray(PAGE_BYTES))
             )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.gc_pause import CollectorPause
+from holdfast.engine.gc_pause import GcPause
 from holdfast.settings import Settings
 from holdfast.wiring import shared_job
 
@@ -26,28 +26,28 @@ def enabled() -> Iterator[None]:
 
 
 def test_blocks_nest_and_the_last_one_out_brings_it_back() -> None:
-    with CollectorPause():
-        with CollectorPause():
+    with GcPause():
+        with GcPause():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_an_error_brings_it_back_too() -> None:
-    with pytest.raises(ValueError, match="lost"), CollectorPause():
+    with pytest.raises(ValueError, match="lost"), GcPause():
         raise ValueError("lost")
     assert gc.isenabled()
 
 
 def test_who_switched_it_off_for_good_keeps_it_off() -> None:
     gc.disable()
-    with CollectorPause():
+    with GcPause():
         assert not gc.isenabled()
     assert not gc.isenabled()
 
 
 def test_it_may_end_twice_and_begin_twice() -> None:
-    pause, other = CollectorPause(), CollectorPause()
+    pause, other = GcPause(), GcPause()
     pause.begin()
     pause.begin()
     other.begin()
@@ -59,7 +59,7 @@ def test_it_may_end_twice_and_begin_twice() -> None:
 
 
 def test_who_switches_it_off_between_two_ends_keeps_it_off() -> None:
-    pause = CollectorPause()
+    pause = GcPause()
     pause.begin()
     pause.end()
     gc.disable()
@@ -68,7 +68,7 @@ def test_who_switches_it_off_between_two_ends_keeps_it_off() -> None:
 
 
 def test_one_that_is_forgotten_ends() -> None:
-    CollectorPause().begin()
+    GcPause().begin()
     assert gc.isenabled()
 
 
@@ -92,10 +92,10 @@ def test_a_save_that_waits_its_turn_holds_it_off_no_more(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_forked_meanwhile_has_its_collector() -> None:
-    with CollectorPause():
+    with GcPause():
         child = os.fork()
         if not child:
-            with CollectorPause():
+            with GcPause():
                 off = not gc.isenabled()
             os._exit(0 if off and gc.isenabled() else 1)
         _, status = os.waitpid(child, 0)

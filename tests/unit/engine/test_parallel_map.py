@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.engine.parallel_map import CALLS_AT_ONCE, each_in_flight
+from holdfast.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
 
 
 def test_results_come_in_order_and_several_calls_at_once() -> None:
@@ -18,12 +18,12 @@ def test_results_come_in_order_and_several_calls_at_once() -> None:
             met.wait()
         return number * number
 
-    assert list(each_in_flight(act, range(500))) == [number * number for number in range(500)]
+    assert list(ordered_parallel_map(act, range(500))) == [number * number for number in range(500)]
 
 
 def test_one_item_is_acted_on_by_the_caller() -> None:
-    assert list(each_in_flight(lambda _: threading.get_ident(), [1])) == [threading.get_ident()]
-    assert list(each_in_flight(lambda _: 1, [])) == []
+    assert list(ordered_parallel_map(lambda _: threading.get_ident(), [1])) == [threading.get_ident()]
+    assert list(ordered_parallel_map(lambda _: 1, [])) == []
 
 
 def test_a_failure_ends_it() -> None:
@@ -37,7 +37,7 @@ def test_a_failure_ends_it() -> None:
 
     seen = []
     with pytest.raises(ValueError, match="three"):
-        seen += list(each_in_flight(act, range(10_000)))
+        seen += list(ordered_parallel_map(act, range(10_000)))
     assert len(began) <= 4 + 4 * CALLS_AT_ONCE
 
 
@@ -49,7 +49,7 @@ def test_items_are_taken_as_there_is_room_for_them() -> None:
             taken.append(number)
             yield number
 
-    results = each_in_flight(lambda number: number, items())
+    results = ordered_parallel_map(lambda number: number, items())
     assert next(results) == 0
     assert len(taken) <= 4 * CALLS_AT_ONCE
     # Whoever stops asking leaves no thread behind that would keep the interpreter from exiting.
@@ -68,7 +68,7 @@ def test_no_thread_outlives_the_calls_and_none_is_started_while_others_are_idle(
         names.add(threading.get_ident())
         return number
 
-    results = each_in_flight(act, iter(range(2)))
+    results = ordered_parallel_map(act, iter(range(2)))
     assert list(results) == [0, 1]
     for thread in threading.enumerate():
         if thread.name == "holdfast-store":
@@ -82,4 +82,4 @@ def test_a_host_without_threads_to_spare_makes_the_calls_all_the_same(monkeypatc
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    assert list(each_in_flight(lambda number: number + 1, range(100))) == list(range(1, 101))
+    assert list(ordered_parallel_map(lambda number: number + 1, range(100))) == list(range(1, 101))

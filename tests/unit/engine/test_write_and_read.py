@@ -18,8 +18,8 @@ from safetensors.numpy import load as load_safetensors
 
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
-from holdfast.engine.buffers import Slabs, new_slab
-from holdfast.engine.read import carry_out
+from holdfast.engine.buffers import BufferPool, allocate_aligned
+from holdfast.engine.read import execute
 from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -35,7 +35,7 @@ from holdfast.ports.store import packs_under
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.testing.faults import Faults, FaultyStore, Operation, raise_error
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.plan import Piece, PlannedPack
 
@@ -140,7 +140,7 @@ def test_what_is_written_is_read_back(
         targets.append((HostTarget("uint8", each.shard.pieces[0]), bytes(expected)))
         wanted.append(WantedBoxes(each.shard.tensor.fqn, each.shard.pieces))
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
-    carry_out(plan, packs_under(store, "0123456789abcdef/"), [target for target, _ in targets], chosen)
+    execute(plan, packs_under(store, "0123456789abcdef/"), [target for target, _ in targets], chosen)
     assert [target.array.tobytes() for target, _ in targets] == [expected for _, expected in targets]
 
 
@@ -166,21 +166,21 @@ class AtHand(MemoryStore):
         return min(self.count, sum(buffer.nbytes for buffer in buffers))
 
 
-@pytest.mark.parametrize("in_place_bytes_min", (1, 3000, PAGE_BYTES, 1 << 20))
-def test_any_part_of_a_run_may_lie_at_hand(in_place_bytes_min: int) -> None:
+@pytest.mark.parametrize("zero_copy_bytes_min", (1, 3000, PAGE_BYTES, 1 << 20))
+def test_any_part_of_a_run_may_lie_at_hand(zero_copy_bytes_min: int) -> None:
     """Chunks with memory of their own and chunks without, side by side in one run, arrive in part or whole."""
     store = AtHand(uuid.uuid4().hex)
     shards = shards_of([5000, 20, 9000, 20, 20, 4096, 3000, 0, 8193])
     written = write(store, shards, SMALL)
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
-    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, in_place_bytes_min=in_place_bytes_min)
+    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, zero_copy_bytes_min=zero_copy_bytes_min)
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     assert len(plan.runs) == 1
     for count in range(0, plan.bytes + 500, 499):
         store.count = count
         targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
-        carry_out(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
+        execute(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
         for target, each in zip(targets, shards, strict=True):
             expected = bytearray(each.shard.tensor.global_bytes)
             each.source.copy_into(each.shard.pieces[0], 0, len(expected), memoryview(expected)).wait()
@@ -200,12 +200,12 @@ def test_targets_that_overlap_are_no_damage() -> None:
     shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES])
     written = write(store, shards, SMALL)
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
-    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, in_place_bytes_min=1)
+    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, zero_copy_bytes_min=1)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
     targets = [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])]
-    carry_out(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
+    execute(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
     assert memory_of_both.any()
 
 
@@ -220,9 +220,9 @@ def test_damage_in_what_lies_at_hand_is_found() -> None:
     store.put(KEY, bytes(raw))
     plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=r"t0.*r00000\.safetensors: bytes .* hash to"):
-        carry_out(
+        execute(
             plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", shards[0].shard.pieces[0])],
-            replace(SMALL, in_place_bytes_min=1),
+            replace(SMALL, zero_copy_bytes_min=1),
         )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def test_an_error_of_a_target_is_not_taken_for_one_of_the_store(tmp_path: Path, 
     pieces = pieces_of(shards, write(store, shards, SMALL), SMALL.chunk_bytes)
     plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(type(error)) as raised:
-        carry_out(plan, packs_under(store, "0123456789abcdef/"), [Refusing(error)], SMALL)
+        execute(plan, packs_under(store, "0123456789abcdef/"), [Refusing(error)], SMALL)
     assert raised.value is error
 
 
@@ -328,7 +328,7 @@ def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at:
                 raise ValueError("lost")
             return shards[0].source.copy_into(piece, start, stop, slab)
 
-    def fail(operation: Operation) -> None:
+    def fail(operation: FaultPoint) -> None:
         raise UnavailableError("full")
 
     shards = shards_of([20 * PAGE_BYTES])
@@ -375,7 +375,7 @@ def test_a_writer_lives_through_any_number_of_failures(flights: int) -> None:
     inner = memory()
     first = threading.Event()
 
-    def fail(operation: Operation) -> None:
+    def fail(operation: FaultPoint) -> None:
         # The first write fails late and those behind it are slow, so that one is still queued when it is seen.
         failing = not first.is_set()
         first.set()
@@ -412,11 +412,11 @@ def test_a_damaged_chunk_is_named_and_not_placed() -> None:
     target.array[:] = 0
     plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=rf"t0: .*{KEY}: bytes {at - 77}–{at - 77 + PAGE_BYTES}"):
-        carry_out(plan, packs_under(store, "0123456789abcdef/"), [target], SMALL)
+        execute(plan, packs_under(store, "0123456789abcdef/"), [target], SMALL)
     assert not target.array[2 * PAGE_BYTES : 3 * PAGE_BYTES].any()
     untouched = HostTarget("uint8", Box((0,), (PAGE_BYTES,)))
     beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
-    carry_out(beside, packs_under(store, "0123456789abcdef/"), [untouched], SMALL)
+    execute(beside, packs_under(store, "0123456789abcdef/"), [untouched], SMALL)
 
 
 def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
@@ -428,18 +428,18 @@ def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
     for change in (lambda: store.put(KEY, raw[:-1]), lambda: store.delete([KEY])):
         change()
         with pytest.raises(CorruptError, match="r00000"):
-            carry_out(plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", Box((0,), (30000,)))], SMALL)
+            execute(plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", Box((0,), (30000,)))], SMALL)
 
 
 def test_an_empty_plan_reads_nothing() -> None:
     faults = Faults()
     plan = load_plan([WantedBoxes("t0", (Box((0,), (0,)),))], lambda *_: [], 4096)
-    carry_out(plan, packs_under(FaultyStore(memory(), faults), "x/"), [HostTarget("uint8", Box((0,), (0,)))], SMALL)
+    execute(plan, packs_under(FaultyStore(memory(), faults), "x/"), [HostTarget("uint8", Box((0,), (0,)))], SMALL)
     assert faults.seen == []
 
 
 def test_slabs_are_few_and_reused() -> None:
-    slabs = Slabs(2, 5000)
+    slabs = BufferPool(2, 5000)
     first, second = slabs.take(), slabs.take()
     assert len(first) >= 5000
     with ThreadPoolExecutor(1) as pool:
@@ -454,14 +454,14 @@ def test_slabs_are_few_and_reused() -> None:
 
 def test_a_slab_begins_on_a_page() -> None:
     for count in (1, PAGE_BYTES, PAGE_BYTES + 1):
-        slab = new_slab(count)
+        slab = allocate_aligned(count)
         assert np.frombuffer(slab, np.uint8).ctypes.data % PAGE_BYTES == 0
         assert len(slab) >= count
 
 
 def test_a_forked_child_is_given_no_slab() -> None:
     """Else every slab the parent writes to afterwards would first be copied, page by page."""
-    slab = new_slab(4 << 20)
+    slab = allocate_aligned(4 << 20)
     slab[:] = b"x" * len(slab)
     child = os.fork()
     if child == 0:

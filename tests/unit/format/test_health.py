@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import CorruptError
 from holdfast.format.health import decode_health
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.part import RankPart, decode_part, encode_part
 from holdfast.format.sealed_json import unsealed
@@ -54,7 +54,7 @@ def test_what_cannot_be_is_refused(name: str) -> None:
 
 
 def part(**found: object) -> RankPart:
-    return replace(RankPart(3, "0123456789abcdef", Listing(4096, []).index(), (), None, {}, ()), **found)  # type: ignore[arg-type]
+    return replace(RankPart(3, "0123456789abcdef", IndexBuilder(4096, []).index(), (), None, {}, ()), **found)  # type: ignore[arg-type]
 
 
 def test_a_part_brings_back_what_was_found() -> None:

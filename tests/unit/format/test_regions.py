@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptError
 from holdfast.format.index.columns import packed, unpacked
 from holdfast.format.index.index import Index
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import IndexDocument, decode_index, document_of, encode_index, index_of
 from holdfast.format.pack import entries_of, header_entry, header_of
 from holdfast.geometry.box import Box
@@ -37,7 +37,7 @@ def piece(spec: TensorSpec, region: Region, number: int = 0) -> Piece:
 
 
 def index_with(*pieces: Piece, tensors: tuple[TensorSpec, ...] = ()) -> Index:
-    listing = Listing(CHUNK, tensors)
+    listing = IndexBuilder(CHUNK, tensors)
     for each in pieces:
         listing.add(each.tensor, each.region, each.pack, each.offset, each.digests)
     return listing.index()

@@ -15,7 +15,7 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.format.frames import decode_frames, encode_frames
 from holdfast.format.index.columns import packed, unpacked
 from holdfast.format.index.index import Index, Merging
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_checks import index_from
 from holdfast.format.index.index_file import IndexDocument, decode_index, document_of, encode_index, index_of
 from holdfast.format.names import (
@@ -51,7 +51,7 @@ def piece(fqn: str, dtype: str, shape: tuple[int, ...], region: Region, pack: st
 
 
 def index_with(*pieces: Piece, chunk_bytes: int = CHUNK) -> Index:
-    listing = Listing(chunk_bytes)
+    listing = IndexBuilder(chunk_bytes)
     for each in pieces:
         listing.add(each.tensor, each.region, each.pack, each.offset, each.digests)
     return listing.index()

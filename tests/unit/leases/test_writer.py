@@ -28,17 +28,17 @@ from holdfast.format.names import beat_key, epoch_key
 from holdfast.leases import process as holders
 from holdfast.leases import writer as tenures
 from holdfast.leases.process import is_gone, is_this_process, this_process
-from holdfast.leases.writer import Tenure, held
+from holdfast.leases.writer import WriterLease, held
 from holdfast.repository.catalog import committed_steps
 from holdfast.repository.epochs import (
     RELEASED,
+    current_fence,
     newest_epoch,
     put_accepted,
-    put_beat,
     put_epoch,
-    read_beat,
+    put_heartbeat,
     read_epoch,
-    standing_fence,
+    read_heartbeat,
 )
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -57,12 +57,12 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def tenure_of(store: MemoryStore) -> Iterator[Callable[..., Tenure]]:
+def tenure_of(store: MemoryStore) -> Iterator[Callable[..., WriterLease]]:
     """Makes tenures that are released after the test."""
-    made: list[Tenure] = []
+    made: list[WriterLease] = []
 
-    def tenure(lease_seconds: float = LONG) -> Tenure:
-        made.append(Tenure(store, CLOCK, lease_seconds))
+    def tenure(lease_seconds: float = LONG) -> WriterLease:
+        made.append(WriterLease(store, CLOCK, lease_seconds))
         return made[-1]
 
     yield tenure
@@ -82,7 +82,7 @@ def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_taken_at_the_first_need_and_held(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+def test_taken_at_the_first_need_and_held(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
     tenure = tenure_of()
     assert (tenure.epoch, newest_epoch(store)) == (0, 0), "making one takes nothing"
     assert tenure.hold("run") == tenure.hold("run") == 1
@@ -90,30 +90,30 @@ def test_taken_at_the_first_need_and_held(store: MemoryStore, tenure_of: Callabl
     assert record is not None and record.run_id == "run"
     assert (record.holder.pid, record.holder.lease_seconds) == (os.getpid(), LONG)
     assert is_this_process(record.holder)
-    assert standing_fence(store).epoch == 1
+    assert current_fence(store).epoch == 1
 
 
-def test_released_it_is_taken_at_once(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+def test_released_it_is_taken_at_once(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
     first = tenure_of()
     first.hold("run")
     first.release()
-    assert read_beat(store, 1) == RELEASED
+    assert read_heartbeat(store, 1) == RELEASED
     start = time.monotonic()
     assert tenure_of().hold("run") == 2
     assert time.monotonic() - start < 5
 
 
-def test_signs_of_life_are_given_until_the_end(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+def test_signs_of_life_are_given_until_the_end(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
     tenure = tenure_of(LEASE)
     tenure.hold("run")
     seen = set[bytes | None]()
-    until(lambda: seen.add(read_beat(store, 1)) or len(seen) > 3)  # type: ignore[func-returns-value]
+    until(lambda: seen.add(read_heartbeat(store, 1)) or len(seen) > 3)  # type: ignore[func-returns-value]
     tenure.release()
     time.sleep(2 * LEASE)
-    assert read_beat(store, 1) == RELEASED
+    assert read_heartbeat(store, 1) == RELEASED
 
 
-def test_two_managers_of_one_process_conflict_at_once(tenure_of: Callable[..., Tenure]) -> None:
+def test_two_managers_of_one_process_conflict_at_once(tenure_of: Callable[..., WriterLease]) -> None:
     tenure_of().hold("run")
     start = time.monotonic()
     with pytest.raises(ConflictError, match=rf"process {os.getpid()}, since .*another CheckpointManager of this very"):
@@ -121,20 +121,20 @@ def test_two_managers_of_one_process_conflict_at_once(tenure_of: Callable[..., T
     assert time.monotonic() - start < 5
 
 
-def test_a_manager_that_was_dropped_holds_nothing(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
-    dropped = Tenure(store, CLOCK, LEASE)
+def test_a_manager_that_was_dropped_holds_nothing(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
+    dropped = WriterLease(store, CLOCK, LEASE)
     dropped.hold("run")
     del dropped
     gc.collect()
     assert tenure_of().hold("run") == 2
     # And of itself it tells other processes.
-    until(lambda: read_beat(store, 1) == RELEASED)
+    until(lambda: read_heartbeat(store, 1) == RELEASED)
 
 
 def test_one_that_only_waits_for_the_collector_holds_nothing(
-    store: MemoryStore, tenure_of: Callable[..., Tenure]
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
 ) -> None:
-    dropped = Tenure(store, CLOCK, LONG)
+    dropped = WriterLease(store, CLOCK, LONG)
     dropped.hold("run")
     cycle: list[object] = [dropped]
     cycle.append(cycle)
@@ -156,7 +156,9 @@ def corpse() -> tuple[int, int]:
         return child.pid, stat.started
 
 
-def test_a_holder_whose_process_is_gone_is_not_waited_for(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+def test_a_holder_whose_process_is_gone_is_not_waited_for(
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
+) -> None:
     pid, started = corpse()
     put_epoch(store, Epoch(1, "run", replace(this_process(CLOCK, LONG), pid=pid, started=started)))
     start = time.monotonic()
@@ -195,10 +197,10 @@ def test_a_process_that_cannot_be_seen_from_here_is_never_gone(change: dict[str,
 
 
 def test_another_host_is_waited_for_and_the_wait_is_told(
-    store: MemoryStore, tenure_of: Callable[..., Tenure], caplog: pytest.LogCaptureFixture
+    store: MemoryStore, tenure_of: Callable[..., WriterLease], caplog: pytest.LogCaptureFixture
 ) -> None:
     put_epoch(store, Epoch(1, "run", elsewhere()))
-    put_beat(store, 1, b"17\n")
+    put_heartbeat(store, 1, b"17\n")
     start = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert tenure_of().hold("run") == 2
@@ -210,12 +212,12 @@ def test_another_host_is_waited_for_and_the_wait_is_told(
 
 @pytest.mark.parametrize("before", [None, b"1\n"])
 def test_a_sign_of_life_is_a_conflict_that_names_who(
-    store: MemoryStore, tenure_of: Callable[..., Tenure], before: bytes | None
+    store: MemoryStore, tenure_of: Callable[..., WriterLease], before: bytes | None
 ) -> None:
     holder = elsewhere(lease_seconds=LONG, since="2026-05-04T03:02:01+00:00")
     put_epoch(store, Epoch(1, "run", holder))
     if before is not None:
-        put_beat(store, 1, before)
+        put_heartbeat(store, 1, before)
     calls = count()
 
     class Beating:
@@ -226,15 +228,15 @@ def test_a_sign_of_life_is_a_conflict_that_names_who(
 
         def get(self, key: str, bytes_max: int) -> bytes:
             if key == beat_key(1) and next(calls) == 2:
-                put_beat(store, 1, b"2\n")
+                put_heartbeat(store, 1, b"2\n")
             return store.get(key, bytes_max)
 
-    contender = Tenure(Beating(), CLOCK, LEASE)  # type: ignore[arg-type]
+    contender = WriterLease(Beating(), CLOCK, LEASE)  # type: ignore[arg-type]
     expected = rf"epoch 1 \(host node-9, process {os.getpid()}, since 2026-05-04T03:02:01\+00:00\); it gives signs of"
     with pytest.raises(ConflictError, match=expected):
         contender.hold("run")
     assert newest_epoch(store) == 1
-    assert read_beat(store, 1) == b"2\n", "a loser leaves no trace"
+    assert read_heartbeat(store, 1) == b"2\n", "a loser leaves no trace"
 
 
 def test_a_lost_race_is_a_conflict_and_leaves_the_winner_alone(store: MemoryStore) -> None:
@@ -242,17 +244,17 @@ def test_a_lost_race_is_a_conflict_and_leaves_the_winner_alone(store: MemoryStor
 
     def win(operation: object) -> None:
         put_epoch(store, Epoch(1, "run", winner))
-        put_beat(store, 1, b"5\n")
+        put_heartbeat(store, 1, b"5\n")
 
-    contender = Tenure(FaultyStore(store, Faults(win, names={"put_if_absent"})), CLOCK, LEASE)
+    contender = WriterLease(FaultyStore(store, Faults(win, names={"put_if_absent"})), CLOCK, LEASE)
     with pytest.raises(ConflictError, match=r"host node-9.*it came first"):
         contender.hold("run")
-    assert read_beat(store, 1) == b"5\n"
+    assert read_heartbeat(store, 1) == b"5\n"
     assert contender.epoch == 0
 
 
 def test_lost_it_stays_lost(
-    store: MemoryStore, tenure_of: Callable[..., Tenure], caplog: pytest.LogCaptureFixture
+    store: MemoryStore, tenure_of: Callable[..., WriterLease], caplog: pytest.LogCaptureFixture
 ) -> None:
     tenure = tenure_of(LEASE)
     tenure.hold("run")
@@ -260,7 +262,7 @@ def test_lost_it_stays_lost(
     put_accepted(store, 2, "run", {})
     with pytest.raises(ConflictError, match=r"epoch 1 is over: epoch 2 .*node-9"):
         tenure.hold("run")
-    put_beat(store, 2, RELEASED)
+    put_heartbeat(store, 2, RELEASED)
     with pytest.raises(ConflictError, match="epoch 1 is over"):
         tenure.require()
     until(lambda: "epoch 1 is over" in caplog.text)
@@ -278,20 +280,20 @@ class Late:
     def get(self, key: str, bytes_max: int) -> bytes:
         data = self._store.get(key, bytes_max)
         if key == beat_key(1) and next(self._calls) == 1:
-            put_beat(self._store, 1, b"2\n")
+            put_heartbeat(self._store, 1, b"2\n")
             time.sleep(2 * LEASE)
         return data
 
 
 def test_an_answer_that_comes_after_the_lease_is_asked_for_again(store: MemoryStore) -> None:
     put_epoch(store, Epoch(1, "run", elsewhere()))
-    put_beat(store, 1, b"1\n")
+    put_heartbeat(store, 1, b"1\n")
     with pytest.raises(ConflictError, match="it gives signs of life"):
-        Tenure(Late(store), CLOCK, LEASE).hold("run")  # type: ignore[arg-type]
+        WriterLease(Late(store), CLOCK, LEASE).hold("run")  # type: ignore[arg-type]
 
 
 def test_a_beat_that_is_none_is_watched_like_a_damaged_record(
-    store: MemoryStore, tenure_of: Callable[..., Tenure]
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
 ) -> None:
     put_epoch(store, Epoch(1, "run", elsewhere()))
     store.put(beat_key(1), b"x" * 1000)
@@ -301,7 +303,7 @@ def test_a_beat_that_is_none_is_watched_like_a_damaged_record(
 
 
 def test_a_process_without_a_thread_left_holds_nothing_and_the_next_try_does(
-    store: MemoryStore, tenure_of: Callable[..., Tenure], monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, tenure_of: Callable[..., WriterLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -311,17 +313,17 @@ def test_a_process_without_a_thread_left_holds_nothing_and_the_next_try_does(
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(UnavailableError, match=r"epoch 1: no thread could be started.*ulimit -u"):
             tenure.hold("run")
-    assert read_beat(store, 1) == RELEASED
+    assert read_heartbeat(store, 1) == RELEASED
     assert tenure.hold("run") == 2
 
 
 def test_storage_that_hangs_holds_up_no_end(
-    store: MemoryStore, tenure_of: Callable[..., Tenure], monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, tenure_of: Callable[..., WriterLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tenures, "_RELEASE_SECONDS_MAX", 0.2)
     answers = threading.Event()
     faults = Faults(stall_until(answers), names={"put"}, lasting=True)
-    tenure = Tenure(FaultyStore(store, faults), CLOCK, LEASE)
+    tenure = WriterLease(FaultyStore(store, faults), CLOCK, LEASE)
     tenure.hold("run")
     until(lambda: faults.met == 1)
     start = time.monotonic()
@@ -329,7 +331,7 @@ def test_storage_that_hangs_holds_up_no_end(
     assert time.monotonic() - start < 5
     assert tenure_of().hold("run") == 2, "of this process it is known that it is done"
     answers.set()
-    until(lambda: read_beat(store, 1) == RELEASED)
+    until(lambda: read_heartbeat(store, 1) == RELEASED)
 
 
 def test_a_run_whose_job_ends_badly_lets_the_next_writer_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,23 +344,25 @@ def test_a_run_whose_job_ends_badly_lets_the_next_writer_in(tmp_path: Path, monk
         patch.setattr(Job, "close", close)
         with pytest.raises(UnavailableError, match="the board is gone"):
             manager.close()
-    assert read_beat(LocalStore(str(tmp_path), settings=Settings()), 1) == RELEASED
+    assert read_heartbeat(LocalStore(str(tmp_path), settings=Settings()), 1) == RELEASED
 
 
-def test_a_damaged_record_is_watched_like_another_hosts(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+def test_a_damaged_record_is_watched_like_another_hosts(
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
+) -> None:
     store.put(epoch_key(1), b"garbage")
     start = time.monotonic()
     assert tenure_of(LEASE).hold("run") == 2
     assert time.monotonic() - start >= LEASE
 
 
-def test_an_epoch_that_failed_halfway_is_released(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+def test_an_epoch_that_failed_halfway_is_released(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
     faults = Faults(raise_error(UnavailableError), at=2, names={"put_if_absent"})
-    broken = Tenure(FaultyStore(store, faults), CLOCK, LONG)
+    broken = WriterLease(FaultyStore(store, faults), CLOCK, LONG)
     with pytest.raises(UnavailableError):
         broken.hold("run")
-    assert (newest_epoch(store), read_beat(store, 1), broken.epoch) == (1, RELEASED, 0)
-    assert standing_fence(store).epoch == 0
+    assert (newest_epoch(store), read_heartbeat(store, 1), broken.epoch) == (1, RELEASED, 0)
+    assert current_fence(store).epoch == 0
     assert broken.hold("run") == 2
     broken.release()
 
@@ -373,11 +377,11 @@ def test_a_manifest_that_may_not_be_read_lets_no_epoch_be_taken_and_counts_after
     manifest.rename(aside)
     manifest.symlink_to(aside) if is_link else os.mkfifo(manifest)
     store = LocalStore(str(tmp_path), settings=Settings())
-    tenure = Tenure(store, CLOCK, LONG)
+    tenure = WriterLease(store, CLOCK, LONG)
     with pytest.raises(InvalidError, match=r"step-000000000002/manifest.json.*Whether step 2 counts cannot be told"):
         tenure.hold("run")
-    assert (tenure.epoch, read_beat(store, 1)) == (0, RELEASED)
-    assert standing_fence(store).epoch == 0
+    assert (tenure.epoch, read_heartbeat(store, 1)) == (0, RELEASED)
+    assert current_fence(store).epoch == 0
     manifest.unlink()
     aside.rename(manifest)
     tenure.hold("run")
@@ -386,11 +390,11 @@ def test_a_manifest_that_may_not_be_read_lets_no_epoch_be_taken_and_counts_after
 
 
 def test_a_record_whose_reply_was_lost_with_the_error_is_not_in_the_way(
-    store: MemoryStore, tenure_of: Callable[..., Tenure]
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
 ) -> None:
     lost = Faults(raise_error(UnavailableError), names={"put_if_absent"}, after=True)
     with pytest.raises(UnavailableError):
-        Tenure(FaultyStore(store, lost), CLOCK, LONG).hold("run")
+        WriterLease(FaultyStore(store, lost), CLOCK, LONG).hold("run")
     assert newest_epoch(store) == 1
     assert tenure_of().hold("run") == 2
 
@@ -404,16 +408,16 @@ def test_signs_of_life_go_on_after_a_store_that_failed(
     store: MemoryStore, caplog: pytest.LogCaptureFixture, failure: Action
 ) -> None:
     faults = Faults(failure, names={"put"}, lasting=True)
-    tenure = Tenure(FaultyStore(store, faults), CLOCK, LEASE)
+    tenure = WriterLease(FaultyStore(store, faults), CLOCK, LEASE)
     tenure.hold("run")
     until(lambda: faults.met >= 2)
     faults.heal()
-    until(lambda: read_beat(store, 1) is not None)
+    until(lambda: read_heartbeat(store, 1) is not None)
     assert caplog.text.count("no sign of life could be given") == 1
     tenure.release()
 
 
-def test_the_last_epoch_there_can_be_is_refused(store: MemoryStore, tenure_of: Callable[..., Tenure]) -> None:
+def test_the_last_epoch_there_can_be_is_refused(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
     store.put(epoch_key(10**12 - 1), b"")
     store.put(beat_key(10**12 - 1), RELEASED)
     with pytest.raises(InvalidError, match="nobody wrote so many"):
@@ -426,7 +430,7 @@ def test_held_for_a_block(store: MemoryStore) -> None:
         tenure.require()
         with pytest.raises(ConflictError), held(store, CLOCK, LONG, "run"):
             raise AssertionError("held twice")
-    assert read_beat(store, 1) == RELEASED
+    assert read_heartbeat(store, 1) == RELEASED
 
 
 def test_a_forked_process_neither_holds_nor_releases(tmp_path: Path) -> None:
@@ -464,14 +468,14 @@ class JumpingClock(SystemClock):
 
 def test_the_wall_clock_decides_nothing(store: MemoryStore) -> None:
     clock = JumpingClock()
-    first = Tenure(store, clock, LONG)
+    first = WriterLease(store, clock, LONG)
     assert first.hold("run") == 1
     with pytest.raises(ConflictError):
-        Tenure(store, clock, LONG).hold("run")
+        WriterLease(store, clock, LONG).hold("run")
     first.release()
     put_epoch(store, Epoch(2, "run", elsewhere(since="1970-01-01T00:00:00+00:00")))
     start = time.monotonic()
-    second = Tenure(store, clock, LONG)
+    second = WriterLease(store, clock, LONG)
     assert second.hold("run") == 3
     assert LEASE <= time.monotonic() - start < LEASE + 5
     with suppress(ConflictError):

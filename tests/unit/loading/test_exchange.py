@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.engine.buffers import new_slab
-from holdfast.engine.exchange import Moved, Weighing, carry_out_exchange
+from holdfast.engine.buffers import allocate_aligned
+from holdfast.engine.exchange import ExchangeProbe, TransferStats, carry_out_exchange
 from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.format.names import step_folder
 from holdfast.geometry.box import Box
@@ -30,14 +30,14 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks, run_ranks
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.exchange import ExchangePlan, Pace
+from holdfast.types.exchange import ExchangePlan, Throughput
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import LoadPlan
 from holdfast.types.reports import LoadReport
 from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, run_of, sharded
 
 RANKS = 3
-ALWAYS = replace(PATIENT, exchange="always", exchange_bytes_max=256 << 10)
+ALWAYS = replace(PATIENT, share_reads="always", exchange_bytes_max=256 << 10)
 ROUNDS = 16
 """Rounds that a load of these copies with these settings takes, about; faults are put all over them."""
 
@@ -164,9 +164,9 @@ def test_all_memory_of_a_load_is_within_the_setting(store: MemoryStore, monkeypa
 
     def counted_slab(count: int) -> memoryview:
         taken.append(count)
-        return new_slab(count)
+        return allocate_aligned(count)
 
-    monkeypatch.setattr("holdfast.engine.exchange.new_slab", counted_slab)
+    monkeypatch.setattr("holdfast.engine.exchange.allocate_aligned", counted_slab)
     tensors = fresh_store()
 
     def save(comm: ThreadComm) -> None:
@@ -200,20 +200,20 @@ def test_where_nothing_is_wanted_twice_nothing_is_said_twice(store: MemoryStore)
 
     run_ranks(RANKS, save)
     for setting in ("auto", "always", "never"):
-        found = loaded(rows, [replace(ALWAYS, exchange=setting)] * RANKS, lambda: {"w": sharded(RANKS, rows=30_000)})
+        found = loaded(rows, [replace(ALWAYS, share_reads=setting)] * RANKS, lambda: {"w": sharded(RANKS, rows=30_000)})
         assert [said for _, _, said in found] == [["broadcast", "all_gather", "all_gather"]] * RANKS
 
 
 def test_values_of_the_newest_step_wait_for_one_more_word(store: MemoryStore) -> None:
     """Another rank may find the step damaged, and then the older one must find the values untouched."""
-    settings = [replace(ALWAYS, exchange="never")] * RANKS
+    settings = [replace(ALWAYS, share_reads="never")] * RANKS
     said = [said for _, _, said in loaded(store, settings, step=None)]
     assert said == [["broadcast", "all_gather", "all_gather", "all_gather"]] * RANKS
 
 
 @pytest.mark.parametrize("unwilling", range(RANKS))
 def test_one_rank_that_says_never_is_enough(store: MemoryStore, unwilling: int) -> None:
-    settings = [replace(ALWAYS, exchange="never") if rank == unwilling else ALWAYS for rank in range(RANKS)]
+    settings = [replace(ALWAYS, share_reads="never") if rank == unwilling else ALWAYS for rank in range(RANKS)]
     for report, state, said in loaded(store, settings):
         assert isinstance(report, LoadReport)
         assert (report.bytes, report.exchanged_bytes) == (STATE_BYTES, 0)
@@ -222,7 +222,7 @@ def test_one_rank_that_says_never_is_enough(store: MemoryStore, unwilling: int) 
 
 
 def test_rank_0s_word_counts_where_settings_differ(store: MemoryStore) -> None:
-    others = replace(ALWAYS, exchange="auto", exchange_bytes_max=64 << 10)
+    others = replace(ALWAYS, share_reads="auto", exchange_bytes_max=64 << 10)
     for report, state, _ in loaded(store, [ALWAYS, others, replace(others, exchange_bytes_max=1 << 20)]):
         assert isinstance(report, LoadReport)
         assert report.bytes + report.exchanged_bytes == STATE_BYTES
@@ -289,7 +289,7 @@ def test_a_rank_that_cannot_plan_the_exchange_ends_the_load_on_all(
         return agreed_on(offers)
 
     monkeypatch.setattr("holdfast.loading.load.agreed_on", plan)
-    found = loaded(store, [replace(ALWAYS, exchange=exchange)] * RANKS)
+    found = loaded(store, [replace(ALWAYS, share_reads=exchange)] * RANKS)
     failed = [rank for rank, (error, _, _) in enumerate(found) if isinstance(error, MemoryError)]
     assert len(failed) == 1
     for rank, (error, _, _) in enumerate(found):
@@ -332,13 +332,13 @@ class Filled(Target):
 def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_rounds: int) -> None:
     """Nothing is placed twice and nothing is left out, whatever was under way when they stopped."""
     fqns = list(copies())
-    asked: list[Sequence[Pace]] = []
+    asked: list[Sequence[Throughput]] = []
 
-    def goes_on(paces: Sequence[Pace]) -> bool:
+    def goes_on(paces: Sequence[Throughput]) -> bool:
         asked.append(paces)
         return False
 
-    def load(comm: ThreadComm) -> tuple[Moved, list[np.ndarray]]:
+    def load(comm: ThreadComm) -> tuple[TransferStats, list[np.ndarray]]:
         plan, manifest = plan_of(store, fqns)
         offers = [Offer.decoded(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encoded())]
         agreed = agreed_on(offers)
@@ -348,7 +348,7 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
         moved = carry_out_exchange(
             partial(agreed.job.plan_of, comm.rank, plan, numbers),
             agreed.job.round_count,
-            Weighing(after_rounds, goes_on),
+            ExchangeProbe(after_rounds, goes_on),
             comm,
             SystemClock(),
             packs_under(store, f"{step_folder(1)}{manifest.attempt}/"),
@@ -369,7 +369,7 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
 
 
 def test_a_rank_that_cannot_plan_stops_all(store: MemoryStore) -> None:
-    def load(comm: ThreadComm) -> Moved:
+    def load(comm: ThreadComm) -> TransferStats:
         plan, manifest = plan_of(store, list(copies()))
         offers = [Offer.decoded(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encoded())]
         agreed = agreed_on(offers)
@@ -387,4 +387,4 @@ def test_a_rank_that_cannot_plan_stops_all(store: MemoryStore) -> None:
 
     first, second, third = outcomes_of_ranks(RANKS, load)
     assert isinstance(second, InvalidError)
-    assert first == third == Moved(0, 0, whole=False)
+    assert first == third == TransferStats(0, 0, whole=False)

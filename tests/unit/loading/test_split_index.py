@@ -14,7 +14,7 @@ import pytest
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.coverage import stored_by
 from holdfast.checkpoint.index_loading import given_frames, resolved_frames
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.columns import packed, unpacked
@@ -104,7 +104,7 @@ def document_of(store: MemoryStore) -> dict[str, Any]:
 
 
 def opened(store: Store) -> Checkpoint:
-    return Checkpoint(Place(store, FOLDER, 1), PATIENT, lambda array, _: array)
+    return Checkpoint(CheckpointLocation(store, FOLDER, 1), PATIENT, lambda array, _: array)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -250,8 +250,8 @@ def test_a_file_of_the_index_that_is_gone_is_corrupt() -> None:
 
 
 def split_index_of(store: MemoryStore) -> SplitIndex:
-    place = Place(store, FOLDER, 1)
-    found = resolved_frames(given_frames(place), place)[1]
+    location = CheckpointLocation(store, FOLDER, 1)
+    found = resolved_frames(given_frames(location), location)[1]
     assert isinstance(found, SplitIndex)
     return found
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import FlatRange, Region, region_boxes
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.compare import Window, batches, sampled, unsettled, windows_of
+from holdfast.plan.compare import CompareWindow, batches, sampled, unsettled, windows_of
 from holdfast.types.plan import Piece
 
 CHUNK = 16
@@ -62,7 +62,7 @@ def copies(draw: st.DrawFn) -> tuple[list[Piece], list[Piece], np.ndarray, np.nd
     return pieces, [hashed(spec, region, b) for region in regions], a, b
 
 
-def met(windows: list[Window], shape: tuple[int, ...]) -> np.ndarray:
+def met(windows: list[CompareWindow], shape: tuple[int, ...]) -> np.ndarray:
     """How often each element is read."""
     count = np.zeros(shape, dtype=int)
     for window in windows:
@@ -125,7 +125,7 @@ def test_windows_come_by_where_they_begin_in_the_tensor() -> None:
 def test_batches_keep_order_and_size(sizes: list[list[int]], bytes_max: int) -> None:
     spec = TensorSpec("w", "uint8", (100,))
     piece = Piece(spec, Box.whole((100,)), "file", 0, b"", 128)
-    groups = [[Window(at, piece, 0, size) for size in group] for at, group in enumerate(sizes)]
+    groups = [[CompareWindow(at, piece, 0, size) for size in group] for at, group in enumerate(sizes)]
     found = list(batches(groups, bytes_max))
     assert [each for batch in found for each in batch] == [each for group in groups for each in group]
     for batch in found:

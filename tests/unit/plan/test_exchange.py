@@ -18,7 +18,7 @@ from holdfast.errors import CorruptError
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import chunk_count
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.balance import level
+from holdfast.plan.balance import water_fill
 from holdfast.plan.exchange import (
     JobExchange,
     Load,
@@ -27,7 +27,7 @@ from holdfast.plan.exchange import (
     job_exchange,
 )
 from holdfast.plan.reads import WantedBoxes, load_plan
-from holdfast.types.exchange import ExchangePlan, Pace, give_slot_bytes, take_slot_bytes
+from holdfast.types.exchange import ExchangePlan, Throughput, give_slot_bytes, take_slot_bytes
 from holdfast.types.plan import LoadPlan, Piece, ReadRun
 
 CHUNK = 1 << 16
@@ -283,7 +283,7 @@ def test_groups_that_share_nothing_pass_on_in_the_same_rounds(shards: int) -> No
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(0, 5000), st.integers(0, 700))
 def test_shares_are_all_of_it_and_as_level_as_can_be(loads: list[int], amount: int, share_min: int) -> None:
-    shares = level(np.array(loads, dtype=np.int64), amount, share_min).tolist()
+    shares = water_fill(np.array(loads, dtype=np.int64), amount, share_min).tolist()
     assert sum(shares) == amount
     assert min(shares) >= 0
     after = [load + share for load, share in zip(loads, shares, strict=True)]
@@ -295,8 +295,8 @@ def test_shares_are_all_of_it_and_as_level_as_can_be(loads: list[int], amount: i
         assert min(left_out, default=max(taking)) >= max(taking) - 1, "nobody less loaded was passed over"
 
 
-def pace(read_gib_per_second: float, moved_gib_per_second: float) -> Pace:
-    return Pace(GIB, 1 / read_gib_per_second, GIB, 1 / moved_gib_per_second)
+def pace(read_gib_per_second: float, moved_gib_per_second: float) -> Throughput:
+    return Throughput(GIB, 1 / read_gib_per_second, GIB, 1 / moved_gib_per_second)
 
 
 @pytest.mark.parametrize(
@@ -316,13 +316,13 @@ def test_exchanging_is_weighed_by_what_was_measured(storage: float, exchange: fl
 
 def test_ranks_that_neither_read_nor_moved_say_nothing_of_the_speed() -> None:
     left = Load(alone_bytes=GIB, read_bytes=GIB // 4, moved_bytes=GIB)
-    idle = Pace(0, 0.0, 0, 0.0)
+    idle = Throughput(0, 0.0, 0, 0.0)
     assert exchanging_beats_reading(left, [idle, pace(0.5, 10.0), idle])
     assert not exchanging_beats_reading(left, [idle, pace(15.0, 10.0), idle])
 
 
-@pytest.mark.parametrize("odd", [pace(15.0, 10.0), Pace(100, 1e-8, GIB, 0.1), pace(0.01, 0.01)])
-def test_one_rank_that_is_faster_or_slower_than_all_others_decides_nothing(odd: Pace) -> None:
+@pytest.mark.parametrize("odd", [pace(15.0, 10.0), Throughput(100, 1e-8, GIB, 0.1), pace(0.01, 0.01)])
+def test_one_rank_that_is_faster_or_slower_than_all_others_decides_nothing(odd: Throughput) -> None:
     """Its bytes were in the page cache, or were few, or its machine was busy with something else."""
     left = Load(alone_bytes=64 * GIB, read_bytes=GIB, moved_bytes=64 * GIB)
     assert exchanging_beats_reading(left, [pace(0.2, 5.0)] * 63 + [odd])
@@ -332,5 +332,5 @@ def test_one_rank_that_is_faster_or_slower_than_all_others_decides_nothing(odd: 
 def test_speed_is_that_of_ranks_that_did_a_fair_part() -> None:
     """Most ranks were given next to nothing to read in the rounds measured, and that was fast."""
     left = Load(alone_bytes=64 * GIB, read_bytes=GIB, moved_bytes=64 * GIB)
-    few = Pace(100, 1e-8, GIB, 0.2)
+    few = Throughput(100, 1e-8, GIB, 0.2)
     assert exchanging_beats_reading(left, [pace(0.2, 5.0)] * 2 + [few] * 62)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, MissingError
@@ -131,7 +131,7 @@ def saved() -> MemoryStore:
 
 
 def opened(store: MemoryStore) -> Checkpoint:
-    return Checkpoint(Place(store, "step-000000000001/", 1), SETTINGS, lambda array, _: array)
+    return Checkpoint(CheckpointLocation(store, "step-000000000001/", 1), SETTINGS, lambda array, _: array)
 
 
 @pytest.mark.parametrize(

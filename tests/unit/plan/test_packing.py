@@ -16,7 +16,7 @@ from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import APART
+from holdfast.types.plan import OPAQUE_FOLDER
 
 MIB = 1 << 20
 FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lambda text: text != "__metadata__")
@@ -56,7 +56,7 @@ def test_every_pack_is_in_order_aligned_and_short(shards: list[Shard], header_by
     owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
     packs = packs_of(3, shards, owned, header_bytes_max)
     assert sorted(item.shard_number for pack in packs for item in pack.items) == list(range(len(shards)))
-    for folder in ("", APART):
+    for folder in ("", OPAQUE_FOLDER):
         names = [pack.name for pack in packs if pack.apart == bool(folder)]
         assert names == [f"{folder}r00003{f'-{number}' if number else ''}.safetensors" for number in range(len(names))]
     for pack in packs:

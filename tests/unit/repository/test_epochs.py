@@ -16,16 +16,16 @@ from holdfast.format.sealed_json import sealed
 from holdfast.repository import epochs
 from holdfast.repository.catalog import committed_steps, step_folders
 from holdfast.repository.epochs import (
-    admitted,
-    counts,
+    accepted_steps,
+    current_fence,
     forget_before,
+    is_valid,
     newest_epoch,
     put_accepted,
     put_epoch,
     read_epoch,
     require_counted,
     require_newest,
-    standing_fence,
 )
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
@@ -60,7 +60,7 @@ def publish(store: MemoryStore, step: int, epoch: int, attempt: str = "0" * 16) 
 def begin(store: MemoryStore, number: int) -> None:
     """Begin an epoch as its holder does."""
     put_epoch(store, Epoch(number, "run", HOLDER))
-    put_accepted(store, number, "run", admitted(store, standing_fence(store), step_folders(store)))
+    put_accepted(store, number, "run", accepted_steps(store, current_fence(store), step_folders(store)))
 
 
 def test_a_manifest_says_its_epoch_and_the_format_that_brought_it() -> None:
@@ -155,7 +155,7 @@ def test_an_epoch_that_died_before_it_said_what_it_accepts_changes_nothing(store
     assert committed_steps(store) == [1]
     begin(store, 3)
     assert committed_steps(store) == [1]
-    assert standing_fence(store).epoch == 3
+    assert current_fence(store).epoch == 3
 
 
 def test_a_damaged_manifest_stays_visible_as_such_and_counts_again_once_it_is_whole(store: MemoryStore) -> None:
@@ -189,11 +189,11 @@ def test_however_a_manifest_is_damaged_a_copy_of_it_counts_again(
     store.put(key, damage(whole))
     begin(store, 2)
     begin(store, 3)
-    assert standing_fence(store).accepted == {1: None}
+    assert current_fence(store).accepted == {1: None}
     store.put(key, whole)
     assert committed_steps(store) == [1]
     begin(store, 4)
-    assert standing_fence(store).accepted == {1: decode_manifest(whole, "").digest}
+    assert current_fence(store).accepted == {1: decode_manifest(whole, "").digest}
 
 
 def test_no_epoch_says_what_it_accepts_while_a_manifest_may_not_be_read(store: MemoryStore) -> None:
@@ -202,7 +202,7 @@ def test_no_epoch_says_what_it_accepts_while_a_manifest_may_not_be_read(store: M
     publish(store, 2, 1)
     refused = Faults(raise_error(InvalidError), names={"get"}, at=2)
     with pytest.raises(InvalidError, match=r"Whether step 2 counts cannot be told until"):
-        admitted(FaultyStore(store, refused), Fence(1), [1, 2])
+        accepted_steps(FaultyStore(store, refused), Fence(1), [1, 2])
     begin(store, 2)
     assert committed_steps(store) == [1, 2]
 
@@ -223,9 +223,9 @@ def test_where_what_was_accepted_is_damaged_the_one_before_counts(
 
 def test_only_records_and_the_last_two_lists_stay(store: MemoryStore) -> None:
     for number in range(1, 5):
-        before = standing_fence(store).epoch
+        before = current_fence(store).epoch
         begin(store, number)
-        epochs.put_beat(store, number, b"1\n")
+        epochs.put_heartbeat(store, number, b"1\n")
         forget_before(store, before)
     names = sorted(entry.key.removeprefix("epochs/").lstrip("0") for entry in store.list("epochs/"))
     assert names == ["1.json", "2.json", "3.accepted.json", "3.beat", "3.json", "4.accepted.json", "4.beat", "4.json"]
@@ -250,7 +250,7 @@ def test_a_step_published_around_the_end_of_its_epoch_is_judged_by_the_next(stor
     put_epoch(store, Epoch(2, "run", HOLDER))
     with pytest.raises(UnavailableError, match="has not said yet"):
         require_counted(store, 1, 1, early)
-    put_accepted(store, 2, "run", admitted(store, standing_fence(store), step_folders(store)))
+    put_accepted(store, 2, "run", accepted_steps(store, current_fence(store), step_folders(store)))
     require_counted(store, 1, 1, early)
     with pytest.raises(ConflictError, match="published too late"):
         require_counted(store, 2, 1, publish(store, 2, 1))
@@ -278,8 +278,10 @@ def test_a_step_counts_exactly_if_its_writer_was_the_newest_when_it_published(ac
         publish(store, step, epoch)
         model[step] = epoch == number
     assert committed_steps(store) == sorted(step for step, is_timely in model.items() if is_timely)
-    fence = standing_fence(store)
-    assert {step for step in there if counts(store, fence, step)} == {step for step, timely in model.items() if timely}
+    fence = current_fence(store)
+    assert {step for step in there if is_valid(store, fence, step)} == {
+        step for step, timely in model.items() if timely
+    }
 
 
 def test_a_fence_admits_by_epoch_or_by_digest() -> None:

@@ -17,15 +17,15 @@ import torch
 import holdfast
 from holdfast import api, wiring
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.runs.garbage_collection import Collector, Pins
-from holdfast.leases.reader import Reading
+from holdfast.runs.garbage_collection import CheckpointGC, Pins
+from holdfast.leases.reader import ReaderLease
 from holdfast.leases.writer import held
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
 from holdfast.clock import SystemClock
 from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.removal import mark_keys, marks, put_mark
-from holdfast.types.removal import Doomed
-from holdfast.repository.epochs import RELEASED, put_beat
+from holdfast.types.removal import Unreferenced
+from holdfast.repository.epochs import RELEASED, put_heartbeat
 from holdfast.repository.leases import leases
 from holdfast.format.names import step_folder
 from holdfast.settings import Settings
@@ -100,7 +100,7 @@ def test_what_a_kept_step_shares_stays(tmp_path: Path) -> None:
 
 def test_a_pack_goes_with_the_last_that_refers_to_it(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
-    with manager_at(tmp_path, reuse_unchanged=False) as manager:
+    with manager_at(tmp_path, deduplicate=False) as manager:
         manager.save(3, state_at(3)).wait()
     collect(tmp_path, 2)
     assert step_path(tmp_path, 1).exists()
@@ -253,10 +253,10 @@ def test_leftovers_go_and_strangers_stay(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_a_reader_holds_its_step_until_it_is_done(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
-    place = replace(wiring.place_at(step_path(tmp_path, 1), SMALL))
-    assert place.root is not None
-    lease = Reading(SystemClock(), 10.0)
-    lease.begin(place, read_manifest(store_of(tmp_path), step_folder(1)))
+    location = replace(wiring.location_at(step_path(tmp_path, 1), SMALL))
+    assert location.root is not None
+    lease = ReaderLease(SystemClock(), 10.0)
+    lease.begin(location, read_manifest(store_of(tmp_path), step_folder(1)))
     report = collect(tmp_path, 1)
     assert report.steps == (2,)
     assert report.reasons[1][0].startswith("read by host ")
@@ -292,9 +292,9 @@ def test_leases_of_the_dead_do_not_count(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            lease = Reading(SystemClock(), 10.0)
+            lease = ReaderLease(SystemClock(), 10.0)
             lease.begin(
-                wiring.place_at(step_path(tmp_path, 1), SMALL), read_manifest(store_of(tmp_path), step_folder(1))
+                wiring.location_at(step_path(tmp_path, 1), SMALL), read_manifest(store_of(tmp_path), step_folder(1))
             )
         finally:
             os._exit(0)
@@ -320,13 +320,13 @@ class HandClock(SystemClock):
 def test_a_silent_lease_of_another_machine_dies_by_our_own_clock(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     store, clock = store_of(tmp_path), HandClock()
-    lease = Reading(clock, 10.0)
-    lease.begin(wiring.place_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
+    lease = ReaderLease(clock, 10.0)
+    lease.begin(wiring.location_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
     lease._stopped.set()  # Its machine is gone: nobody renews it.
     path = tmp_path / leases(store)[0].key
     other_machine(path, store)
     with held(store, clock, 10.0, run_id_of(store)) as tenure:
-        collector = Collector(store, clock, LatestN(1), tenure)
+        collector = CheckpointGC(store, clock, LatestN(1), tenure)
         for clock.now in (0.0, 5.0, 9.9):
             report = collector.collect(0, lambda _: False)
             assert report is not None and report.steps == ()
@@ -355,7 +355,7 @@ def test_who_comes_after_the_mark_steps_aside(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     digest = read_manifest(store, step_folder(1)).digest
     with held(store, SystemClock(), 10.0, run_id_of(store)) as tenure, manager_at(tmp_path) as manager:
-        going = Doomed({1: digest})
+        going = Unreferenced({1: digest})
         put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=False)
         assert manager.load(state_at(0), 1) == 1, "during the grace there is time to say so"
         mark = put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=True)
@@ -378,16 +378,16 @@ def test_who_comes_after_the_mark_steps_aside(tmp_path: Path) -> None:
 def test_what_is_tagged_or_read_during_the_grace_stays(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3, 4)
     store, clock = store_of(tmp_path), SystemClock()
-    lease = Reading(clock, 10.0)
+    lease = ReaderLease(clock, 10.0)
 
     def meanwhile(_: float) -> bool:
         assert len(mark_keys(store)) == 1
         api.tag(tmp_path, 2, "mine")
-        lease.begin(wiring.place_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
+        lease.begin(wiring.location_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
         return False
 
     with held(store, clock, 10.0, run_id_of(store)) as tenure:
-        report = Collector(store, clock, AnyOf(LatestN(1), Tagged()), tenure).collect(0, meanwhile)
+        report = CheckpointGC(store, clock, AnyOf(LatestN(1), Tagged()), tenure).collect(0, meanwhile)
     assert report is not None and report.steps == (3,)
     lease.end()
     require_whole(tmp_path, 1, 2, 4)
@@ -404,7 +404,7 @@ def test_a_listing_that_lacks_what_was_there_removes_nothing(tmp_path: Path) -> 
 
     lost = pytest.raises(CorruptError, match=r"steps \[3\] were there and are not listed any more")
     with held(store, clock, 10.0, run_id_of(store)) as tenure, lost:
-        Collector(store, clock, LatestN(1), tenure).collect(0, meanwhile)
+        CheckpointGC(store, clock, LatestN(1), tenure).collect(0, meanwhile)
     hidden.rename(step_path(tmp_path, 3))
     require_whole(tmp_path, 1, 2, 3)
 
@@ -415,12 +415,12 @@ def test_one_who_was_replaced_removes_nothing(tmp_path: Path) -> None:
 
     def meanwhile(_: float) -> bool:
         # As a contender does that has seen no sign of life for as long as the lease.
-        put_beat(store, tenure.epoch, RELEASED)
+        put_heartbeat(store, tenure.epoch, RELEASED)
         saved(tmp_path, 4)
         return False
 
     with held(store, clock, 10.0, run_id_of(store)) as tenure, pytest.raises(ConflictError, match="took over"):
-        Collector(store, clock, LatestN(1), tenure).collect(0, meanwhile)
+        CheckpointGC(store, clock, LatestN(1), tenure).collect(0, meanwhile)
     require_whole(tmp_path, 1, 2, 3, 4)
 
 
@@ -430,10 +430,10 @@ def test_a_save_under_way_keeps_what_it_refers_to(tmp_path: Path, caplog: pytest
     assert pins.pin(4, 1)
     store, clock = store_of(tmp_path), SystemClock()
     with held(store, clock, 10.0, run_id_of(store)) as tenure:
-        report = Collector(store, clock, LatestN(1), tenure, pins).collect(0, lambda _: False)
+        report = CheckpointGC(store, clock, LatestN(1), tenure, pins).collect(0, lambda _: False)
         assert report is not None and report.steps == (2,)
         pins.unpin(4, is_committed=True)
-        report = Collector(store, clock, LatestN(1), tenure, pins).collect(0, lambda _: False)
+        report = CheckpointGC(store, clock, LatestN(1), tenure, pins).collect(0, lambda _: False)
         assert report is not None and report.steps == (1,)
     assert pins.release_for_removal(frozenset([1, 2])) == {1, 2}
     assert not pins.pin(5, 2), "what is going cannot be referred to any more"
@@ -495,7 +495,7 @@ def test_a_torn_lease_holds_everything_and_not_for_ever(tmp_path: Path, content:
     (tmp_path / "readers" / ("0" * 32 + ".json")).write_bytes(content)
     store, clock = store_of(tmp_path), HandClock()
     with held(store, clock, 10.0, run_id_of(store)) as tenure:
-        collector = Collector(store, clock, LatestN(1), tenure)
+        collector = CheckpointGC(store, clock, LatestN(1), tenure)
         report = collector.collect(0, lambda _: False)
         assert report is not None and report.steps == ()
         clock.now = 60.0
@@ -507,8 +507,8 @@ def test_a_torn_lease_holds_everything_and_not_for_ever(tmp_path: Path, content:
 def test_gc_watches_who_cannot_be_seen(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     store = store_of(tmp_path)
-    lease = Reading(SystemClock(), 0.5)
-    lease.begin(wiring.place_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
+    lease = ReaderLease(SystemClock(), 0.5)
+    lease.begin(wiring.location_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
     lease._stopped.set()
     other_machine(tmp_path / leases(store)[0].key, store, 0.5)
     assert collect(tmp_path, 1).steps == (1,)
@@ -590,7 +590,7 @@ def test_a_save_that_may_come_later_stays_pinned() -> None:
 def test_packs_that_a_manifest_set_aside_names_stay(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     flip(newest_pack(tmp_path, 3))
-    with manager_at(tmp_path, keep_last=1, reuse_unchanged=False) as manager:
+    with manager_at(tmp_path, keep_last=1, deduplicate=False) as manager:
         assert manager.load(state_at(0)) == 2
         for step in (3, 4):
             manager.save(step, state_at(step)).wait()
@@ -604,11 +604,11 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            place, manifest = (
-                wiring.place_at(step_path(tmp_path, 1), SMALL),
+            location, manifest = (
+                wiring.location_at(step_path(tmp_path, 1), SMALL),
                 read_manifest(store_of(tmp_path), "step-000000000001/"),
             )
-            Reading(SystemClock(), 10.0).begin(place, manifest)
+            ReaderLease(SystemClock(), 10.0).begin(location, manifest)
         finally:
             os._exit(0)
     os.waitpid(child, 0)

@@ -19,19 +19,19 @@ from holdfast.errors import Preempted, UnavailableError
 from holdfast.coordination.job import Job
 from holdfast.loading.load import LoadRequest
 from holdfast.checkpoint.location import none_allowed
-from holdfast.runs.preemption import Departure
+from holdfast.runs.preemption import PreemptionHandler
 from holdfast.runs.run import Run
 from holdfast.coordination.signals import Signals
 from holdfast.policies import BestN, EveryNSteps
 from holdfast.clock import SystemClock
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps
 from holdfast.settings import Settings
 from holdfast.types.policy import KeepPolicy, Policies
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
-from holdfast.testing.faults import Faults, FaultyBoard, FaultyStore, Operation, raise_error
+from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultyStore, FaultPoint, raise_error
 from holdfast.testing.framework import NumpyFramework
 from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, plain, sharded
 
@@ -84,7 +84,7 @@ class World:
     settings: Settings = PATIENT
     store: MemoryStore = field(default_factory=fresh_store)
     stores: Mapping[int, Store] = field(default_factory=dict)
-    boards: Mapping[int, Callable[[Board], Board]] = field(default_factory=dict)
+    boards: Mapping[int, Callable[[KeyValueStore], KeyValueStore]] = field(default_factory=dict)
 
     def play(self, part: Callable[[Rank], object]) -> list[object]:
         """Return what each rank's part returned, or how it left."""
@@ -92,7 +92,7 @@ class World:
         def work(comm: ThreadComm) -> object:
             job = Job(comm, SystemClock(), self.settings)
             signals = Told()
-            departure = Departure(job, signals, self.grace_seconds)
+            departure = PreemptionHandler(job, signals, self.grace_seconds)
             run = Run(
                 self.stores.get(comm.rank, self.store),
                 job,
@@ -111,8 +111,8 @@ class World:
                 except UnavailableError as error:
                     assert "abandoned" in str(error) or "told to end" in str(error)
 
-        def view(rank: int, board: Board) -> Board:
-            return self.boards[rank](board) if rank in self.boards else board
+        def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
+            return self.boards[rank](key_value_store) if rank in self.boards else key_value_store
 
         outcomes = outcomes_of_ranks(self.size, work, group=ThreadGroup(self.size), board_of=view)
         for each in outcomes:
@@ -232,7 +232,7 @@ def test_a_save_under_way_of_that_very_step_is_waited_for_and_no_other_begun() -
 
 def test_a_rank_that_is_gone_leaves_the_others_with_what_is_committed() -> None:
     gone = Faults(raise_error(UnavailableError), names=("get_many",), lasting=True)
-    world = World(3, grace_seconds=1.5, boards={2: lambda board: FaultyBoard(board, gone)})
+    world = World(3, grace_seconds=1.5, boards={2: lambda key_value_store: FaultyKeyValueStore(key_value_store, gone)})
 
     def part(rank: Rank) -> str:
         if rank.number == 2:
@@ -250,7 +250,7 @@ def test_whoever_is_publishing_when_time_is_up_is_not_interrupted() -> None:
     """The manifest is on its way while all other saves would be abandoned, and there before the grace ends."""
     store = fresh_store()
 
-    def stall(operation: Operation) -> None:
+    def stall(operation: FaultPoint) -> None:
         if operation.subject.endswith("000002/manifest.json"):
             time.sleep(9.3)
 
@@ -334,7 +334,7 @@ def test_where_ranks_cannot_agree_a_save_under_way_does_not_outlast_the_grace() 
         grace_seconds=3.0,
         store=store,
         stores={1: FaultyStore(FaultyStore(store, held), faults)},
-        boards={1: lambda board: FaultyBoard(board, faults)},
+        boards={1: lambda key_value_store: FaultyKeyValueStore(key_value_store, faults)},
     )
     seconds: list[float] = []
 

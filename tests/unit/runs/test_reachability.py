@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.runs.reachability import doomed
-from holdfast.types.removal import Doomed, StepFiles
+from holdfast.types.removal import Unreferenced, StepFiles
 
 
 def is_pack(key: str) -> bool:
@@ -25,10 +25,10 @@ class Run:
     under_way: frozenset[int]
     packs_known: bool
 
-    def doomed(self) -> Doomed:
+    def doomed(self) -> Unreferenced:
         return doomed(self.steps, self.staying, self.under_way, is_pack, packs_known=self.packs_known)
 
-    def without(self, gone: Doomed) -> Run:
+    def without(self, gone: Unreferenced) -> Run:
         """Return what is left of it."""
         left = []
         for each in self.steps:
@@ -40,7 +40,7 @@ class Run:
         return replace(self, steps=tuple(left))
 
 
-def rest(files: Mapping[str, int], gone: Doomed) -> dict[str, int]:
+def rest(files: Mapping[str, int], gone: Unreferenced) -> dict[str, int]:
     return {key: size for key, size in files.items() if key not in gone.files}
 
 
@@ -70,7 +70,7 @@ def runs(draw: st.DrawFn) -> Run:
                 attempts=attempts,
                 reports={f"step-{number:012d}/reports/x": 1} if draw(st.booleans()) else {},
                 packs=frozenset([*own, *referred]),
-                spared=frozenset(draw(st.lists(st.sampled_from(sorted(attempts)), max_size=1)) if attempts else []),
+                pinned=frozenset(draw(st.lists(st.sampled_from(sorted(attempts)), max_size=1)) if attempts else []),
             )
         )
         earlier += [key for files in attempts.values() for key in files if is_pack(key)]
@@ -92,7 +92,7 @@ def test_what_stays_keeps_all_it_needs(run: Run) -> None:
         if each.step in run.under_way:
             assert each.step not in gone.steps
             assert not {key for files in each.attempts.values() for key in files} & gone.files.keys()
-        for name in each.spared:
+        for name in each.pinned:
             assert not each.attempts[name].keys() & gone.files.keys()
 
 
@@ -112,7 +112,7 @@ def test_what_nobody_needs_goes(run: Run) -> None:
             continue
         assert each.digest is None or stays
         for name, files in each.attempts.items():
-            if name in each.spared or (stays and each.attempt in (name, None)):
+            if name in each.pinned or (stays and each.attempt in (name, None)):
                 continue
             assert all(key in needed or (is_pack(key) and not run.packs_known) for key in files)
 
@@ -122,8 +122,8 @@ def test_a_manifest_goes_only_with_its_digest(run: Run) -> None:
     gone = run.doomed()
     assert all(gone.steps[each.step] == each.digest for each in run.steps if each.step in gone.steps)
     assert gone.confirmed_by(gone) == gone
-    assert not gone.confirmed_by(Doomed())
-    assert not Doomed({1: "a"}).confirmed_by(Doomed({1: "b"}))
+    assert not gone.confirmed_by(Unreferenced())
+    assert not Unreferenced({1: "a"}).confirmed_by(Unreferenced({1: "b"}))
 
 
 def test_a_pack_goes_with_the_last_that_refers_to_it() -> None:
@@ -132,9 +132,9 @@ def test_a_pack_goes_with_the_last_that_refers_to_it() -> None:
     second = StepFiles(2, "2" * 32, "b" * 16, True, {}, packs=frozenset([pack]))
     third = StepFiles(3, "3" * 32, "c" * 16, True, {})
     run = Run((first, second, third), frozenset([2, 3]), frozenset(), True)
-    assert run.doomed() == Doomed({1: "1" * 32}, {})
+    assert run.doomed() == Unreferenced({1: "1" * 32}, {})
     left = replace(run.without(run.doomed()), staying=frozenset([3]))
-    assert left.doomed() == Doomed({2: "2" * 32}, {pack: 5})
+    assert left.doomed() == Unreferenced({2: "2" * 32}, {pack: 5})
 
 
 def test_a_manifest_that_cannot_be_read_keeps_every_pack_but_not_the_rest() -> None:
@@ -145,4 +145,4 @@ def test_a_manifest_that_cannot_be_read_keeps_every_pack_but_not_the_rest() -> N
         2, "2" * 32, None, True, {"b" * 16: {"step-000000000002/bbbbbbbbbbbbbbbb/index-00000.msgpack": 1}}
     )
     run = Run((old, damaged), frozenset([2]), frozenset(), False)
-    assert run.doomed() == Doomed({1: "1" * 32}, {folder + "index-00000.msgpack": 1})
+    assert run.doomed() == Unreferenced({1: "1" * 32}, {folder + "index-00000.msgpack": 1})

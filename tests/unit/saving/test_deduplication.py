@@ -177,7 +177,7 @@ def test_small_pieces_are_written_every_time(tmp_path: Path) -> None:
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    settings = Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, reuse_unchanged=False)
+    settings = Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, deduplicate=False)
     with manager_at(tmp_path, settings) as manager:
         saved(manager, 1, weights(1))
         assert saved(manager, 2, weights(1)).unchanged_bytes == 0
@@ -513,7 +513,7 @@ def test_what_an_import_by_reference_holds_is_written_once_it_is_saved(tmp_path:
     state = weights(1)
     save_file(state, foreign)
     holdfast.import_checkpoint(foreign, tmp_path / "run", step=1)
-    settings = Settings(chunk_bytes=MIB, window_bytes=MIB, unchanged_bytes_min=4096, reference_roots=(str(tmp_path),))
+    settings = Settings(chunk_bytes=MIB, window_bytes=MIB, unchanged_bytes_min=4096, allowed_roots=(str(tmp_path),))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with manager_at(tmp_path / "run", settings) as manager:
         assert manager.load({"model": loaded}) == 1

@@ -20,7 +20,7 @@ from holdfast.ports.store import Store
 from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
-from holdfast.testing.faults import Faults, FaultyStore, Operation
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.types.reports import SaveReport
 from tests.unit.ranks import ANYTHING, PATIENT, World, fresh_store, plain, saved
 
@@ -40,7 +40,7 @@ class Gate:
         self.open = threading.Event()
         self.reached = threading.Event()
 
-    def __call__(self, operation: Operation) -> None:
+    def __call__(self, operation: FaultPoint) -> None:
         self.reached.set()
         assert self.open.wait(20.0)
 
@@ -118,7 +118,7 @@ def test_a_load_while_a_save_is_under_way_does_not_change_its_parent() -> None:
 
 
 def test_a_save_whose_predecessor_failed_continues_what_that_one_did() -> None:
-    def fail(operation: Operation) -> None:
+    def fail(operation: FaultPoint) -> None:
         if "step-000000000002" in operation.subject:
             raise UnavailableError("full")
 
@@ -174,7 +174,7 @@ def test_a_state_larger_than_the_arena_is_written_before_the_call_returns(budget
 def test_a_write_that_fails_behind_the_call_gives_its_memory_back() -> None:
     """Else the second or third save would wait for slabs that nobody has any more."""
 
-    def fail(operation: Operation) -> None:
+    def fail(operation: FaultPoint) -> None:
         raise UnavailableError("full")
 
     faults = Faults(fail, names={"upload.write"}, lasting=True)

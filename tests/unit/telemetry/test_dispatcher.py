@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.errors import InvalidError
-from holdfast.telemetry.dispatcher import WAITING_MAX, Audience
+from holdfast.telemetry.dispatcher import WAITING_MAX, EventDispatcher
 from holdfast.types.events import Event, Progress
 from tests.unit.ranks import World, plain, saved
 
@@ -24,13 +24,13 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.events.append(event)
 
 
 class Raises(Heard):
-    def hear(self, event: Event) -> None:
-        super().hear(event)
+    def on_event(self, event: Event) -> None:
+        super().on_event(event)
         raise RuntimeError(f"event {len(self.events)}")
 
 
@@ -38,7 +38,7 @@ class Stuck:
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.released.wait(60.0)
 
 
@@ -48,7 +48,7 @@ def events(count: int) -> list[Event]:
 
 def test_everybody_hears_everything_in_order() -> None:
     ears = [Heard(), Heard()]
-    audience = Audience(ears, SystemClock())
+    audience = EventDispatcher(ears, SystemClock())
     for each in events(1000):
         audience.tell(each)
     audience.close()
@@ -57,7 +57,7 @@ def test_everybody_hears_everything_in_order() -> None:
 
 def test_events_of_many_threads_all_arrive() -> None:
     ear = Heard()
-    audience = Audience([ear], SystemClock())
+    audience = EventDispatcher([ear], SystemClock())
     threads = [
         threading.Thread(target=lambda at=at: [audience.tell(Progress(at, n)) for n in range(200)]) for at in range(8)
     ]
@@ -72,7 +72,7 @@ def test_events_of_many_threads_all_arrive() -> None:
 
 def test_one_that_raises_is_told_on_and_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Raises(), Heard()
-    audience = Audience([bad, good], SystemClock())
+    audience = EventDispatcher([bad, good], SystemClock())
     with caplog.at_level(logging.WARNING):
         for each in events(5):
             audience.tell(each)
@@ -84,7 +84,7 @@ def test_one_that_raises_is_told_on_and_complained_of_once(caplog: pytest.LogCap
 
 def test_one_that_is_stuck_holds_nobody_up_and_what_it_missed_is_said(caplog: pytest.LogCaptureFixture) -> None:
     stuck, good = Stuck(), Heard()
-    audience = Audience([stuck, good], SystemClock(), farewell_seconds=0.2)
+    audience = EventDispatcher([stuck, good], SystemClock(), farewell_seconds=0.2)
     start = time.monotonic()
     try:
         with caplog.at_level(logging.WARNING):
@@ -104,12 +104,12 @@ def test_one_that_is_stuck_holds_nobody_up_and_what_it_missed_is_said(caplog: py
 
 def test_an_observer_that_cannot_hear_is_refused() -> None:
     with pytest.raises(InvalidError, match=r"observers: str has no method hear\(event\)"):
-        Audience(["log.jsonl"], SystemClock())  # type: ignore[list-item]
+        EventDispatcher(["log.jsonl"], SystemClock())  # type: ignore[list-item]
 
 
 def test_nothing_is_told_after_the_end() -> None:
     ear = Heard()
-    audience = Audience([ear], SystemClock())
+    audience = EventDispatcher([ear], SystemClock())
     audience.close()
     audience.tell(Progress(1, 2))
     audience.close()
@@ -147,12 +147,12 @@ def test_a_save_commits_beside_observers_that_are_stuck_and_that_raise() -> None
 
 def test_an_observer_that_wants_to_end_the_process_is_told_of_what_follows(caplog: pytest.LogCaptureFixture) -> None:
     class Exits(Heard):
-        def hear(self, event: Event) -> None:
-            super().hear(event)
+        def on_event(self, event: Event) -> None:
+            super().on_event(event)
             sys.exit(3)
 
     exits = Exits()
-    audience = Audience([exits], SystemClock())
+    audience = EventDispatcher([exits], SystemClock())
     for event in events(3):
         audience.tell(event)
     audience.close()

@@ -34,7 +34,7 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.events.append(event)
 
     def of(self, rank: int, kind: type) -> list:
@@ -108,7 +108,7 @@ def test_every_rank_reports_a_save_and_a_load() -> None:
 
 def test_bytes_that_ranks_pass_on_are_told_of_and_timed() -> None:
     heard = Heard()
-    world = World(2, replace(PATIENT, exchange="always", exchange_bytes_max=16384), observers=(heard,))
+    world = World(2, replace(PATIENT, share_reads="always", exchange_bytes_max=16384), observers=(heard,))
 
     def part(rank: int, run: Run) -> object:
         saved(run, 1, {"w": plain(3.0, count=50_000)})

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.errors import CheckpointError, MissingError, UnavailableError
-from holdfast.ports.comm import Board
+from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
-from holdfast.testing.faults import Faults, FaultyBoard, FaultyStore, Operation, raise_error, stall_until
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error, stall_until
 
 
 class Counters:
@@ -93,19 +93,21 @@ def test_upload_operations(request: pytest.FixtureRequest, name: str) -> None:
 @pytest.mark.parametrize(("after", "expected"), ((False, 0), (True, 5)))
 def test_board_before_and_after(after: bool, expected: int) -> None:
     counters = Counters()
-    board: Board = FaultyBoard(counters, Faults(raise_error(UnavailableError), names={"add"}, after=after))
+    key_value_store: KeyValueStore = FaultyKeyValueStore(
+        counters, Faults(raise_error(UnavailableError), names={"add"}, after=after)
+    )
     with pytest.raises(CheckpointError, match="add"):
-        board.add("votes", 5, 1.0)
+        key_value_store.add("votes", 5, 1.0)
     assert counters.values.get("votes", 0) == expected
-    board.set("votes", b"7", 1.0)
-    assert board.get_many(["votes"], 1.0) == [b"7"]
+    key_value_store.set("votes", b"7", 1.0)
+    assert key_value_store.get_many(["votes"], 1.0) == [b"7"]
 
 
 def test_stalled_operation_goes_on_once_released(request: pytest.FixtureRequest) -> None:
     released = threading.Event()
     stalled = threading.Event()
 
-    def stall(operation: Operation) -> None:
+    def stall(operation: FaultPoint) -> None:
         stalled.set()
         stall_until(released)(operation)
 

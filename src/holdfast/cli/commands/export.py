@@ -53,7 +53,7 @@ def export(
                     memory_bytes=bytes_of(memory, "--memory"),
                     workers=workers,
                     observer=bar,
-                    settings=Settings(reference_roots=tuple(allow_root or ())),
+                    settings=Settings(allowed_roots=tuple(allow_root or ())),
                 )
         except KeyboardInterrupt:
             goes_on = "it begins anew" if to == "holdfast" else "it goes on where it was"

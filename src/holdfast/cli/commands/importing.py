@@ -33,7 +33,7 @@ def import_(
     Every byte is read once, for its digest.
     """
     with ended_well():
-        settings = Settings(reference_roots=tuple(allow_root or ()))
+        settings = Settings(allowed_roots=tuple(allow_root or ()))
         with shown_progress("importing") as bar:
             report = api.import_checkpoint(src, root, step=step, copy=copied, settings=settings, observer=bar)
         if as_json:
@@ -51,10 +51,10 @@ def _show(screen: Screen, report: api.ImportReport) -> None:
     )
     screen.field("path", printable(report.url.removeprefix("file://")))
     if not report.copied:
-        roots = [printable(root) for root in report.reference_roots]
+        roots = [printable(root) for root in report.allowed_roots]
         screen.line("Its bytes stay where they are and must not change. Whoever reads them allows that folder:")
         screen.field("commands", " ".join(f"--allow-root {quote(root)}" for root in roots))
-        screen.field("Python", f"Settings(reference_roots=({''.join(f'{root!r}, ' for root in roots).rstrip()}))")
+        screen.field("Python", f"Settings(allowed_roots=({''.join(f'{root!r}, ' for root in roots).rstrip()}))")
 
 
 def _document(report: api.ImportReport) -> dict[str, object]:
@@ -66,5 +66,5 @@ def _document(report: api.ImportReport) -> dict[str, object]:
         "tensor_count": report.tensors,
         "tensor_bytes": report.bytes,
         "copied": report.copied,
-        "reference_roots": list(report.reference_roots),
+        "allowed_roots": list(report.allowed_roots),
     }

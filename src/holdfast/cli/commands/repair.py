@@ -35,7 +35,7 @@ def repair(
     Exits with 0 if nothing is damaged any more, with 1 if something is.
     """
     with ended_well():
-        settings = Settings(reference_roots=tuple(allow_root or ()))
+        settings = Settings(allowed_roots=tuple(allow_root or ()))
         with shown_progress("reading back") as bar:
             report = api.repair(root, step, dry_run=dry_run, unfinished=unfinished, observer=bar, settings=settings)
         if as_json:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from holdfast.foreign.dcp.metadata import Item
-from holdfast.foreign.dcp.prefetch import Windows
+from holdfast.foreign.dcp.prefetch import TailPrefetch
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.torch.zip_reader import ZipEntry, zip_entries
 
@@ -26,7 +26,7 @@ _KNOWN_MAX, _LAYOUTS_MAX = 4096, 4
 _Ranges = tuple[tuple[int, int], ...]
 
 
-class Alike:
+class ArchiveTemplate:
     """Values of archives by every byte of them that is looked at."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Alike:
         self._layouts: dict[int, list[_Ranges]] = {}
         self._known: dict[tuple[_Ranges, bytes], tuple[object, int]] = {}
 
-    def value(self, windows: Windows, item: Item) -> object:
+    def value(self, windows: TailPrefetch, item: Item) -> object:
         """Return what an item's archive holds if one like it was learned, `UNKNOWN` if not."""
         for ranges in self._layouts.get(item.stop - item.start, ()):
             found = self._known.get((ranges, _frame(windows, item, ranges)))
@@ -45,7 +45,7 @@ class Alike:
                 return value
         return UNKNOWN
 
-    def learn(self, windows: Windows, item: Item, value: object) -> None:
+    def learn(self, windows: TailPrefetch, item: Item, value: object) -> None:
         """Remember what an archive holds; nothing of one that is not as torch.save writes it.
 
         Args:
@@ -64,12 +64,12 @@ class Alike:
         self._known[ranges, _frame(windows, item, ranges)] = (value, item.start)
 
 
-def _frame(windows: Windows, item: Item, ranges: _Ranges) -> bytes:
+def _frame(windows: TailPrefetch, item: Item, ranges: _Ranges) -> bytes:
     """Return the bytes of ranges of an item; fewer than those of any that was learned where some are not held."""
     return b"".join([windows.held(item.start + start, item.start + stop) for start, stop in ranges])
 
 
-def _looked_at(windows: Windows, item: Item, entries: Iterable[ZipEntry]) -> _Ranges:
+def _looked_at(windows: TailPrefetch, item: Item, entries: Iterable[ZipEntry]) -> _Ranges:
     """Return the ranges of an archive that decide what is read out of it; none where they are not held.
 
     They are all of the directory but check sums, each header, and those contents that are read.

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.foreign.dcp.archive_template import UNKNOWN, Alike
+from holdfast.foreign.dcp.archive_template import UNKNOWN, ArchiveTemplate
 from holdfast.foreign.dcp.metadata import Chunk, Item, Saved
-from holdfast.foreign.dcp.prefetch import Windows, batches
+from holdfast.foreign.dcp.prefetch import TailPrefetch, batches
 from holdfast.foreign.huggingface.safetensors_reader import SafetensorsEntry, read_header
 from holdfast.foreign.pickles.reader import unpickled
 from holdfast.foreign.pickles.tensors import StoredTensor, row_major_strides
@@ -16,7 +16,7 @@ from holdfast.foreign.read import read_bytes
 from holdfast.foreign.torch.archive_reader import read_torch_file
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.ports.store import Readable
 from holdfast.settings import MIB
 from holdfast.types.listing import ListedPiece
@@ -29,8 +29,8 @@ _PICKLE_BYTES_MAX = 64 * MIB
 """What values of a checkpoint may take in all."""
 
 
-@noun
-class Found:
+@value_class
+class DcpItem:
     """An item, read."""
 
     key: str
@@ -46,7 +46,7 @@ class Found:
     """What was unpickled: a `StoredTensor` for a chunk, if all is well. None for a chunk that is not in an archive."""
 
 
-def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int]) -> Iterator[Found]:
+def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int]) -> Iterator[DcpItem]:
     """Yield what was written into every item, file by file.
 
     Args:
@@ -65,7 +65,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
             by_file[each.item.file].append((each.item, key, each))
     for key, item in saved.objects.items():
         by_file[item.file].append((item, key, None))
-    reader = _Reader(Windows(files))
+    reader = _Reader(TailPrefetch(files))
     for file, entries in by_file.items():
         entries.sort(key=lambda entry: (entry[0].start, entry[0].stop))
         place = f"{files.url}/{file}"
@@ -84,7 +84,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
                     value = reader.in_blob(item, key, chunk.box, sizes[file])
                 else:
                     value = reader.pickled(item, f"{place}: {key}")
-                yield Found(key, item, chunk, value)
+                yield DcpItem(key, item, chunk, value)
 
 
 def _bounds(items: list[Item], size: int, file: str, where: str) -> list[tuple[int, int]]:
@@ -112,9 +112,9 @@ def _bounds(items: list[Item], size: int, file: str, where: str) -> list[tuple[i
 class _Reader:
     """Reads items of the file that is held in windows."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: TailPrefetch) -> None:
         self.windows = windows
-        self._alike = Alike()
+        self._alike = ArchiveTemplate()
         self._blobs: dict[tuple[str, int], dict[str, SafetensorsEntry]] = {}
 
     def begins_archive(self, item: Item) -> bool:
@@ -161,7 +161,7 @@ class _Reader:
         return StoredTensor(found.dtype, shape, row_major_strides(shape), item.file, found.start, key, storage_offset=0)
 
 
-def piece_of(found: Found, spec: TensorSpec, where: str) -> ListedPiece:
+def piece_of(found: DcpItem, spec: TensorSpec, where: str) -> ListedPiece:
     """Return where the elements of a chunk lie.
 
     Args:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import cast
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.foreign.pickles.objects import DTypeRef, Instance
+from holdfast.foreign.pickles.objects import DTypeRef, OpaqueObject
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import dtype_named
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 
 Path = tuple[str | int, ...]
 """Keys of nested dicts (text) and places in lists (numbers) that lead to a leaf of the state that was saved."""
@@ -30,7 +30,7 @@ _LENGTH_MAX = 1 << 62
 """Elements, and bytes of a file, are counted in signed 64 bits."""
 
 
-@noun
+@value_class
 class Item:
     """A run of bytes of a file that one call wrote: a stream of torch.save, or all tensors of a safetensors blob."""
 
@@ -44,7 +44,7 @@ class Item:
     """Past the last byte, as it is stated."""
 
 
-@noun
+@value_class
 class Chunk:
     """A box of a tensor and the item that holds its elements."""
 
@@ -91,11 +91,11 @@ def saved_of(value: object, where: str) -> Saved:
     for key, entry in stated.items():
         if not isinstance(key, str) or not key:
             raise CorruptError(f"{where}: a key is {_shown(key)}; expected a name")
-        kind = entry.qualname.rpartition(".")[2] if isinstance(entry, Instance) else type(entry).__name__
+        kind = entry.qualname.rpartition(".")[2] if isinstance(entry, OpaqueObject) else type(entry).__name__
         if kind == "BytesStorageMetadata":
             objects[key] = _placed(places, key, None, where)
         elif kind == "TensorStorageMetadata":
-            tensors[key], boxes = _tensor(key, cast(Instance, entry), f"{where}: {key}")
+            tensors[key], boxes = _tensor(key, cast(OpaqueObject, entry), f"{where}: {key}")
             chunks[key] = [Chunk(box, _placed(places, key, box.start, where)) for box in boxes]
         else:
             raise CorruptError(f"{where}: {key} is of type {kind}; expected a tensor or an object")
@@ -143,16 +143,16 @@ def _placed(places: _Places, key: str, coordinate: tuple[int, ...] | None, where
     return found
 
 
-def _tensor(key: str, entry: Instance, where: str) -> tuple[TensorSpec, Sequence[Box]]:
+def _tensor(key: str, entry: OpaqueObject, where: str) -> tuple[TensorSpec, Sequence[Box]]:
     """Return a tensor and the boxes it was saved in, equal ones once and empty ones not at all."""
     state = _state_of(entry, "TensorStorageMetadata", where)
     properties = state.get("properties")
-    shown = properties.state if isinstance(properties, Instance) else None
+    shown = properties.state if isinstance(properties, OpaqueObject) else None
     # In five fields since torch 1.13: dtype, layout, requires_grad, memory format, pin_memory.
     dtype, layout = (shown[0], shown[1]) if isinstance(shown, tuple) and len(shown) >= 2 else (None, None)
     if not isinstance(dtype, DTypeRef):
         raise CorruptError(f"{where}: its properties are {_shown(shown)}; expected dtype and layout")
-    name = layout.args[0] if isinstance(layout, Instance) and layout.args else layout
+    name = layout.args[0] if isinstance(layout, OpaqueObject) and layout.args else layout
     if name != "torch.strided":
         raise InvalidError(f"{where}: has layout {_shown(name)}; Holdfast reads dense tensors. Convert it, or skip it")
     shape = _lengths(state.get("size"), f"{where}: size")
@@ -203,8 +203,8 @@ def _paths(planner_data: object, stated: Mapping[object, object], where: str) ->
 
 def _state_of(value: object, kind: str, where: str) -> dict[object, object]:
     """Return the fields of an instance of one of DCP's own dataclasses, which later ones may have more of."""
-    if not isinstance(value, Instance) or value.qualname.rpartition(".")[2] != kind:
-        found = value.qualname if isinstance(value, Instance) else type(value).__name__
+    if not isinstance(value, OpaqueObject) or value.qualname.rpartition(".")[2] != kind:
+        found = value.qualname if isinstance(value, OpaqueObject) else type(value).__name__
         raise CorruptError(f"{where}: found {found}; expected {kind}. Was it written by torch.distributed.checkpoint?")
     if not isinstance(value.state, dict):
         raise CorruptError(f"{where}: a {kind} holds {type(value.state).__name__}; expected its fields")

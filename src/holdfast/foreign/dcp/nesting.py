@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.errors import CorruptError
 from holdfast.foreign.dcp.metadata import Path
-from holdfast.foreign.dcp.optimizers import OptimizerState, flattened_optimizer, nested_optimizer
+from holdfast.foreign.dcp.optimizers import NamedOptimizer, flattened_optimizer, nested_optimizer
 from holdfast.foreign.optimizers import optimizer_group
 from holdfast.types.values import Group, Skipped, TensorRef, Value
 
@@ -108,7 +108,7 @@ def _node(value: Value, path: str, small_tensor: SmallTensor, remarks: list[str]
     return Group("dict", {key: _node(each, f"{path}.{key}", small_tensor, remarks) for key, each in children.items()})
 
 
-def _optimizer(found: OptimizerState, path: str, small_tensor: SmallTensor, remarks: list[str]) -> Group:
+def _optimizer(found: NamedOptimizer, path: str, small_tensor: SmallTensor, remarks: list[str]) -> Group:
     hyperparameters: dict[str, Mapping[str, Value]] = {}
     known: dict[int, Mapping[str, Value]] = {}
     for fqn, shared in found.hyperparameters.items():

@@ -11,7 +11,7 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerState:
+class NamedOptimizer:
     """An optimizer by name of its parameters."""
 
     hyperparameters: Mapping[str, Mapping[str, Value]]
@@ -24,7 +24,7 @@ class OptimizerState:
     """FQNs of all parameters that have state, tensors included."""
 
 
-def nested_optimizer(value: Mapping[object, Value]) -> OptimizerState | None:
+def nested_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
     """Return an optimizer out of `{"state": {fqn: …}, "param_groups": [{"params": [fqn, …], …}]}`, else None."""
     groups, state = value.get("param_groups"), value.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, dict) or not value.keys() <= {"state", "param_groups"}:
@@ -44,10 +44,10 @@ def nested_optimizer(value: Mapping[object, Value]) -> OptimizerState | None:
         fqn: {name: each for name, each in entries.items() if not isinstance(each, TensorRef)}
         for fqn, entries in state.items()
     }
-    return OptimizerState(hyperparameters, {fqn: kept for fqn, kept in values.items() if kept}, frozenset(state))
+    return NamedOptimizer(hyperparameters, {fqn: kept for fqn, kept in values.items() if kept}, frozenset(state))
 
 
-def flattened_optimizer(value: Mapping[object, Value]) -> OptimizerState | None:
+def flattened_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
     """Return an optimizer out of `{"state.<fqn>.<name>": …, "param_groups.<fqn>.<name>": …}`, else None.
 
     So `flatten_optimizer_state_dict=True` has it, and torchtitan. An FQN has dots itself: which part of a key it is,
@@ -72,7 +72,7 @@ def flattened_optimizer(value: Mapping[object, Value]) -> OptimizerState | None:
         names.add(fqn)
         if len(path) > 1 or not isinstance(each, TensorRef):
             _put(values.setdefault(fqn, {}), path, each)
-    return OptimizerState(hyperparameters, values, frozenset(names))
+    return NamedOptimizer(hyperparameters, values, frozenset(names))
 
 
 def _parted(key: str, fqns: Mapping[str, object]) -> tuple[str, list[str]]:

@@ -20,7 +20,7 @@ _WINDOWS_BYTES_MAX = 16 * MIB
 """What is held at once."""
 
 
-class Windows:
+class TailPrefetch:
     """Files of which some byte ranges are held in memory, and everything else is read as it is asked for."""
 
     def __init__(self, files: Readable) -> None:

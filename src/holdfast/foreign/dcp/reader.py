@@ -13,12 +13,12 @@ from holdfast.foreign.pickles.reader import unpickled
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.read import read_bytes
 from holdfast.foreign.torch.archive_reader import read_torch_file
-from holdfast.foreign.values import plain, remark
+from holdfast.foreign.values import remark, to_value
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.store import Readable
 from holdfast.settings import KIB, MIB
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import FrameworkValue, Skipped, TensorRef, Value
 
 METADATA = ".metadata"
@@ -52,7 +52,7 @@ class DcpFormat:
         head = read_bytes(files, METADATA, 0, min(files.size(METADATA), KIB), KIB)
         return any(each in head for each in _NAMES)
 
-    def listing(self, files: Readable, name: str) -> Listing:
+    def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return every tensor and object that `.metadata` names."""
         if not _holds(files, METADATA):
             raise InvalidError(
@@ -60,13 +60,13 @@ class DcpFormat:
                 "of all. Load it with torch.distributed.checkpoint, and save it with collectives"
             )
         where = f"{files.url}/{METADATA}"
-        reading = _Reading(files)
+        reading = _OpenCheckpoint(files)
         nested = reading.state(saved_of(unpickled(files.get(METADATA, _METADATA_BYTES_MAX), where), where), where)
         is_megatron = _holds(files, COMMON)
         if is_megatron:
             reading.add_common(nested)
         tree = tree_of(nested, reading.small_tensor, reading.remarks)
-        return Listing(
+        return ForeignListing(
             format="Megatron-core torch_dist" if is_megatron else "torch.distributed.checkpoint",
             tensors=reading.tensors,
             pieces=reading.pieces,
@@ -78,7 +78,7 @@ class DcpFormat:
         )
 
 
-class _Reading:
+class _OpenCheckpoint:
     """A checkpoint as far as it has been read."""
 
     def __init__(self, files: Readable) -> None:
@@ -95,7 +95,7 @@ class _Reading:
         objects: dict[str, Value] = {}
         for found in read_items(self._files, saved, where, self.sizes):
             if found.chunk is None:
-                objects[found.key] = plain(found.value, found.key, self._on_tensor, self.remarks)
+                objects[found.key] = to_value(found.value, found.key, self._on_tensor, self.remarks)
             else:
                 place = f"{self._files.url}/{found.item.file}: {found.key}"
                 self.pieces[found.key].append(piece_of(found, saved.tensors[found.key], place))
@@ -115,7 +115,7 @@ class _Reading:
             if key in nested:
                 remark(self.remarks, f"{COMMON}: {key} is left out; {METADATA} has it too")
             else:
-                nested[key] = plain(value, key, self._on_tensor, self.remarks)
+                nested[key] = to_value(value, key, self._on_tensor, self.remarks)
 
     def small_tensor(self, fqn: str) -> Value:
         """Return a tensor as a value and list it no longer; None, and leave it listed, where it is not small."""

@@ -9,11 +9,11 @@ from typing import TypeGuard
 from holdfast.errors import InvalidError
 from holdfast.foreign.file_layout import FileLayout, SmallTensor, TensorLeaf
 from holdfast.foreign.nested_state import State, model_state, nested_state
-from holdfast.foreign.pickles.objects import Named
+from holdfast.foreign.pickles.objects import GlobalName
 from holdfast.foreign.pickles.writer import Made, Pairs, pickled
 from holdfast.foreign.torch.archive_writer import ALIGNMENT_BYTES, put_archive
 from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.export import ExportContent, ExportFile, ExportOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -24,7 +24,7 @@ _Path = tuple[str | int, ...]
 """Keys of dicts and numbers in lists that lead to a value."""
 
 
-@noun
+@value_class
 class _Stored:
     """Where an item lies."""
 
@@ -183,16 +183,16 @@ class _Kinds:
     """Descriptions that many tensors share."""
 
     def __init__(self) -> None:
-        self._layout = Made(Named("torch.serialization._get_layout"), ("torch.strided",), shared=True)
-        self._memory = Made(Named(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,), shared=True)
+        self._layout = Made(GlobalName("torch.serialization._get_layout"), ("torch.strided",), shared=True)
+        self._memory = Made(GlobalName(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,), shared=True)
 
     def described(self, value: object) -> Made:
         """Return the description of an item; tensors are stored in one piece."""
         return self._tensor(value) if _is_tensor(value) else _object(f"{_METADATA}.BytesStorageMetadata")
 
     def _tensor(self, tensor: TensorLeaf | SmallTensor) -> Made:
-        state = (Named(f"torch.{tensor.dtype}"), self._layout, False, self._memory, False)
-        properties = Made(Named(f"{_METADATA}.TensorProperties"), state=state, new=True)
+        state = (GlobalName(f"torch.{tensor.dtype}"), self._layout, False, self._memory, False)
+        properties = Made(GlobalName(f"{_METADATA}.TensorProperties"), state=state, new=True)
         size = _size(tensor.shape)
         chunk = _object(
             f"{_METADATA}.ChunkStorageMetadata", {"offsets": _size((0,) * len(tensor.shape)), "sizes": size}
@@ -204,8 +204,8 @@ class _Kinds:
 
 def _object(qualname: str, attributes: Mapping[str, object] | None = None) -> Made:
     """Return an object of a class by its attributes."""
-    return Made(Named(qualname), state=dict(attributes) if attributes else None, new=True)
+    return Made(GlobalName(qualname), state=dict(attributes) if attributes else None, new=True)
 
 
 def _size(shape: tuple[int, ...]) -> Made:
-    return Made(Named("torch.Size"), (shape,))
+    return Made(GlobalName("torch.Size"), (shape,))

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from holdfast.foreign.deepspeed.module import Parameters
-from holdfast.foreign.deepspeed.optimizer import OptimizerState
+from holdfast.foreign.deepspeed.optimizer import ZeroOptimizer
 from holdfast.foreign.read import read_bytes
 from holdfast.foreign.wording import shown
 from holdfast.ports.store import Readable
@@ -18,7 +18,7 @@ _LAYOUTS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 def remark_other_steps(
     files: Readable,
     parameters: Parameters,
-    state: OptimizerState,
+    state: ZeroOptimizer,
     groups: Sequence[Mapping[str, object]] | None,
 ) -> None:
     """Say where the optimizer has counted other steps than the engine; reads a few bytes.
@@ -41,7 +41,7 @@ def remark_other_steps(
 def _counted(
     files: Readable,
     parameters: Parameters,
-    state: OptimizerState,
+    state: ZeroOptimizer,
     groups: Sequence[Mapping[str, object]] | None,
 ) -> int | float | None:
     """Return the steps of the first parameter that tells, None where none does."""

@@ -12,7 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.foreign.layouts import affine
 from holdfast.foreign.layouts.patterns import Patterns, exact_name
 from holdfast.foreign.layouts.pieces import Slice
-from holdfast.foreign.pickles.objects import Instance
+from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.foreign.wording import CONVERT, shown
 from holdfast.geometry.box import Box
 
@@ -32,7 +32,7 @@ _PATTERNS_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorParallelLayout:
     """How the ranks of a tensor-parallel group hold one parameter."""
 
     global_shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Layouts:
         self._patterns = Patterns(self.where)
         self._listed = {}
 
-    def of(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> Layout:
+    def of(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         """Return how a parameter lies.
 
         Args:
@@ -86,9 +86,9 @@ class Layouts:
         if type(rows) is not int or not layout.global_shape or not 0 < rows <= layout.global_shape[0]:
             raise self._unfit(name, f"original_vocab_size {shown(rows)} of {list(layout.global_shape)}")
         slices = [[each for cut in cuts if (each := _up_to_row(cut, rows))] for cuts in layout.slices]
-        return Layout((rows, *layout.global_shape[1:]), slices)
+        return TensorParallelLayout((rows, *layout.global_shape[1:]), slices)
 
-    def _cut(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> Layout:
+    def _cut(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         if self.tp_degree == 1:
             return whole_layout(local_shapes)
         if not any(key in self.info for key in (*_SPEAKS, "affine_map")):
@@ -103,7 +103,7 @@ class Layouts:
         mapped = self._mapped(name)
         if mapped is not None:
             try:
-                return Layout(*affine.slices_of_map(mapped, local_shapes, f"{self.where}: {name}"))
+                return TensorParallelLayout(*affine.slices_of_map(mapped, local_shapes, f"{self.where}: {name}"))
             except affine.ScaledError as error:
                 raise InexactError(str(error)) from error
         if self._matching(_REPLICATED, name) is not None:
@@ -119,19 +119,23 @@ class Layouts:
         widths = [self._length(name, shape, int(rows)) for shape in local_shapes]
         return self._by_widths(name, local_shapes, int(rows), [widths], unlisted=not rows)
 
-    def _replicated(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> Layout:
+    def _replicated(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         if len(set(local_shapes)) != 1:
             raise self._unfit(name, f"that it is replicated, and ranks hold {_shown(local_shapes)}")
         shape = local_shapes[0]
-        return Layout(shape, [[Slice(Box.whole(shape), (0,) * len(shape), rank > 0)] for rank in range(self.tp_degree)])
+        return TensorParallelLayout(
+            shape, [[Slice(Box.whole(shape), (0,) * len(shape), rank > 0)] for rank in range(self.tp_degree)]
+        )
 
-    def _in_two(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> Layout:
+    def _in_two(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         lengths = [self._length(name, shape, 0) for shape in local_shapes]
         # torch.chunk gives the first half the odd row.
         halves = [[-(-length // 2) for length in lengths], [length // 2 for length in lengths]]
         return self._by_widths(name, local_shapes, 0, halves)
 
-    def _in_several(self, name: str, local_shapes: Sequence[tuple[int, ...]], found: tuple[str, object]) -> Layout:
+    def _in_several(
+        self, name: str, local_shapes: Sequence[tuple[int, ...]], found: tuple[str, object]
+    ) -> TensorParallelLayout:
         """Return the layout of a parameter that is several, one after the other along a dimension, each cut alone."""
         pattern, stated = found
         dim = _entry(stated, "partition_dim")
@@ -167,7 +171,7 @@ class Layouts:
         widths: Sequence[Sequence[int]],
         *,
         unlisted: bool = False,
-    ) -> Layout:
+    ) -> TensorParallelLayout:
         """Return the layout in which each of several parts, one after the other along `dim`, is cut over the ranks.
 
         Args:
@@ -175,7 +179,7 @@ class Layouts:
             local_shapes: By rank, what it holds.
             dim: The dimension.
             widths: By part and rank, the rank's length of the part.
-            unlisted: As in `Layout`.
+            unlisted: As in `TensorParallelLayout`.
         """
         rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in local_shapes}
         held = [sum(part[rank] for part in widths) for rank in range(self.tp_degree)]
@@ -195,7 +199,7 @@ class Layouts:
                 at += length
                 taken[rank] += length
         first = local_shapes[0]
-        return Layout((*first[:dim], at, *first[dim + 1 :]), slices, unlisted)
+        return TensorParallelLayout((*first[:dim], at, *first[dim + 1 :]), slices, unlisted)
 
     def _length(self, name: str, shape: tuple[int, ...], dim: int) -> int:
         if dim >= len(shape):
@@ -272,10 +276,10 @@ class _Listed:
         return list(dict((*self._exact.get(name, ()), *found)).items())
 
 
-def whole_layout(local_shapes: Sequence[tuple[int, ...]]) -> Layout:
+def whole_layout(local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
     """Return the layout of a parameter of which one rank holds all."""
     (shape,) = local_shapes
-    return Layout(shape, [[Slice(Box.whole(shape), (0,) * len(shape))]])
+    return TensorParallelLayout(shape, [[Slice(Box.whole(shape), (0,) * len(shape))]])
 
 
 def _up_to_row(cut: Slice, rows: int) -> Slice | None:
@@ -289,7 +293,7 @@ def _up_to_row(cut: Slice, rows: int) -> Slice | None:
 
 def _entry(stated: object, name: str) -> object:
     """Return a field of a SubparamShape, which is a dict or an object of DeepSpeed's."""
-    if isinstance(stated, Instance):
+    if isinstance(stated, OpaqueObject):
         return stated.attribute(name)
     return stated.get(name) if isinstance(stated, Mapping) else None
 

@@ -10,17 +10,17 @@ from holdfast.foreign.deepspeed.counters import remark_other_steps
 from holdfast.foreign.deepspeed.folder import Folder
 from holdfast.foreign.deepspeed.layout import Layouts
 from holdfast.foreign.deepspeed.module import Parameters, list_copies, list_frozen, list_module, list_ties
-from holdfast.foreign.deepspeed.optimizer import MASTER, OptimizerState, list_buffers
+from holdfast.foreign.deepspeed.optimizer import MASTER, ZeroOptimizer, list_buffers
 from holdfast.foreign.deepspeed.ranks import Models, read_models, read_optimizers
 from holdfast.foreign.deepspeed.saved import ZeroState
 from holdfast.foreign.deepspeed.tensors import Tensors
 from holdfast.foreign.deepspeed.tree import Values
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.ports.store import Readable
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 
 
-def list_zero(files: Readable, folder: Folder) -> Listing:
+def list_zero(files: Readable, folder: Folder) -> ForeignListing:
     """Return what the files of a tag hold, whichever of ZeRO's optimizers wrote them.
 
     Raises:
@@ -40,17 +40,17 @@ def list_zero(files: Readable, folder: Folder) -> Listing:
     extra_state = list_module(parameters, weights=zero is None or zero.stage != 3)
     list_copies(parameters, models)
     state = list_buffers(parameters, optimizers) if optimizers else None
-    return finished(files, folder, models, parameters, Found(zero, state, extra_state))
+    return finished(files, folder, models, parameters, ListedValues(zero, state, extra_state))
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ListedValues:
     """What was found besides tensors."""
 
     zero: ZeroState | None
     """What rank 0 says of the optimizer; None where there is none."""
 
-    state: OptimizerState | None
+    state: ZeroOptimizer | None
     """What is known of its state."""
 
     extra_state: Mapping[str, object]
@@ -72,7 +72,9 @@ def parameters_of(
     return Parameters(states, layouts, Tensors(files.url), has_atoms=has_atoms)
 
 
-def finished(files: Readable, folder: Folder, models: Models, parameters: Parameters, found: Found) -> Listing:
+def finished(
+    files: Readable, folder: Folder, models: Models, parameters: Parameters, found: ListedValues
+) -> ForeignListing:
     """List what the module and the optimizer share, make sure that all is there, and return the listing.
 
     Raises:
@@ -105,7 +107,7 @@ def finished(files: Readable, folder: Folder, models: Models, parameters: Parame
     ranks = zero.ranks if zero is not None else max(first.count("dp_world_size", 1), 1)
     without = "weights of ZeRO" if parameters.trained else "no ZeRO"
     kind = without if zero is None else f"ZeRO-{zero.stage}" if zero.stage else "BF16_Optimizer"
-    return Listing(
+    return ForeignListing(
         format=f"deepspeed {first.version}, {found.prefix}{kind}",
         tensors=tensors.specs,
         pieces=tensors.pieces,

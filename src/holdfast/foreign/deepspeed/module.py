@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.foreign.deepspeed.folder import Place
-from holdfast.foreign.deepspeed.layout import InexactError, Layout, Layouts
+from holdfast.foreign.deepspeed.layout import InexactError, Layouts, TensorParallelLayout
 from holdfast.foreign.deepspeed.saved import ModelState
-from holdfast.foreign.deepspeed.tensors import Held, Tensors
+from holdfast.foreign.deepspeed.tensors import HeldTensor, Tensors
 from holdfast.foreign.layouts.flat_partition import Shapes, parts_of_one
-from holdfast.foreign.layouts.pieces import Run, Slice, runs_of
+from holdfast.foreign.layouts.pieces import ElementRun, Slice, runs_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.wording import CONVERT
 from holdfast.geometry.box import Box
@@ -40,7 +40,7 @@ class Parameters:
     has_atoms: bool = False
     """Whether whole parameters lie elsewhere too, so that one that no rank holds as it is can be had all the same."""
 
-    _known: dict[str, Layout | None] = field(default_factory=dict)
+    _known: dict[str, TensorParallelLayout | None] = field(default_factory=dict)
     _shapes: dict[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Parameters:
             flat = self.flat_shapes(number)
             self._shapes |= {name: [shapes[name] for shapes in flat] for name in flat[0]}
 
-    def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Layout | None:
+    def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout | None:
         """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
 
         Args:
@@ -121,7 +121,9 @@ def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
         if layout is None:
             continue
         where = f"{parameters.tensors.where}/{first.file}: {name}"
-        parameters.tensors.add(f"model.{name}", layout, [Held(t.dtype, t.shape, runs_of(t, where)) for t in found])
+        parameters.tensors.add(
+            f"model.{name}", layout, [HeldTensor(t.dtype, t.shape, runs_of(t, where)) for t in found]
+        )
     return others
 
 
@@ -166,7 +168,7 @@ def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], rank
         for tp, shape in enumerate(shapes):
             own = models[tp, 0].fragments.get(name)
             runs = list(_fragment_runs(models, tp, name, shape, ranks, parameters.tensors.where))
-            held.append(Held(own.dtype if own is not None else "float32", shape, runs))
+            held.append(HeldTensor(own.dtype if own is not None else "float32", shape, runs))
         parameters.tensors.add(f"model.{name}", layout, held)
 
 
@@ -209,12 +211,14 @@ def _tensor_of(state: ModelState, name: str, where: str) -> StoredTensor:
     return value
 
 
-def _same_everywhere(shapes: Sequence[tuple[int, ...]]) -> Layout:
+def _same_everywhere(shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
     """Return the layout of a buffer: whole on the first rank, and on the others a copy if it has the same shape."""
     shape = shapes[0]
     whole = Slice(Box.whole(shape), (0,) * len(shape))
     copy = Slice(whole.local, whole.start, copy=True)
-    return Layout(shape, [[whole if not rank else copy] if each == shape else [] for rank, each in enumerate(shapes)])
+    return TensorParallelLayout(
+        shape, [[whole if not rank else copy] if each == shape else [] for rank, each in enumerate(shapes)]
+    )
 
 
 def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
@@ -225,7 +229,7 @@ def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
 
 def _fragment_runs(
     models: Mapping[Place, ModelState], tp: int, name: str, shape: tuple[int, ...], ranks: int, where: str
-) -> Iterator[Run]:
+) -> Iterator[ElementRun]:
     for part in parts_of_one(math.prod(shape), ranks):
         state = models.get((tp, part.rank))
         if state is None:
@@ -242,4 +246,4 @@ def _fragment_runs(
                 f"{where}/{state.file}: frozen_param_fragments holds {held} of {name}, shape {list(shape)} over "
                 f"{ranks} ranks; expected {part.stop - part.start} elements of one type"
             )
-        yield Run(part.start, part.stop, tensor.file, tensor.offset)
+        yield ElementRun(part.start, part.stop, tensor.file, tensor.offset)

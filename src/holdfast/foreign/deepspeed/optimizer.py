@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptError
 from holdfast.foreign.deepspeed.module import Parameters
-from holdfast.foreign.deepspeed.saved import Share, ZeroState
-from holdfast.foreign.deepspeed.tensors import Held
-from holdfast.foreign.layouts.flat_partition import Part, numel_of, parts_of_each_cut, parts_of_even_cut, share_of
-from holdfast.foreign.layouts.pieces import Run
+from holdfast.foreign.deepspeed.saved import FlatShare, ZeroState
+from holdfast.foreign.deepspeed.tensors import HeldTensor
+from holdfast.foreign.layouts.flat_partition import FlatPart, numel_of, parts_of_each_cut, parts_of_even_cut, share_of
+from holdfast.foreign.layouts.pieces import ElementRun
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.types.values import Value
 
@@ -21,7 +21,7 @@ Files = Sequence[Sequence[ZeroState]]
 
 
 @dataclass(slots=True)
-class OptimizerState:
+class ZeroOptimizer:
     """What is known of an optimizer besides tensors."""
 
     groups: dict[str, int] = field(default_factory=dict)
@@ -34,14 +34,14 @@ class OptimizerState:
     """Why the state besides master copies cannot be given; empty if it can."""
 
 
-def list_buffers(parameters: Parameters, files: Files) -> OptimizerState:
+def list_buffers(parameters: Parameters, files: Files) -> ZeroOptimizer:
     """List what lies in flat buffers as `optimizer.state.<parameter>.<key>`, master copies included.
 
     Args:
         parameters: Names, layouts and where what is found goes.
         files: Every rank's file.
     """
-    found = OptimizerState()
+    found = ZeroOptimizer()
     first = files[0][0]
     for number in range(len(first.shares)):
         buffer = _Buffer(parameters, files, number)
@@ -119,7 +119,7 @@ class _Buffer:
                 held = []
                 for tp, shapes in enumerate(self._shapes):
                     runs = list(self._runs(tp, name, key))
-                    held.append(Held(_tensor(self._shares[tp][0], key).dtype, shapes[name], runs))
+                    held.append(HeldTensor(_tensor(self._shares[tp][0], key).dtype, shapes[name], runs))
                 self._parameters.tensors.add(f"optimizer.state.{name}.{key}", layout, held)
 
     def list_scalar(self, key: str) -> None:
@@ -137,7 +137,7 @@ class _Buffer:
                 tensors.add_copied(fqn, every)
                 first = fqn
 
-    def _runs(self, tp: int, name: str, key: str) -> Iterator[Run]:
+    def _runs(self, tp: int, name: str, key: str) -> Iterator[ElementRun]:
         for part in self._parts[tp][name]:
             tensor = _tensor(self._shares[tp][part.rank], key)
             if part.at + part.stop - part.start > tensor.numel:
@@ -146,9 +146,9 @@ class _Buffer:
                     f"{self._where}/{file}: {key} of buffer {self._number} has {tensor.numel} elements; {name} lies at "
                     f"{part.at}–{part.at + part.stop - part.start}. Do the files belong together?"
                 )
-            yield Run(part.start, part.stop, tensor.file, tensor.offset + part.at * tensor.itemsize)
+            yield ElementRun(part.start, part.stop, tensor.file, tensor.offset + part.at * tensor.itemsize)
 
-    def _placed(self, tp: int) -> Iterator[tuple[str, list[Part]]]:
+    def _placed(self, tp: int) -> Iterator[tuple[str, list[FlatPart]]]:
         shapes, of_rank, shares = self._shapes[tp], self._files[tp], self._shares[tp]
         if of_rank[0].stage == 3:
             yield from parts_of_each_cut(shapes, len(of_rank))
@@ -171,7 +171,7 @@ class _Buffer:
         self._compare_addresses(tp, found)
         yield from found.items()
 
-    def _compare_addresses(self, tp: int, found: Mapping[str, Sequence[Part]]) -> None:
+    def _compare_addresses(self, tp: int, found: Mapping[str, Sequence[FlatPart]]) -> None:
         """Say where `param_slice_mappings` disagree with `param_shapes`, by which we go."""
         expected: list[dict[str, tuple[int, int]]] = [{} for _ in self._files[tp]]
         for name, parts in found.items():
@@ -188,20 +188,20 @@ class _Buffer:
                 return
 
     @property
-    def _every(self) -> Iterator[tuple[Share, int, str]]:
+    def _every(self) -> Iterator[tuple[FlatShare, int, str]]:
         """Every rank's share, its elements with padding, and its file."""
         for tp, (shares, of_rank) in enumerate(zip(self._shares, self._files, strict=True)):
             for share, state in zip(shares, of_rank, strict=True):
                 yield share, self._whole[tp], state.file
 
 
-def _is_flat(value: object, share: Share, whole: int) -> bool:
+def _is_flat(value: object, share: FlatShare, whole: int) -> bool:
     if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not value.is_contiguous:
         return False
     return value.numel in (share.master.numel, whole)
 
 
-def _tensor(share: Share, key: str) -> StoredTensor:
+def _tensor(share: FlatShare, key: str) -> StoredTensor:
     value = share.master if key == MASTER else share.state[key]
     assert isinstance(value, StoredTensor)
     return value

@@ -7,7 +7,7 @@ from holdfast.foreign.deepspeed.folder import find_prefix, read_folder
 from holdfast.foreign.deepspeed.listing import list_zero
 from holdfast.foreign.deepspeed.universal import list_universal
 from holdfast.ports.store import Readable
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 
 
 class DeepSpeedFormat:
@@ -22,7 +22,7 @@ class DeepSpeedFormat:
         """Return whether a folder was named that holds files of a tag, or `latest` or `latest_universal` with one."""
         return not name and find_prefix(files) is not None
 
-    def listing(self, files: Readable, name: str) -> Listing:
+    def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return what the tag that is meant holds."""
         prefix = find_prefix(files)
         if prefix is None:

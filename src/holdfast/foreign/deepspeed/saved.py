@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.foreign.layouts.flat_partition import Shapes
-from holdfast.foreign.pickles.objects import Instance
+from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.foreign.pickles.tensors import DIMENSIONS_MAX, StoredTensor
 from holdfast.foreign.torch.archive_reader import read_torch_file
 from holdfast.foreign.wording import shown
@@ -73,7 +73,7 @@ class ModelState:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class FlatShare:
     """One rank's share of one flat buffer."""
 
     master: StoredTensor
@@ -105,7 +105,7 @@ class ZeroState:
     ranks: int
     """Data-parallel ranks that share the buffers."""
 
-    shares: Sequence[Share]
+    shares: Sequence[FlatShare]
     """This rank's share of each flat buffer."""
 
     param_groups: Sequence[Mapping[str, object]] | None
@@ -190,7 +190,7 @@ def read_zero_state(files: Readable, key: str) -> ZeroState:
     shares = []
     for number, master in enumerate(masters):
         shares.append(
-            Share(
+            FlatShare(
                 master=_flat(master, where, f"master copy {number}"),
                 state=states[number],
                 padding=_count(paddings[number] or 0, where, "group_paddings"),
@@ -225,7 +225,7 @@ def param_groups_of(saved: Mapping[str, object], where: str) -> Sequence[Mapping
 
 def stage_of(value: object, where: str) -> int:
     """Return ZeRO's stage, an int or a member of DeepSpeed's enum; 0 where none is stated."""
-    if isinstance(value, Instance) and len(value.args) == 1:
+    if isinstance(value, OpaqueObject) and len(value.args) == 1:
         (value,) = value.args
     if value is None:
         return 0
@@ -295,7 +295,7 @@ def _list_of(saved: Mapping[str, object], name: str, count: int, where: str) -> 
 def _addresses(value: object, where: str) -> dict[str, tuple[int, int]]:
     found = {}
     for name, each in _dict(value, where, "param_slice_mappings").items():
-        if not isinstance(each, Instance):
+        if not isinstance(each, OpaqueObject):
             _mistaken(where, f"the address of {name}", each)
         start, numel = (_count(each.attribute(field), where, f"the address of {name}") for field in ("start", "numel"))
         found[name] = (start, numel)

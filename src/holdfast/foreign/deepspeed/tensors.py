@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.foreign.deepspeed.layout import Layout, whole_layout
-from holdfast.foreign.layouts.pieces import Run, Slice, pieces_of, runs_of
+from holdfast.foreign.deepspeed.layout import TensorParallelLayout, whole_layout
+from holdfast.foreign.layouts.pieces import ElementRun, Slice, pieces_of, runs_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.values import remark
 from holdfast.geometry.box import Box
@@ -20,7 +20,7 @@ PIECES_MAX = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """What one tensor-parallel rank holds of a tensor."""
 
     dtype: str
@@ -29,7 +29,7 @@ class Held:
     shape: tuple[int, ...]
     """Shape of what it holds."""
 
-    runs: Sequence[Run]
+    runs: Sequence[ElementRun]
     """Where that lies."""
 
 
@@ -57,7 +57,7 @@ class Tensors:
 
     _count: int = 0
 
-    def add(self, fqn: str, layout: Layout, held: Sequence[Held]) -> None:
+    def add(self, fqn: str, layout: TensorParallelLayout, held: Sequence[HeldTensor]) -> None:
         """List a tensor of which each tensor-parallel rank holds something.
 
         Raises:
@@ -88,7 +88,9 @@ class Tensors:
 
     def add_copied(self, fqn: str, every: Sequence[StoredTensor]) -> None:
         """List a tensor of which several files hold a copy; the first is the one that is read."""
-        self.add(fqn, whole_layout([every[0].shape]), [Held(every[0].dtype, every[0].shape, runs_of(every[0], fqn))])
+        self.add(
+            fqn, whole_layout([every[0].shape]), [HeldTensor(every[0].dtype, every[0].shape, runs_of(every[0], fqn))]
+        )
         whole = self.pieces[fqn][0].region
         copies = [ListedPiece(whole, each.file, each.offset) for each in every[1:] if each.shape == every[0].shape]
         if copies:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.foreign.deepspeed.layout import whole_layout
 from holdfast.foreign.deepspeed.module import Parameters
-from holdfast.foreign.deepspeed.optimizer import OptimizerState
-from holdfast.foreign.deepspeed.tensors import Held
+from holdfast.foreign.deepspeed.optimizer import ZeroOptimizer
+from holdfast.foreign.deepspeed.tensors import HeldTensor
 from holdfast.foreign.layouts.pieces import runs_of
 from holdfast.foreign.optimizers import optimizer_group
-from holdfast.foreign.pickles.objects import Instance
+from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.read import read_bytes
-from holdfast.foreign.values import plain
+from holdfast.foreign.values import to_value
 from holdfast.ports.store import Readable
 from holdfast.types.values import FrameworkValue, Group, TensorRef, Value
 
@@ -44,7 +44,7 @@ class Values:
         self,
         extra_state: Mapping[str, object],
         scaling: Mapping[str, object],
-        optimizer: OptimizerState | None,
+        optimizer: ZeroOptimizer | None,
         groups: Sequence[Mapping[str, object]] | None,
     ) -> Group:
         """Return the non-tensor state.
@@ -70,13 +70,13 @@ class Values:
                     f"{name} itself"
                 )
                 continue
-            if isinstance(value, Instance) and isinstance(value.state, dict):
+            if isinstance(value, OpaqueObject) and isinstance(value.state, dict):
                 value = value.state  # A loss scaler: its numbers are all there is to it.
             kept = self._value(value, name)
             items[name] = Group("stateful", {"state": kept}) if name == _SCHEDULER and isinstance(kept, dict) else kept
         return Group("dict", items)
 
-    def _optimizer(self, state: OptimizerState, groups: Sequence[Mapping[str, object]] | None) -> Group:
+    def _optimizer(self, state: ZeroOptimizer, groups: Sequence[Mapping[str, object]] | None) -> Group:
         """Return the optimizer's part; hyperparameters go by parameter, whatever the order of groups."""
         if groups is None:
             self._tensors.remark(
@@ -84,7 +84,7 @@ class Values:
             )
         known = [
             {
-                name: plain(value, f"optimizer.param_groups.{number}.{name}", self._small, self._tensors.remarks)
+                name: to_value(value, f"optimizer.param_groups.{number}.{name}", self._small, self._tensors.remarks)
                 for name, value in group.items()
                 if name != "params"
             }
@@ -106,11 +106,11 @@ class Values:
         self._tie_state({name: found for name, found in aliases.items() if name in values})
         return optimizer_group(hyperparameters, values)
 
-    def _values_of(self, name: str, state: OptimizerState, group: Mapping[str, Value]) -> dict[str, Value]:
+    def _values_of(self, name: str, state: ZeroOptimizer, group: Mapping[str, Value]) -> dict[str, Value]:
         """Return what a parameter's state holds besides tensors, and the step that some keep in the group."""
         path = f"{_OF_STATE}{name}"
         found = {
-            key: plain(value, f"{path}.{key}", self._small, self._tensors.remarks)
+            key: to_value(value, f"{path}.{key}", self._small, self._tensors.remarks)
             for key, value in state.values.get(name, {}).items()
         }
         if _STEP not in found and f"{path}.{_STEP}" not in self._tensors.specs and _STEP in group:
@@ -130,11 +130,11 @@ class Values:
                 self._tensors.aliases[f"{_OF_STATE}{alias}.{key}"] = fqn
 
     def _value(self, value: object, path: str) -> Value:
-        return plain(value, path, self._large, self._tensors.remarks)
+        return to_value(value, path, self._large, self._tensors.remarks)
 
     def _large(self, path: str, tensor: StoredTensor) -> Value:
         """List a tensor among the values under the path where it stands."""
-        held = [Held(tensor.dtype, tensor.shape, runs_of(tensor, path))]
+        held = [HeldTensor(tensor.dtype, tensor.shape, runs_of(tensor, path))]
         self._tensors.add(path, whole_layout([tensor.shape]), held)
         return TensorRef(path)
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from holdfast.errors import CorruptError, MissingError
 from holdfast.foreign.deepspeed.folder import OPTIMIZER_OF_ATOMS, Folder
-from holdfast.foreign.deepspeed.layout import Layout, whole_layout
-from holdfast.foreign.deepspeed.listing import Found, finished, parameters_of
+from holdfast.foreign.deepspeed.layout import TensorParallelLayout, whole_layout
+from holdfast.foreign.deepspeed.listing import ListedValues, finished, parameters_of
 from holdfast.foreign.deepspeed.module import Parameters, list_module
-from holdfast.foreign.deepspeed.optimizer import MASTER, OptimizerState
+from holdfast.foreign.deepspeed.optimizer import MASTER, ZeroOptimizer
 from holdfast.foreign.deepspeed.ranks import read_models
 from holdfast.foreign.deepspeed.saved import (
     ModelState,
@@ -24,19 +24,19 @@ from holdfast.foreign.deepspeed.saved import (
     scaling_of,
     stage_of,
 )
-from holdfast.foreign.deepspeed.tensors import Held
+from holdfast.foreign.deepspeed.tensors import HeldTensor
 from holdfast.foreign.layouts.pieces import runs_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.torch.archive_reader import read_torch_file
 from holdfast.foreign.wording import shown
 from holdfast.ports.store import Readable
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 
 _MASTER_ATOM = "fp32"
 _KEYS = {_MASTER_ATOM: MASTER}
 
 
-def list_universal(files: Readable, folder: Folder) -> Listing:
+def list_universal(files: Readable, folder: Folder) -> ForeignListing:
     """Return what a universal folder holds, of either dialect of atoms.
 
     Raises:
@@ -50,7 +50,7 @@ def list_universal(files: Readable, folder: Folder) -> Listing:
     extra_state = list_module(parameters, weights=saved.zero.stage != 3)
     state = _list_atoms(files, folder, parameters, saved)
     _remark_round_robin(parameters)
-    return finished(files, folder, models, parameters, Found(saved.zero, state, extra_state, "universal of "))
+    return finished(files, folder, models, parameters, ListedValues(saved.zero, state, extra_state, "universal of "))
 
 
 class _Optimizer:
@@ -99,9 +99,9 @@ class _Optimizer:
         }
 
 
-def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: _Optimizer) -> OptimizerState:
+def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: _Optimizer) -> ZeroOptimizer:
     """List the atoms of every trained parameter; those of buffers, frozen and tied ones are copies, made float32."""
-    found = OptimizerState()
+    found = ZeroOptimizer()
     trained = parameters.trained
     for name, keys in folder.atoms.items():
         if name not in trained and set(keys) != {_MASTER_ATOM}:
@@ -148,7 +148,9 @@ def _require_same_atoms(files: Readable, folder: Folder, parameters: Parameters,
                 )
 
 
-def _list_atom(files: Readable, file: str, parameters: Parameters, fqn: str, layout: Layout | None) -> None:
+def _list_atom(
+    files: Readable, file: str, parameters: Parameters, fqn: str, layout: TensorParallelLayout | None
+) -> None:
     """List one atom: a dict with the whole tensor as `param`, a flat tensor, or a single number."""
     where = f"{files.url}/{file}"
     value = read_torch_file(files, file).value
@@ -164,7 +166,7 @@ def _list_atom(files: Readable, file: str, parameters: Parameters, fqn: str, lay
                 f"{where}: shape {list(value.shape)}; expected {list(shape)}, as param_shapes have it. Is it "
                 "another model's?"
             )
-    parameters.tensors.add(fqn, whole_layout([shape]), [Held(value.dtype, shape, runs_of(value, where))])
+    parameters.tensors.add(fqn, whole_layout([shape]), [HeldTensor(value.dtype, shape, runs_of(value, where))])
 
 
 def _remark_round_robin(parameters: Parameters) -> None:

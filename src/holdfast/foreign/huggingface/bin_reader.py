@@ -14,7 +14,7 @@ from holdfast.foreign.torch.reader import is_module_state, module_state
 from holdfast.foreign.torch.tensors import TorchTensors
 from holdfast.foreign.values import remark
 from holdfast.ports.store import Readable
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 from holdfast.types.values import Group
 
 SUFFIX = ".bin"
@@ -37,7 +37,7 @@ class HuggingFaceBinFormat:
             return name.endswith(INDEX_SUFFIX)
         return any(_NAMES.fullmatch(key) or key.endswith(INDEX_SUFFIX) for key in names_in(files))
 
-    def listing(self, files: Readable, name: str) -> Listing:
+    def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return every tensor of the files that the index counts, or else their names."""
         index = name or one_index(files, INDEX_SUFFIX)
         weights = weight_map(files, index, SUFFIX) if index else None

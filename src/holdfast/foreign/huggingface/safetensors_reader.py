@@ -17,7 +17,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import BY_SAFETENSORS
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.store import Readable
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 
 SUFFIX = ".safetensors"
@@ -54,7 +54,7 @@ class SafetensorsFormat:
             return name.endswith((SUFFIX, INDEX_SUFFIX))
         return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in names_in(files))
 
-    def listing(self, files: Readable, name: str) -> Listing:
+    def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return every tensor of the files that were named, or that the folder's index names."""
         remarks: list[str] = []
         index = name if name.endswith(INDEX_SUFFIX) else "" if name else one_index(files, INDEX_SUFFIX)
@@ -86,7 +86,7 @@ class SafetensorsFormat:
         pieces = {
             fqn: [ListedPiece(entry.box, key, entry.start) for key, entry in entries] for fqn, entries in found.items()
         }
-        return Listing(
+        return ForeignListing(
             format="safetensors",
             tensors=tensors,
             pieces=pieces,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 """Shapes of the parameters of one flat buffer by name, in the order in which they lie in it."""
 
 
-@noun
-class Part:
+@value_class
+class FlatPart:
     """A run of a flattened parameter in one rank's share of a flat buffer."""
 
     rank: int
@@ -29,7 +29,7 @@ class Part:
     """Element of the flattened parameter past its end."""
 
 
-def parts_of_even_cut(shapes: Shapes, paddings: Sequence[int], share: int) -> Iterator[tuple[str, list[Part]]]:
+def parts_of_even_cut(shapes: Shapes, paddings: Sequence[int], share: int) -> Iterator[tuple[str, list[FlatPart]]]:
     """Yield where each parameter lies as ZeRO-1, ZeRO-2 and BF16_Optimizer put it.
 
     All parameters lie one after the other, and the whole is cut into equal shares, one a rank; what is left at the end
@@ -46,12 +46,12 @@ def parts_of_even_cut(shapes: Shapes, paddings: Sequence[int], share: int) -> It
         parts = []
         for rank in range(first // share, -(-last // share)) if last > first else ():
             start, stop = max(first, rank * share), min(last, (rank + 1) * share)
-            parts.append(Part(rank, start - rank * share, start - first, stop - first))
+            parts.append(FlatPart(rank, start - rank * share, start - first, stop - first))
         yield name, parts
         first = last + padding
 
 
-def parts_of_each_cut(shapes: Shapes, ranks: int) -> Iterator[tuple[str, list[Part]]]:
+def parts_of_each_cut(shapes: Shapes, ranks: int) -> Iterator[tuple[str, list[FlatPart]]]:
     """Yield where each parameter lies as ZeRO-3 puts it.
 
     Each parameter is cut into one share a rank, the last ones padded or nothing but padding; a rank's shares lie one
@@ -63,11 +63,11 @@ def parts_of_each_cut(shapes: Shapes, ranks: int) -> Iterator[tuple[str, list[Pa
         at += share_of_one(math.prod(shape), ranks)
 
 
-def parts_of_one(numel: int, ranks: int, at: int = 0) -> list[Part]:
+def parts_of_one(numel: int, ranks: int, at: int = 0) -> list[FlatPart]:
     """Return where one parameter lies that is cut by itself, each share starting at element `at` of what a rank has."""
     share = share_of_one(numel, ranks)
     held = -(-numel // share) if share else 0
-    return [Part(rank, at, rank * share, min((rank + 1) * share, numel)) for rank in range(held)]
+    return [FlatPart(rank, at, rank * share, min((rank + 1) * share, numel)) for rank in range(held)]
 
 
 def share_of_one(numel: int, ranks: int) -> int:

@@ -11,15 +11,15 @@ from holdfast.foreign.pickles.tensors import StoredTensor, row_major_strides
 from holdfast.foreign.wording import CONVERT
 from holdfast.geometry.box import Box, flat_range_boxes
 from holdfast.geometry.region import FlatRange, Region
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.types.listing import ListedPiece
 
 RUNS_MAX = 1 << 20
 """Runs of one tensor: one that lies in more is scattered element by element."""
 
 
-@noun
-class Run:
+@value_class
+class ElementRun:
     """Consecutive elements of a flattened local tensor, as they lie in a file."""
 
     start: int
@@ -35,7 +35,7 @@ class Run:
     """Byte of the first."""
 
 
-@noun
+@value_class
 class Slice:
     """A box of a local tensor, and where in the whole tensor it belongs."""
 
@@ -55,7 +55,7 @@ class Slice:
         return Box(start, stop)
 
 
-def runs_of(tensor: StoredTensor, where: str) -> list[Run]:
+def runs_of(tensor: StoredTensor, where: str) -> list[ElementRun]:
     """Return the runs in which a tensor lies in its file: one where it is contiguous.
 
     Raises:
@@ -64,7 +64,7 @@ def runs_of(tensor: StoredTensor, where: str) -> list[Run]:
     if 0 in tensor.shape:
         return []
     if tensor.is_contiguous:
-        return [Run(0, tensor.numel, tensor.file, tensor.offset)]
+        return [ElementRun(0, tensor.numel, tensor.file, tensor.offset)]
     whole = len(tensor.shape)  # Dimensions from here on lie as one run.
     length = 1
     while tensor.strides[whole - 1] == length or tensor.shape[whole - 1] == 1:
@@ -80,13 +80,13 @@ def runs_of(tensor: StoredTensor, where: str) -> list[Run]:
     for count, stride in zip(outer, tensor.strides[:whole], strict=True):
         offsets = [offset + each * stride for offset in offsets for each in range(count)]
     return [
-        Run(number * length, (number + 1) * length, tensor.file, tensor.offset + offset * tensor.itemsize)
+        ElementRun(number * length, (number + 1) * length, tensor.file, tensor.offset + offset * tensor.itemsize)
         for number, offset in enumerate(offsets)
     ]
 
 
 def pieces_of(
-    runs: Sequence[Run],
+    runs: Sequence[ElementRun],
     local_shape: tuple[int, ...],
     cut: Slice,
     global_shape: tuple[int, ...],
@@ -115,7 +115,9 @@ def pieces_of(
                 yield ListedPiece(cut.place(box), run.file, run.offset + (at - run.start) * itemsize)
 
 
-def _rows_of(runs: Sequence[Run], cut: Slice, global_shape: tuple[int, ...], itemsize: int) -> Iterator[ListedPiece]:
+def _rows_of(
+    runs: Sequence[ElementRun], cut: Slice, global_shape: tuple[int, ...], itemsize: int
+) -> Iterator[ListedPiece]:
     """Yield the pieces of a slice of whole rows, which are runs of the whole tensor too."""
     row = math.prod(global_shape[1:])
     first, last = (cut.local.start[0] * row, cut.local.stop[0] * row) if global_shape else (0, 1)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from holdfast.foreign.pickles.constructors import CALLS, DTYPE_NAMES, STORAGE_DTYPES, dtype_ref, names
 from holdfast.foreign.pickles.numpy_constructors import NUMPY_CALLS
-from holdfast.foreign.pickles.objects import DTypeRef, Named, Refusal
+from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, UnsupportedPickle
 
 KNOWN_CALLS = {**CALLS, **NUMPY_CALLS}
 """What stands in for functions and classes, by module and name."""
@@ -52,7 +52,7 @@ _REFUSED = {
 }
 
 
-def resolved(module: str, name: str, also: Collection[str]) -> Named | DTypeRef:
+def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTypeRef:
     """Return what stands for a global of a pickle.
 
     Args:
@@ -73,10 +73,10 @@ def resolved(module: str, name: str, also: Collection[str]) -> Named | DTypeRef:
         return dtype_ref(name)
     qualname = f"{module}.{name}"
     if qualname in _REFUSED:
-        raise Refusal(f"{qualname}: {_REFUSED[qualname]}")
+        raise UnsupportedPickle(f"{qualname}: {_REFUSED[qualname]}")
     if is_known(qualname) or qualname in also:
-        return Named(qualname)
-    raise Refusal(
+        return GlobalName(qualname)
+    raise UnsupportedPickle(
         f"{qualname!r}: a pickle may name anything that can be imported, so only known names are read, and nothing is "
         "run; expected plain values, tensors, or types of a known training system. Save it as plain values"
     )

@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.foreign.pickles.objects import DTypeRef, Instance, Named, Refusal
+from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, OpaqueObject, UnsupportedPickle
 from holdfast.foreign.pickles.tensors import StoredTensor, view_of
 from holdfast.types.values import FrameworkValue
 
-Spend = Callable[[int], None]
+Charge = Callable[[int], None]
 """Told how many bytes are about to be copied or values about to be made; refuses what is out of proportion."""
 
-Call = Callable[[tuple[Any, ...], Spend], object]
+Call = Callable[[tuple[Any, ...], Charge], object]
 """What stands in for a class or function: takes what it is called with, checks it, and calls nothing.
 
-Raises ValueError (also TypeError) where the real one could not have been called so, `Refusal` where it could."""
+Raises ValueError (also TypeError) for a call that the real one would refuse,
+`UnsupportedPickle` for one that it would take and we do not."""
 
 
 def names(text: str) -> frozenset[str]:
@@ -63,7 +64,7 @@ def dtype_ref(name: str) -> DTypeRef:
     return DTypeRef(_SHORT_DTYPES.get(name, name))
 
 
-def _bytes_of(args: tuple[Any, ...], spend: Spend) -> bytes:
+def _bytes_of(args: tuple[Any, ...], spend: Charge) -> bytes:
     """Stand in for `_codecs.encode`, by which protocols before 3 write bytes."""
     if len(args) != 2 or type(args[0]) is not str or args[1] not in _ENCODINGS:
         raise ValueError("_codecs.encode; expected text and latin1")
@@ -71,7 +72,7 @@ def _bytes_of(args: tuple[Any, ...], spend: Spend) -> bytes:
     return args[0].encode("latin-1")
 
 
-def _bytearray(args: tuple[Any, ...], spend: Spend) -> bytearray:
+def _bytearray(args: tuple[Any, ...], spend: Charge) -> bytearray:
     if args and type(args[0]) is str:
         return bytearray(_bytes_of(args, spend))
     (content,) = args or (b"",)
@@ -84,19 +85,19 @@ def _bytearray(args: tuple[Any, ...], spend: Spend) -> bytearray:
     return bytearray(content)
 
 
-def _empty_bytes(args: tuple[Any, ...], spend: Spend) -> bytes:
+def _empty_bytes(args: tuple[Any, ...], spend: Charge) -> bytes:
     if args:
         raise ValueError("bytes that are made of something; expected none")
     return b""
 
 
-def _complex(args: tuple[Any, ...], spend: Spend) -> complex:
+def _complex(args: tuple[Any, ...], spend: Charge) -> complex:
     if len(args) != 2 or any(type(each) is not float for each in args):
         raise ValueError("a complex number; expected two floats")
     return complex(*args)
 
 
-def _members(kind: type, args: tuple[Any, ...], spend: Spend) -> Any:
+def _members(kind: type, args: tuple[Any, ...], spend: Charge) -> Any:
     (members,) = args or ([],)
     if type(members) not in (list, tuple, set, frozenset):
         raise ValueError(f"a {kind.__name__} of {type(members).__name__}; expected a list")
@@ -104,7 +105,7 @@ def _members(kind: type, args: tuple[Any, ...], spend: Spend) -> Any:
     return kind(require_keys(members))
 
 
-def _pairs(args: tuple[Any, ...], spend: Spend) -> list[tuple[object, object]]:
+def _pairs(args: tuple[Any, ...], spend: Charge) -> list[tuple[object, object]]:
     (content,) = args or ([],)
     spend(128 + 64 * len(content))
     if isinstance(content, dict):
@@ -115,11 +116,11 @@ def _pairs(args: tuple[Any, ...], spend: Spend) -> list[tuple[object, object]]:
     return [(key, value) for key, value in content]
 
 
-def _default_dict(args: tuple[Any, ...], spend: Spend) -> dict[object, object]:
+def _default_dict(args: tuple[Any, ...], spend: Charge) -> dict[object, object]:
     return dict(_pairs(args[1:], spend))
 
 
-def _counter(args: tuple[Any, ...], spend: Spend) -> Counter[object]:
+def _counter(args: tuple[Any, ...], spend: Charge) -> Counter[object]:
     found: Counter[object] = Counter()
     for key, count in _pairs(args, spend):
         found[key] = count  # type: ignore[assignment]  # Counted or not, it is what was saved.
@@ -127,31 +128,31 @@ def _counter(args: tuple[Any, ...], spend: Spend) -> Counter[object]:
 
 
 def _moment(kind: type[datetime.datetime] | type[datetime.date] | type[datetime.time], length: int) -> Call:
-    def made(args: tuple[Any, ...], spend: Spend) -> object:
-        if len(args) == 2 and isinstance(args[1], Instance) and length != 4:
-            return Instance(f"datetime.{kind.__name__}", args)  # Of a time zone that only its class knows.
+    def made(args: tuple[Any, ...], spend: Charge) -> object:
+        if len(args) == 2 and isinstance(args[1], OpaqueObject) and length != 4:
+            return OpaqueObject(f"datetime.{kind.__name__}", args)  # Of a time zone that only its class knows.
         zoned = len(args) == 2 and isinstance(args[1], datetime.timezone) and length != 4
         if not (len(args) == 1 or zoned) or type(args[0]) is not bytes or len(args[0]) != length:
-            raise Refusal(f"a {kind.__name__} of another kind than fixed offsets; save it as text")
+            raise UnsupportedPickle(f"a {kind.__name__} of another kind than fixed offsets; save it as text")
         return kind(*args)
 
     return made
 
 
-def _timedelta(args: tuple[Any, ...], spend: Spend) -> datetime.timedelta:
+def _timedelta(args: tuple[Any, ...], spend: Charge) -> datetime.timedelta:
     if len(args) != 3 or any(type(each) is not int for each in args):
         raise ValueError("a timedelta; expected days, seconds, microseconds")
     return datetime.timedelta(*args)
 
 
-def _timezone(args: tuple[Any, ...], spend: Spend) -> datetime.timezone:
+def _timezone(args: tuple[Any, ...], spend: Charge) -> datetime.timezone:
     if not 1 <= len(args) <= 2 or type(args[0]) is not datetime.timedelta or any(type(x) is not str for x in args[1:]):
         raise ValueError("a timezone; expected its offset")
     return datetime.timezone(args[0])  # A name that it may have is none that values keep.
 
 
 def _path(kind: type[pathlib.PurePath]) -> Call:
-    def made(args: tuple[Any, ...], spend: Spend) -> pathlib.PurePath:
+    def made(args: tuple[Any, ...], spend: Charge) -> pathlib.PurePath:
         if any(type(each) is not str for each in args):
             raise ValueError("a path; expected its parts as text")
         spend(sum(map(len, args)) + len(args))
@@ -160,26 +161,26 @@ def _path(kind: type[pathlib.PurePath]) -> Call:
     return made
 
 
-def _size(args: tuple[Any, ...], spend: Spend) -> tuple[object, ...]:
+def _size(args: tuple[Any, ...], spend: Charge) -> tuple[object, ...]:
     if len(args) != 1 or type(args[0]) not in (tuple, list):
         raise ValueError("a torch.Size; expected its lengths")
     spend(8 * len(args[0]))
     return tuple(args[0])
 
 
-def _device(args: tuple[Any, ...], spend: Spend) -> FrameworkValue:
+def _device(args: tuple[Any, ...], spend: Charge) -> FrameworkValue:
     if not 1 <= len(args) <= 2 or type(args[0]) is not str or any(type(each) is not int for each in args[1:]):
         raise ValueError("a torch.device; expected its type and index")
     return FrameworkValue("torch.device", ":".join(map(str, args)))
 
 
-def _version(args: tuple[Any, ...], spend: Spend) -> str:
+def _version(args: tuple[Any, ...], spend: Charge) -> str:
     if len(args) != 1 or type(args[0]) is not str:
         raise ValueError("a version; expected text")
     return args[0]
 
 
-def _tensor(args: tuple[Any, ...], spend: Spend) -> StoredTensor:
+def _tensor(args: tuple[Any, ...], spend: Charge) -> StoredTensor:
     """Stand in for `_rebuild_tensor_v2`, and for `_rebuild_tensor`, which has the first four."""
     if not 4 <= len(args) <= 7:
         raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape and strides")
@@ -187,7 +188,7 @@ def _tensor(args: tuple[Any, ...], spend: Spend) -> StoredTensor:
     return view_of(*args[:4])
 
 
-def _typed_tensor(args: tuple[Any, ...], spend: Spend) -> StoredTensor:
+def _typed_tensor(args: tuple[Any, ...], spend: Charge) -> StoredTensor:
     """Stand in for `_rebuild_tensor_v3`, of types whose storage has none."""
     if not 7 <= len(args) <= 8 or not isinstance(args[6], DTypeRef):
         raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape, strides and dtype")
@@ -198,22 +199,24 @@ def _typed_tensor(args: tuple[Any, ...], spend: Spend) -> StoredTensor:
 def _require_plain_bits(marks: object) -> None:
     """Refuse a view that is to be read as conjugate or negative of what is stored."""
     if isinstance(marks, dict) and any(marks.get(mark) for mark in ("conj", "neg")):
-        raise Refusal("a tensor stored as the conjugate or negative of its values; save .resolve_conj().resolve_neg()")
+        raise UnsupportedPickle(
+            "a tensor stored as the conjugate or negative of its values; save .resolve_conj().resolve_neg()"
+        )
 
 
-def _parameter(args: tuple[Any, ...], spend: Spend) -> object:
+def _parameter(args: tuple[Any, ...], spend: Charge) -> object:
     if not args or not isinstance(args[0], StoredTensor):
         raise ValueError("a parameter; expected a tensor")
     return args[0]
 
 
-def _of_type(args: tuple[Any, ...], spend: Spend) -> object:
+def _of_type(args: tuple[Any, ...], spend: Charge) -> object:
     """Stand in for `_rebuild_from_type_v2`: a tensor with attributes, which are left out, or of a subclass."""
-    if len(args) != 4 or not all(isinstance(each, Named) for each in args[:2]) or type(args[2]) is not tuple:
+    if len(args) != 4 or not all(isinstance(each, GlobalName) for each in args[:2]) or type(args[2]) is not tuple:
         raise ValueError("a tensor of a subclass; expected function, type, arguments and state")
     function, kind = args[0].qualname, args[1].qualname
     if function not in _TENSORS or kind not in _PLAIN_TENSORS:
-        raise Refusal(
+        raise UnsupportedPickle(
             f"a tensor of class {kind}, of which only that class knows what it holds; save plain tensors (a DTensor's "
             ".full_tensor()), or a sharded state with torch.distributed.checkpoint"
         )
@@ -223,17 +226,17 @@ def _of_type(args: tuple[Any, ...], spend: Spend) -> object:
 _MEMBER_CHARACTERS_MAX = 500
 
 
-def _member(args: tuple[Any, ...], spend: Spend) -> Named:
+def _member(args: tuple[Any, ...], spend: Charge) -> GlobalName:
     """Stand in for `getattr`, by which enum members and methods are named."""
-    if len(args) != 2 or not isinstance(args[0], Named) or type(args[1]) is not str:
-        raise Refusal("getattr of something else than a class that is known; save plain values instead")
+    if len(args) != 2 or not isinstance(args[0], GlobalName) or type(args[1]) is not str:
+        raise UnsupportedPickle("getattr of something else than a class that is known; save plain values instead")
     if args[0].qualname.startswith("builtins."):
-        raise Refusal(f"getattr of {args[0].qualname}; save plain values instead")
+        raise UnsupportedPickle(f"getattr of {args[0].qualname}; save plain values instead")
     characters = len(args[0].qualname) + 1 + len(args[1])
     if characters > _MEMBER_CHARACTERS_MAX:
         raise ValueError(f"a member whose name has {characters} characters; expected {_MEMBER_CHARACTERS_MAX} at most")
     spend(128 + characters)
-    return Named(f"{args[0].qualname}.{args[1]}")
+    return GlobalName(f"{args[0].qualname}.{args[1]}")
 
 
 _KEY_VALUES_MAX = 64
@@ -280,7 +283,7 @@ def _require_key(key: object) -> None:
 
 
 _KEY_TYPES = {
-    float, bool, complex, type(None), Instance, Named, DTypeRef, datetime.datetime, datetime.date,
+    float, bool, complex, type(None), OpaqueObject, GlobalName, DTypeRef, datetime.datetime, datetime.date,
     datetime.time, datetime.timedelta, datetime.timezone, pathlib.PosixPath, pathlib.PurePosixPath,
     pathlib.PureWindowsPath, FrameworkValue,
 }  # fmt: skip

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
 from holdfast.errors import InvalidError
-from holdfast.foreign.pickles.objects import Instance
+from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.foreign.pickles.opcodes import CONTAINERS_MAX
 from holdfast.foreign.pickles.tensors import StoredTensor
 
@@ -18,7 +18,7 @@ _CONTAINERS = frozenset({list, dict, OrderedDict, Counter, tuple, set, frozenset
 """Every type of container that is made of a pickle."""
 
 
-def require_walkable(value: object, instances: Iterable[Instance], where: str, bytes_read: int) -> None:
+def require_walkable(value: object, instances: Iterable[OpaqueObject], where: str, bytes_read: int) -> None:
     """Refuse values over which a plain walk would not end, go too deep, or take out of all proportion.
 
     Args:

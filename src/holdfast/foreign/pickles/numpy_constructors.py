@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.foreign.pickles.constructors import Call, Spend
-from holdfast.foreign.pickles.objects import Instance, Named, Refusal
+from holdfast.foreign.pickles.constructors import Call, Charge
+from holdfast.foreign.pickles.objects import GlobalName, OpaqueObject, UnsupportedPickle
 
 _PLAIN = re.compile(r"(b1|i[1248]|u[1248]|f[248]|c8|c16|[SU][1-9][0-9]{0,8})")
 _OTHER = re.compile(r"(M8|m8|O8|V[0-9]{1,9}|[fc][0-9]{1,2})")
@@ -50,7 +50,7 @@ class DTypeInPickle:
         return f"numpy.{_KINDS.get(self._text[0], 'void')}"
 
 
-def fill(array: np.ndarray[Any, Any], state: object, spend: Spend) -> None:
+def fill(array: np.ndarray[Any, Any], state: object, spend: Charge) -> None:
     """Fill an array that a pickle has begun, from what `__setstate__` would get.
 
     Raises:
@@ -66,13 +66,13 @@ def fill(array: np.ndarray[Any, Any], state: object, spend: Spend) -> None:
     array.__setstate__((1, shape, kind, is_fortran is True, bytes(data)))  # type: ignore[arg-type]
 
 
-def _array(data: Any, dtype: object, shape: Any, order: Any, spend: Spend) -> np.ndarray[Any, Any]:
+def _array(data: Any, dtype: object, shape: Any, order: Any, spend: Charge) -> np.ndarray[Any, Any]:
     kind = _required_kind(data, dtype, shape, spend)
     flat = np.frombuffer(data, kind) if data else np.empty(0, kind)
     return np.array(flat.reshape(shape, order=order))
 
 
-def _required_kind(data: object, dtype: object, shape: object, spend: Spend) -> np.dtype[Any]:
+def _required_kind(data: object, dtype: object, shape: object, spend: Charge) -> np.dtype[Any]:
     """Return the type of an array once its bytes are known to fill it."""
     if not isinstance(dtype, DTypeInPickle) or type(shape) is not tuple or len(shape) > _DIMENSIONS_MAX:
         raise ValueError("a numpy array without dtype and shape")
@@ -86,33 +86,35 @@ def _required_kind(data: object, dtype: object, shape: object, spend: Spend) -> 
     return kind
 
 
-def _dtype(args: tuple[Any, ...], spend: Spend) -> DTypeInPickle:
+def _dtype(args: tuple[Any, ...], spend: Charge) -> DTypeInPickle:
     if not args or type(args[0]) is not str:
         raise ValueError("a numpy dtype; expected its text")
     if not _PLAIN.fullmatch(args[0]) and not _OTHER.fullmatch(args[0]):
-        raise Refusal(f"a numpy dtype {args[0][:40]!r}; expected plain numbers or text. Save those, or a tensor")
+        raise UnsupportedPickle(
+            f"a numpy dtype {args[0][:40]!r}; expected plain numbers or text. Save those, or a tensor"
+        )
     return DTypeInPickle(args[0])
 
 
-def _scalar(args: tuple[Any, ...], spend: Spend) -> object:
+def _scalar(args: tuple[Any, ...], spend: Charge) -> object:
     if len(args) != 2:
         raise ValueError("a numpy scalar; expected dtype and bytes")
     if isinstance(args[0], DTypeInPickle) and not args[0].is_plain:
-        return Instance(args[0].qualname)
+        return OpaqueObject(args[0].qualname)
     return _array(args[1], args[0], (), "C", spend)[()]
 
 
-def _begun(args: tuple[Any, ...], spend: Spend) -> np.ndarray[Any, Any]:
-    if not args or args[0] != Named("numpy.ndarray"):
-        raise Refusal("a subclass of numpy's array; save numpy.asarray(value) instead")
+def _begun(args: tuple[Any, ...], spend: Charge) -> np.ndarray[Any, Any]:
+    if not args or args[0] != GlobalName("numpy.ndarray"):
+        raise UnsupportedPickle("a subclass of numpy's array; save numpy.asarray(value) instead")
     return np.empty(0)
 
 
-def _from_buffer(args: tuple[Any, ...], spend: Spend) -> object:
+def _from_buffer(args: tuple[Any, ...], spend: Charge) -> object:
     if len(args) != 4 or args[3] not in ("C", "F"):
         raise ValueError("a numpy array; expected buffer, dtype, shape and order")
     if isinstance(args[1], DTypeInPickle) and not args[1].is_plain:
-        return Instance(f"numpy.ndarray of {args[1].qualname}")
+        return OpaqueObject(f"numpy.ndarray of {args[1].qualname}")
     return _array(*args, spend)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class GlobalName:
     """A class or function that a pickle names."""
 
     qualname: str
@@ -22,7 +22,7 @@ class DTypeRef:
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
+class OpaqueObject:
     """An object of a class we do not have, or what a function would have returned: only what the pickle says of it.
 
     Two are equal only if they are one, so an object may serve as a key.
@@ -48,5 +48,5 @@ class Instance:
         return f"Instance({self.qualname})"
 
 
-class Refusal(Exception):
+class UnsupportedPickle(Exception):
     """What a pickle asks for is known and not given; says what and what to do. The reader adds the place."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import struct
 
-from holdfast.foreign.pickles.objects import Refusal
+from holdfast.foreign.pickles.objects import UnsupportedPickle
 
 _PROTOCOL_MAX = 5
 CONTAINERS_MAX = 8 << 20
@@ -74,7 +74,9 @@ class PickleStack:
         """Take note that a container or an object is about to be made."""
         self._containers_left -= 1
         if self._containers_left < 0:
-            raise Refusal(f"over {CONTAINERS_MAX} containers and objects; save them as tensors or in several files")
+            raise UnsupportedPickle(
+                f"over {CONTAINERS_MAX} containers and objects; save them as tensors or in several files"
+            )
 
     def mark(self) -> None:
         """Begin a run of items."""
@@ -116,7 +118,9 @@ class PickleStack:
 
     def _keep(self, index: int) -> None:
         if len(self.memo) >= self._kept_max:
-            raise Refusal(f"over {CONTAINERS_MAX} values kept to be recalled; save them as tensors or in several files")
+            raise UnsupportedPickle(
+                f"over {CONTAINERS_MAX} values kept to be recalled; save them as tensors or in several files"
+            )
         self.memo[index] = self.stack[-1]
 
     def recall(self, index: int) -> None:
@@ -153,7 +157,7 @@ class PickleStack:
         """Read the version of the protocol."""
         version = self.number(1)
         if version > _PROTOCOL_MAX:
-            raise Refusal(f"pickle protocol {version}; expected {_PROTOCOL_MAX} at most")
+            raise UnsupportedPickle(f"pickle protocol {version}; expected {_PROTOCOL_MAX} at most")
 
     def frame(self) -> None:
         """Read how long a frame is; nothing follows from it."""

@@ -1,6 +1,6 @@
 """Pickles read without running anything: a machine of our own for protocols 0 to 5.
 
-It makes plain values, `Instance` for objects of classes we do not have, and calls only functions of our own
+It makes plain values, `OpaqueObject` for objects of classes we do not have, and calls only functions of our own
 (`formats.allowed`). What it makes is in proportion to the bytes it reads, and containers, objects and what it keeps to
 recall are `CONTAINERS_MAX` at most: they take far more memory than the codes that make them.
 """
@@ -18,11 +18,11 @@ from holdfast.foreign.pickles.allowlist import KNOWN_CALLS, resolved
 from holdfast.foreign.pickles.constructors import require_keys
 from holdfast.foreign.pickles.limits import DEPTH_MAX, require_walkable
 from holdfast.foreign.pickles.numpy_constructors import DTypeInPickle, fill
-from holdfast.foreign.pickles.objects import DTypeRef, Instance, Named, Refusal
+from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, OpaqueObject, UnsupportedPickle
 from holdfast.foreign.pickles.opcodes import PickleStack
 from holdfast.foreign.pickles.tensors import StoredTensor
 
-__all__ = ["DEPTH_MAX", "DTypeRef", "Instance", "Named", "Refusal", "unpickled"]
+__all__ = ["DEPTH_MAX", "DTypeRef", "GlobalName", "OpaqueObject", "UnsupportedPickle", "unpickled"]
 
 _SAME_HASH_MAX = 64
 """Keys of one dict that may have the same hash: more are chosen to take time."""
@@ -41,15 +41,15 @@ def unpickled(
     """Return the value of a pickle; nothing is imported or run.
 
     Lists, dicts, tuples and sets in it hold no cycle, nest at most `DEPTH_MAX` deep, and a walk that enters what is
-    shared ever again ends soon; what an `Instance` holds is bounded likewise, but a walk from one into the next may
+    shared ever again ends soon; what an `OpaqueObject` holds is bounded likewise, but a walk from one into the next may
     come back to where it began.
 
     Args:
         data: The pickle; bytes after its end are ignored.
         where: Its file, for messages.
-        persistent: Returns what stands for a persistent id; raises ValueError for one that cannot be, `Refusal` for
-            one that is not read.
-        also: Names of classes, as `module.name`, that become an `Instance` beside those that are known.
+        persistent: Returns what stands for a persistent id; raises ValueError for one that cannot be, and
+            `UnsupportedPickle` for one that is not read.
+        also: Names of classes, as `module.name`, that become an `OpaqueObject` beside those that are known.
     Raises:
         CorruptError: It is damaged, or no pickle.
         InvalidError: It names what is not on the list, or nests too deep; the message names it.
@@ -71,7 +71,7 @@ class _Machine(PickleStack):
         self._where, self._persistent, self._also = where, persistent, also
         self._left = _COPIED_BYTES_MIN + _COPIED_BYTES_PER_BYTE * len(data)
         self._hashes: dict[int, tuple[object, dict[int, int]]] = {}
-        self.instances: list[Instance] = []
+        self.instances: list[OpaqueObject] = []
 
     def run(self) -> object:
         """Return the value that the pickle ends with."""
@@ -87,7 +87,7 @@ class _Machine(PickleStack):
                 if operation is None:
                     raise ValueError(f"code {code:#04x}; expected one of a pickle's")
                 operation(self)
-        except Refusal as refusal:
+        except UnsupportedPickle as refusal:
             raise InvalidError(f"{self._where}, byte {begun}: {refusal}") from refusal
         except IndexError:
             problem = "ends too early" if self.at >= len(data) else "takes from an empty stack"
@@ -98,7 +98,7 @@ class _Machine(PickleStack):
     def _spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise Refusal("it copies the same content ever again; expected values in proportion to the file")
+            raise UnsupportedPickle("it copies the same content ever again; expected values in proportion to the file")
 
     # -- containers
 
@@ -111,7 +111,7 @@ class _Machine(PickleStack):
 
     def _extend(self, items: list[object]) -> None:
         into = self.stack[-1]
-        if isinstance(into, Instance):
+        if isinstance(into, OpaqueObject):
             if into.items is None:
                 into.items = []
             into = into.items
@@ -135,7 +135,7 @@ class _Machine(PickleStack):
         if len(items) % 2:
             raise ValueError("a key without a value")
         into = self.stack[-1]
-        if isinstance(into, Instance):
+        if isinstance(into, OpaqueObject):
             if into.items is None:
                 into.items = {}
             into = into.items
@@ -191,10 +191,10 @@ class _Machine(PickleStack):
         self.push(resolved(module, name, self._also))
 
     def extension(self) -> None:
-        raise Refusal("a class by its number in the registry of another program; save it as plain values")
+        raise UnsupportedPickle("a class by its number in the registry of another program; save it as plain values")
 
     def out_of_band(self) -> None:
-        raise Refusal("a buffer kept outside the pickle; save it without buffer_callback")
+        raise UnsupportedPickle("a buffer kept outside the pickle; save it without buffer_callback")
 
     def persid(self) -> None:
         self.push(self._persisted(self.line().decode("ascii")))
@@ -204,7 +204,7 @@ class _Machine(PickleStack):
 
     def _persisted(self, identifier: object) -> object:
         if self._persistent is None:
-            raise Refusal("a tensor or another object kept outside the pickle; expected values alone")
+            raise UnsupportedPickle("a tensor or another object kept outside the pickle; expected values alone")
         return self._persistent(identifier)
 
     def inst(self) -> None:
@@ -226,14 +226,14 @@ class _Machine(PickleStack):
             raise ValueError("keywords of a call that are no dict")
         self.reduce()
         made = self.stack[-1]
-        if keywords and not isinstance(made, Instance):
+        if keywords and not isinstance(made, OpaqueObject):
             raise ValueError("a plain value made with keywords")
-        if isinstance(made, Instance):
+        if isinstance(made, OpaqueObject):
             made.state = keywords or None
 
     def _called(self, function: object, arguments: object) -> object:
         """Return what stands for the result of a call."""
-        if not isinstance(function, Named) or type(arguments) is not tuple:
+        if not isinstance(function, GlobalName) or type(arguments) is not tuple:
             raise ValueError(f"it calls {type(function).__name__} with {type(arguments).__name__}")
         self.count_container()
         call = KNOWN_CALLS.get(function.qualname)
@@ -242,16 +242,16 @@ class _Machine(PickleStack):
         elif function.qualname == "copyreg._reconstructor":
             made = self._reconstructed(arguments)
         else:
-            made = Instance(function.qualname, arguments)
-        if isinstance(made, Instance):
+            made = OpaqueObject(function.qualname, arguments)
+        if isinstance(made, OpaqueObject):
             self.instances.append(made)
         return made
 
-    def _reconstructed(self, arguments: tuple[object, ...]) -> Instance:
+    def _reconstructed(self, arguments: tuple[object, ...]) -> OpaqueObject:
         """Stand in for the function by which protocols 0 and 1 make objects."""
-        if len(arguments) != 3 or not isinstance(arguments[0], Named):
+        if len(arguments) != 3 or not isinstance(arguments[0], GlobalName):
             raise ValueError("an object without class, base and state")
-        made = Instance(arguments[0].qualname)
+        made = OpaqueObject(arguments[0].qualname)
         if type(arguments[2]) is list or type(arguments[2]) is dict:
             self._spend(64 * len(arguments[2]))
             made.items = arguments[2].copy()
@@ -266,7 +266,7 @@ class _Machine(PickleStack):
             made.build(state)
         elif isinstance(made, np.ndarray):
             fill(made, state, self._spend)
-        elif isinstance(made, Instance):
+        elif isinstance(made, OpaqueObject):
             made.state = self._attributes(state, made.state)
         elif not isinstance(made, OrderedDict | StoredTensor):
             raise ValueError(f"it sets attributes of {type(made).__name__}")
@@ -289,7 +289,7 @@ class _Machine(PickleStack):
 _SMALL = 1 << 60
 """Integers below it are their own hash."""
 
-_WELL_HASHED = frozenset({str, bytes, Instance, bool, type(None)})
+_WELL_HASHED = frozenset({str, bytes, OpaqueObject, bool, type(None)})
 """Types of which nobody chooses values that have one hash."""
 
 _Operation = Callable[[_Machine], None]

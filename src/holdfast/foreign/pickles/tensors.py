@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TypeGuard
 
-from holdfast.foreign.pickles.objects import Refusal
+from holdfast.foreign.pickles.objects import UnsupportedPickle
 from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 
 DIMENSIONS_MAX = 64
 """What torch allows."""
@@ -16,7 +16,7 @@ _NUMBER_MAX = 1 << 62
 """Above every count of elements or bytes that a file can hold."""
 
 
-@noun
+@value_class
 class StoredStorage:
     """Memory that tensors are views of, as it lies in a file."""
 
@@ -36,7 +36,7 @@ class StoredStorage:
     """Element type, a key of `DTYPES`; empty where it is without one and every tensor tells its own."""
 
 
-@noun
+@value_class
 class StoredTensor:
     """A tensor where it lies in a file. What autograd knew of it is left out."""
 
@@ -111,7 +111,7 @@ def view_of(storage: object, offset: object, shape: object, strides: object, dty
         raise ValueError(f"a tensor of {len(shape)} lengths and {len(strides)} strides; expected at most 64 of each")
     name = dtype or storage.dtype
     if name not in DTYPES:
-        raise Refusal(f"a tensor of dtype {name or 'unknown'}; expected one of {', '.join(DTYPES)}")
+        raise UnsupportedPickle(f"a tensor of dtype {name or 'unknown'}; expected one of {', '.join(DTYPES)}")
     itemsize = DTYPES[name].itemsize
     last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     reach = 0 if 0 in shape else last + 1

@@ -1,7 +1,7 @@
 """Pickles written without the library of that name: protocol 2, for a closed set of types, as torch.save writes them.
 
-What a pickle has another program import and call is stated by `Named` and `Made`, and only by them; nothing is looked
-up or run here.
+What a pickle has another program import and call is stated by `GlobalName` and `Made`, and only by them; nothing is
+looked up or run here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import InvalidError
-from holdfast.foreign.pickles.objects import Named
+from holdfast.foreign.pickles.objects import GlobalName
 
 DEPTH_MAX = 250
 """Levels of nesting; whoever reads such a pickle may do it by recursion."""
@@ -34,7 +34,7 @@ _PYTHON_2 = {"builtins": "__builtin__"}
 class Made:
     """An object that the reader makes."""
 
-    function: Named
+    function: GlobalName
     """What it calls; with `new`, the class it makes an object of without calling it."""
 
     args: tuple[object, ...] = ()
@@ -152,7 +152,7 @@ class _Pickler:
         self.out += b"}"
         self._filled(value.items, b"u", depth)
 
-    def put_named(self, value: Named, depth: int) -> None:
+    def put_named(self, value: GlobalName, depth: int) -> None:
         if not self._recall(value):
             module, _, name = value.qualname.rpartition(".")
             self.out += f"c{_PYTHON_2.get(module, module)}\n{name}\n".encode()
@@ -199,19 +199,19 @@ class _Pickler:
 
 
 def _called(qualname: str, *args: object) -> Made:
-    return Made(Named(qualname), args)
+    return Made(GlobalName(qualname), args)
 
 
 def _reduced(value: Any) -> Made:
     """Return what numpy, dates and paths themselves say they are made of."""
     function, args, *rest = value.__reduce_ex__(2)
     module = "pathlib" if isinstance(value, pathlib.PurePath) else function.__module__
-    return Made(Named(f"{module}.{function.__qualname__}"), args, rest[0] if rest else None)
+    return Made(GlobalName(f"{module}.{function.__qualname__}"), args, rest[0] if rest else None)
 
 
 def _ordered(value: OrderedDict[object, object]) -> Made:
     """Return an ordered dict; a module's state dict keeps the versions it carries."""
-    return Made(Named("collections.OrderedDict"), (), vars(value) or None, value.items())
+    return Made(GlobalName("collections.OrderedDict"), (), vars(value) or None, value.items())
 
 
 _STAND_INS: dict[type, Callable[[Any], object]] = {
@@ -225,7 +225,7 @@ _STAND_INS: dict[type, Callable[[Any], object]] = {
     datetime.timezone: lambda value: _called("datetime.timezone", *value.__getinitargs__()),
     **dict.fromkeys((datetime.date, datetime.datetime, datetime.time, datetime.timedelta, np.ndarray), _reduced),
     **dict.fromkeys({type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUMmV"}, _reduced),
-    type: lambda value: Named(f"{value.__module__}.{value.__qualname__}"),
+    type: lambda value: GlobalName(f"{value.__module__}.{value.__qualname__}"),
 }
 
 
@@ -242,7 +242,7 @@ _WRITERS: dict[type, Callable[[_Pickler, Any, int], None]] = {
     tuple: _Pickler.put_tuple,
     list: _Pickler.put_list,
     dict: _Pickler.put_dict,
-    Named: _Pickler.put_named,
+    GlobalName: _Pickler.put_named,
     Made: _Pickler.put_made,
     Pairs: _Pickler.put_pairs,
     PersistentId: _Pickler.put_persistent,

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.foreign.pickles.constructors import STORAGE_DTYPES
-from holdfast.foreign.pickles.objects import Named, Refusal
+from holdfast.foreign.pickles.objects import GlobalName, UnsupportedPickle
 from holdfast.foreign.pickles.reader import unpickled
 from holdfast.foreign.pickles.tensors import StoredStorage, StoredTensor
 from holdfast.foreign.read import read_bytes
@@ -120,12 +120,12 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
         if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
             _damaged(identifier)
         _, kind, name, _, numel = identifier
-        if not isinstance(kind, Named) or type(name) is not str or type(numel) is not int or numel < 0:
+        if not isinstance(kind, GlobalName) or type(name) is not str or type(numel) is not int or numel < 0:
             _damaged(identifier)
         if len(name) > _STORAGE_NAME_CHARACTERS_MAX:
             raise ValueError(f"a storage whose name has {len(name)} characters; expected a number")
         if kind.qualname not in STORAGE_DTYPES:
-            raise Refusal(f"a storage of type {kind.qualname}; expected one of {', '.join(DTYPES)}")
+            raise UnsupportedPickle(f"a storage of type {kind.qualname}; expected one of {', '.join(DTYPES)}")
         dtype = STORAGE_DTYPES[kind.qualname]
         size = numel * (DTYPES[dtype].itemsize if dtype else 1)
         entry = entries.get(folder + name)

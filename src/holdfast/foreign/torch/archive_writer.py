@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from holdfast.errors import InvalidError
 from holdfast.foreign.file_layout import FileLayout, SmallTensor, TensorLeaf
 from holdfast.foreign.pickles.constructors import STORAGE_DTYPES
-from holdfast.foreign.pickles.objects import Named
+from holdfast.foreign.pickles.objects import GlobalName
 from holdfast.foreign.pickles.tensors import row_major_strides
 from holdfast.foreign.pickles.writer import Made, PersistentId, pickled
 from holdfast.geometry.dtype import DTYPES
@@ -34,10 +34,11 @@ _SUM_IN_RECORD, _SUM_IN_DESCRIPTOR = 16, 4
 _DESCRIBED, _UTF8 = 0x0008, 0x0800
 
 _STORAGES = {
-    dtype: Named(name) for name, dtype in STORAGE_DTYPES.items() if dtype and name.startswith("torch.") and "." not in
-    name.removeprefix("torch.")
-}  # fmt: skip
-_UNTYPED = Named("torch.storage.UntypedStorage")
+    dtype: GlobalName(name)
+    for name, dtype in STORAGE_DTYPES.items()
+    if dtype and name.startswith("torch.") and "." not in name.removeprefix("torch.")
+}
+_UNTYPED = GlobalName("torch.storage.UntypedStorage")
 
 
 def put_archive(layout: FileLayout, value: object) -> None:
@@ -95,21 +96,21 @@ def _tensor(tensor: TensorLeaf | SmallTensor, number: int) -> Made:
     storage = _STORAGES.get(tensor.dtype)
     count = numel * itemsize if storage is None else numel
     lies = PersistentId(("storage", storage or _UNTYPED, str(number), "cpu", count))
-    view = (lies, 0, tensor.shape, row_major_strides(tensor.shape), False, Made(Named("collections.OrderedDict")))
+    view = (lies, 0, tensor.shape, row_major_strides(tensor.shape), False, Made(GlobalName("collections.OrderedDict")))
     if storage is None:
-        return Made(Named("torch._utils._rebuild_tensor_v3"), (*view, Named(f"torch.{tensor.dtype}")))
-    return Made(Named("torch._utils._rebuild_tensor_v2"), view)
+        return Made(GlobalName("torch._utils._rebuild_tensor_v3"), (*view, GlobalName(f"torch.{tensor.dtype}")))
+    return Made(GlobalName("torch._utils._rebuild_tensor_v2"), view)
 
 
 def _framework_value(value: FrameworkValue) -> object:
     content = value.value
     if value.kind == "torch.dtype" and isinstance(content, str) and content.isidentifier():
-        return Named(f"torch.{content}")
+        return GlobalName(f"torch.{content}")
     if value.kind == "torch.size" and isinstance(content, tuple):
-        return Made(Named("torch.Size"), (content,))
+        return Made(GlobalName("torch.Size"), (content,))
     if value.kind == "torch.device" and isinstance(content, str):
         kind, _, index = content.partition(":")
-        return Made(Named("torch.device"), (kind, int(index)) if index else (kind,))
+        return Made(GlobalName("torch.device"), (kind, int(index)) if index else (kind,))
     raise InvalidError(f"a {value.kind} of {content!r:.100} stands in the state; expected what torch.save keeps")
 
 

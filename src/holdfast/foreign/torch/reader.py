@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from holdfast.errors import InvalidError
-from holdfast.foreign.pickles.objects import Instance
+from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.read import read_bytes
 from holdfast.foreign.torch.archive_reader import LEGACY_HEAD, read_torch_file
 from holdfast.foreign.torch.tensors import TorchTensors
-from holdfast.foreign.values import below, plain, require_short, tensor_holders
+from holdfast.foreign.values import below, require_short, tensor_holders, to_value
 from holdfast.ports.store import Readable
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 from holdfast.types.values import Group, Skipped, TensorRef, Value
 
 _ZIP_HEAD = b"PK\3\4"
@@ -51,7 +51,7 @@ class TorchSaveFormat:
         is_archive = head.startswith(_ZIP_HEAD) and b"/data.pkl" in head[_NAME_AT:]
         return is_archive or head.startswith(LEGACY_HEAD) or name.endswith(_SUFFIXES)
 
-    def listing(self, files: Readable, name: str) -> Listing:
+    def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return every tensor of the file, and the other values as they are nested."""
         found = read_torch_file(files, name)
         tensors = TorchTensors(files.url)
@@ -64,7 +64,7 @@ class TorchSaveFormat:
             if state.keys() == _OPTIMIZER_KEYS:
                 state = {"optimizer": state}
             tree = _Nesting(tensors, remarks, tensor_holders(state)).branch(state, "")
-        if not len(tensors) and isinstance(found.value, Instance):
+        if not len(tensors) and isinstance(found.value, OpaqueObject):
             raise InvalidError(
                 f"{files.url}/{name}: holds a {found.value.qualname} as a whole; expected its state: "
                 "torch.save(x.state_dict(), path)"
@@ -129,4 +129,4 @@ def _value(value: object, path: str, tensors: TorchTensors, remarks: list[str]) 
         tensors.add(fqn, tensor)
         return TensorRef(fqn)
 
-    return plain(value, path, refer, remarks)
+    return to_value(value, path, refer, remarks)

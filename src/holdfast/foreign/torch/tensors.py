@@ -10,7 +10,7 @@ from holdfast.errors import InvalidError
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 
 PIECES_MAX = 1 << 16
@@ -79,9 +79,9 @@ class TorchTensors:
         self._specs[fqn] = TensorSpec(fqn, tensor.dtype, tensor.shape)
         self._pieces[fqn] = list(pieces_of(tensor))
 
-    def listing(self, format_name: str, tree: Group, remarks: list[str]) -> Listing:
+    def listing(self, format_name: str, tree: Group, remarks: list[str]) -> ForeignListing:
         """Return the listing of all of them."""
-        return Listing(
+        return ForeignListing(
             format=format_name,
             tensors=self._specs,
             pieces=self._pieces,

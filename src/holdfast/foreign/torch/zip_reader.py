@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.foreign.read import read_bytes, read_ranges
-from holdfast.geometry.value_class import noun
+from holdfast.geometry.value_class import value_class
 from holdfast.ports.store import Readable
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 
@@ -32,7 +32,7 @@ _SPANS_AT_ONCE = 256
 """Ranges of one call, and so of a few mebibytes of memory."""
 
 
-@noun
+@value_class
 class ZipEntry:
     """One entry, stored as it is."""
 

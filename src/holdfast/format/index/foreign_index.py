@@ -21,7 +21,7 @@ from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.settings import MIB
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.values import Group
 
@@ -29,8 +29,8 @@ CHUNK_BYTES = 1 * MIB
 """What another system's pieces are cut to: the unit of reading."""
 
 
-def encode_adopted(manifest: Manifest, index: Index) -> list[bytes]:
-    """Return a manifest and an index of another system's files, for `decode_adopted` in the same job."""
+def encode_foreign(manifest: Manifest, index: Index) -> list[bytes]:
+    """Return a manifest and an index of another system's files, for `decode_foreign` in the same job."""
     head = {
         "origin": manifest.origin,
         "step": manifest.step,
@@ -43,8 +43,8 @@ def encode_adopted(manifest: Manifest, index: Index) -> list[bytes]:
     return [values.dumps(head), encode_index(index)]
 
 
-def decode_adopted(frames: Sequence[bytes], where: str) -> tuple[Manifest, Index]:
-    """Return what `encode_adopted` wrote down."""
+def decode_foreign(frames: Sequence[bytes], where: str) -> tuple[Manifest, Index]:
+    """Return what `encode_foreign` wrote down."""
     head, index = values.loads(frames[0]), decode_unhashed(frames[1], where)
     tree = values.decode(head["state"], "") if isinstance(head, dict) else None
     if not isinstance(head, dict) or not isinstance(tree, Group):
@@ -54,7 +54,7 @@ def decode_adopted(frames: Sequence[bytes], where: str) -> tuple[Manifest, Index
     return replace(manifest, masters=head["masters"]), index
 
 
-def adopted(listing: Listing, where: str) -> tuple[Manifest, Index]:
+def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]:
     """Return a listing as a manifest and an index; the index says nothing of what chunks hash to.
 
     Args:
@@ -113,7 +113,7 @@ def _manifest(
     )
 
 
-def _columns(listing: Listing, table: TensorTable, where: str) -> PieceColumns:
+def _columns(listing: ForeignListing, table: TensorTable, where: str) -> PieceColumns:
     packs = {name: number for number, name in enumerate(listing.files)}
     tensors: list[int] = []
     found: list[ListedPiece] = []

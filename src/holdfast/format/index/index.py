@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.errors import InvalidError
 from holdfast.format.index.columns import Ints
 from holdfast.format.index.piece_columns import PieceColumns, joined
-from holdfast.format.index.piece_lookup import Nearby
+from holdfast.format.index.piece_lookup import PieceIntervals
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
@@ -48,7 +48,7 @@ class Index:
         """
         self.chunk_bytes, self.table, self.packs, self.pieces = chunk_bytes, table, packs, pieces
         self._pieces_of: dict[str, list[Piece]] = {}
-        self._nearby: dict[str, Nearby] = {}
+        self._nearby: dict[str, PieceIntervals] = {}
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -80,7 +80,7 @@ class Index:
             return self.pieces_of(fqn)
         nearby = self._nearby.get(fqn)
         if nearby is None:
-            nearby = Nearby(self.pieces.between(first, stop), self.table.specs[fqn].global_shape)
+            nearby = PieceIntervals(self.pieces.between(first, stop), self.table.specs[fqn].global_shape)
             self._nearby[fqn] = nearby
         return self._made(self.pieces.taken(first + nearby.near(box)))
 

@@ -18,7 +18,7 @@ from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.plan import PackPlan
 
 
-class Listing:
+class IndexBuilder:
     """What a rank wrote."""
 
     def __init__(self, chunk_bytes: int, tensors: Iterable[TensorSpec] = ()) -> None:

@@ -11,7 +11,7 @@ from holdfast.format.index.piece_columns import PieceColumns
 from holdfast.geometry.box import Box
 
 
-class Nearby:
+class PieceIntervals:
     """Pieces of one tensor, ordered by the rows they touch."""
 
     def __init__(self, pieces: PieceColumns, shape: tuple[int, ...]) -> None:

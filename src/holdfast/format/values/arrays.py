@@ -8,7 +8,7 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.format.values.json_text import plain
+from holdfast.format.values.json_text import is_json_scalar
 from holdfast.format.values.scalars import base64_document, base64_value, text_document, text_value
 
 _DTYPE = re.compile(r"[<>|][biufcSUV][1-9]\d{0,9}|[<>][mM]8(\[([1-9]\d{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
@@ -60,7 +60,7 @@ def encode_scalar(scalar: np.generic) -> object:
         raise ValueError("a subclass of a numpy scalar is not kept")
     dtype = _kept(scalar.dtype)
     number: object = scalar.item() if scalar.dtype.kind in "biuf" else None
-    if number is not None and plain(number):
+    if number is not None and is_json_scalar(number):
         return {"dtype": dtype, "value": number}
     return {"dtype": dtype, "data": base64_document(scalar.tobytes())}
 

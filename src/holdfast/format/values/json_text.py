@@ -22,7 +22,7 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _INT_DIGITS_MAX = len(str(INT_MIN))
 
 
-def plain(value: object) -> bool:
+def is_json_scalar(value: object) -> bool:
     """Tell whether a value is its own document: a scalar that JSON text carries without loss.
 
     That is None, a bool, an int of 64 bits, a finite float, or a str without surrogates (JSON escapes
@@ -76,7 +76,7 @@ def _check_document(document: object) -> None:
     pending = [(document, 1)]
     while pending:
         value, depth = pending.pop()
-        if plain(value):
+        if is_json_scalar(value):
             continue
         if depth > TEXT_DEPTH_MAX:
             raise InvalidError(f"document: nested deeper than {TEXT_DEPTH_MAX}, or it contains itself")
@@ -84,7 +84,7 @@ def _check_document(document: object) -> None:
             pending.extend((item, depth + 1) for item in value)
         elif type(value) is dict:
             for key, item in value.items():
-                if type(key) is not str or not plain(key):
+                if type(key) is not str or not is_json_scalar(key):
                     raise InvalidError(f"document: key {key!r:.100} is not a str without surrogates; encode it first")
                 pending.append((item, depth + 1))
         else:

@@ -15,14 +15,14 @@ from datetime import date, datetime, time, timedelta, timezone
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
-from holdfast.format.values.json_text import INT_MAX, INT_MIN, plain
+from holdfast.format.values.json_text import INT_MAX, INT_MIN, is_json_scalar
 
 _NAN = bytes.fromhex("7ff8000000000000")
 _INT = re.compile("-?0x[1-9a-f][0-9a-f]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ScalarCodec:
     """How one type is kept."""
 
     tag: str
@@ -58,21 +58,21 @@ def base64_value(content: object, length_bytes: int | None = None) -> bytes:
 
 def text_document(text: str) -> object:
     """Return the document of a str: itself, or tagged if it holds surrogates."""
-    return text if plain(text) else {"$str": base64_document(text.encode("utf-8", "surrogatepass"))}
+    return text if is_json_scalar(text) else {"$str": base64_document(text.encode("utf-8", "surrogatepass"))}
 
 
 def text_value(document: object) -> str:
     """Return the str of a document that must be one."""
     if type(document) is dict and document.keys() == {"$str"}:
         return _decode_str(document["$str"])
-    if type(document) is not str or not plain(document):
+    if type(document) is not str or not is_json_scalar(document):
         raise ValueError("expected text without surrogates")
     return document
 
 
 def _decode_str(content: object) -> str:
     text = base64_value(content).decode("utf-8", "surrogatepass")
-    if plain(text):
+    if is_json_scalar(text):
         raise ValueError("tagged text holds no surrogate")
     return text
 
@@ -194,7 +194,7 @@ def _decode_timedelta(content: object) -> timedelta:
     return span
 
 
-def _path_leaf(tag: str, kind: type[PurePath]) -> Leaf:
+def _path_leaf(tag: str, kind: type[PurePath]) -> ScalarCodec:
     def encode(path: PurePath) -> object:
         text = str(path)
         if kind(text) != path:
@@ -204,20 +204,20 @@ def _path_leaf(tag: str, kind: type[PurePath]) -> Leaf:
     def decode(content: object) -> PurePath:
         return kind(text_value(content))
 
-    return Leaf(tag, encode, decode)
+    return ScalarCodec(tag, encode, decode)
 
 
-LEAVES: dict[type, Leaf] = {
-    str: Leaf("$str", lambda text: base64_document(text.encode("utf-8", "surrogatepass")), _decode_str),
-    int: Leaf("$int", _encode_int, _decode_int),
-    float: Leaf("$float", _encode_float, _decode_float),
-    complex: Leaf("$complex", _encode_complex, _decode_complex),
-    bytes: Leaf("$bytes", base64_document, base64_value),
-    bytearray: Leaf("$bytearray", base64_document, lambda content: bytearray(base64_value(content))),
-    datetime: Leaf("$datetime", _encode_moment, _decode_datetime),
-    date: Leaf("$date", date.isoformat, _decode_date),
-    time: Leaf("$time", _encode_moment, _decode_time),
-    timedelta: Leaf("$timedelta", _encode_timedelta, _decode_timedelta),
+LEAVES: dict[type, ScalarCodec] = {
+    str: ScalarCodec("$str", lambda text: base64_document(text.encode("utf-8", "surrogatepass")), _decode_str),
+    int: ScalarCodec("$int", _encode_int, _decode_int),
+    float: ScalarCodec("$float", _encode_float, _decode_float),
+    complex: ScalarCodec("$complex", _encode_complex, _decode_complex),
+    bytes: ScalarCodec("$bytes", base64_document, base64_value),
+    bytearray: ScalarCodec("$bytearray", base64_document, lambda content: bytearray(base64_value(content))),
+    datetime: ScalarCodec("$datetime", _encode_moment, _decode_datetime),
+    date: ScalarCodec("$date", date.isoformat, _decode_date),
+    time: ScalarCodec("$time", _encode_moment, _decode_time),
+    timedelta: ScalarCodec("$timedelta", _encode_timedelta, _decode_timedelta),
     type(Path()): _path_leaf("$path", type(Path())),
     PurePosixPath: _path_leaf("$pure_posix_path", PurePosixPath),
     PureWindowsPath: _path_leaf("$pure_windows_path", PureWindowsPath),

@@ -15,12 +15,12 @@ import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.values.arrays import decode_array, decode_scalar, encode_array, encode_scalar
-from holdfast.format.values.json_text import dumps, loads, plain
-from holdfast.format.values.scalars import LEAVES, Leaf, text_document, text_value
+from holdfast.format.values.json_text import dumps, is_json_scalar, loads
+from holdfast.format.values.scalars import LEAVES, ScalarCodec, text_document, text_value
 from holdfast.settings import MIB
 from holdfast.types.values import FrameworkValue, Group, GroupKind, PerRankRef, Skipped, TensorRef
 
-__all__ = ["DEPTH_MAX", "ENCODED_BYTES_MAX", "decode", "dumps", "encode", "loads", "plain"]
+__all__ = ["DEPTH_MAX", "ENCODED_BYTES_MAX", "decode", "dumps", "encode", "is_json_scalar", "loads"]
 
 DEPTH_MAX = 200
 """Arrays and objects of the document around one value; leaves room for an envelope within `TEXT_DEPTH_MAX`."""
@@ -31,14 +31,14 @@ ENCODED_BYTES_MAX = 64 * MIB
 _VALUE_BYTES = 8
 """What each value counts beside its content, so that a container shared ever again cannot grow without end."""
 
-_LEAVES: dict[type, Leaf] = {
+_LEAVES: dict[type, ScalarCodec] = {
     **LEAVES,
-    np.ndarray: Leaf("$ndarray", encode_array, decode_array),
-    TensorRef: Leaf("$tensor", lambda ref: _name(ref.fqn), lambda content: TensorRef(text_value(content))),
-    PerRankRef: Leaf("$per_rank", lambda ref: _name(ref.path), lambda content: PerRankRef(text_value(content))),
-    Skipped: Leaf("$skipped", lambda gap: _name(gap.path), lambda content: Skipped(text_value(content))),
+    np.ndarray: ScalarCodec("$ndarray", encode_array, decode_array),
+    TensorRef: ScalarCodec("$tensor", lambda ref: _name(ref.fqn), lambda content: TensorRef(text_value(content))),
+    PerRankRef: ScalarCodec("$per_rank", lambda ref: _name(ref.path), lambda content: PerRankRef(text_value(content))),
+    Skipped: ScalarCodec("$skipped", lambda gap: _name(gap.path), lambda content: Skipped(text_value(content))),
 }
-_SCALAR = Leaf("$scalar", encode_scalar, decode_scalar)
+_SCALAR = ScalarCodec("$scalar", encode_scalar, decode_scalar)
 _LEAF_OF_TAG = {leaf.tag: leaf for leaf in (*_LEAVES.values(), _SCALAR)}
 _GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
 _KEY_TYPES = (str, int, float, bool, type(None))
@@ -99,7 +99,7 @@ class _Encoder:
 
     def encode(self, value: object, path: str, depth: int) -> object:
         kind = type(value)
-        if plain(value):
+        if is_json_scalar(value):
             self._charge(value, path)
             return value
         if depth > DEPTH_MAX:
@@ -139,7 +139,7 @@ class _Encoder:
         return sorted((self.encode(member, _below(path, member), depth) for member in members), key=dumps)
 
     def _dict(self, content: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
-        if all(type(key) is str and plain(key) and not key.startswith("$") for key in content):
+        if all(type(key) is str and is_json_scalar(key) and not key.startswith("$") for key in content):
             document = {}
             for key, value in content.items():
                 assert isinstance(key, str)
@@ -246,13 +246,13 @@ def _refuse(value: object, path: str) -> NoReturn:
 
 
 def _decode(document: object, path: str, depth: int) -> object:
-    if plain(document):
+    if is_json_scalar(document):
         return document
     if depth > DEPTH_MAX:
         raise CorruptError(f"{path}: nested deeper than {DEPTH_MAX} levels of JSON")
     if type(document) is list:
         return _decode_list(document, path, depth)
-    if type(document) is not dict or not all(type(key) is str and plain(key) for key in document):
+    if type(document) is not dict or not all(type(key) is str and is_json_scalar(key) for key in document):
         raise CorruptError(f"{path}: {document!r:.80} of type {_type_name(document)} is no document of a value")
     if not any(key.startswith("$") for key in document):
         return {key: _decode(item, _below(path, key), depth + 1) for key, item in document.items()}

@@ -22,7 +22,7 @@ _TAG = 0x686F6C64
 """Keeps what ranks pass each other apart from messages that the training script has under way."""
 
 
-class TorchBoard:
+class TorchKeyValueStore:
     """A c10d store, seen by every thread through a connection of its own.
 
     A blocking wait holds a c10d connection for its whole length, so threads must not share one.
@@ -139,7 +139,7 @@ class ProcessGroupComm:
         # the same reason, for on the rank that hosts it the host lives only as long as somebody holds it.
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._default_store = dist.distributed_c10d._get_default_store()
-        self._board = TorchBoard(PrefixStore("holdfast", self._default_store))
+        self._key_value_store = TorchKeyValueStore(PrefixStore("holdfast", self._default_store))
         members = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
         self._rank_of_global = {each: number for number, each in enumerate(members)}
         self._first = 0 if group is None else dist.get_global_rank(group, 0)
@@ -155,9 +155,9 @@ class ProcessGroupComm:
         return self._world_size
 
     @property
-    def board(self) -> TorchBoard:
+    def key_value_store(self) -> TorchKeyValueStore:
         """The key-value store of the job."""
-        return self._board
+        return self._key_value_store
 
     def rank_of_global(self, rank: int) -> int | None:
         """Return the group's rank of a global rank, or None if it is not a member."""

@@ -48,7 +48,7 @@ class FencedObjects:
         _settling[id(settle)] = settle
 
 
-def settle_all() -> None:
+def wait_for_all_copies() -> None:
     """Wait until nothing more is read from any state."""
     for key, settle in list(_settling.items()):
         settle()
@@ -59,7 +59,7 @@ class _Hook:
     """Settles, whatever it is called with; one object, which copies and pickles of a module do not multiply."""
 
     def __init__(self) -> None:
-        self.settle: Callable[[], None] = settle_all
+        self.settle: Callable[[], None] = wait_for_all_copies
 
     def __call__(self, *_: object) -> None:
         if _settling:
@@ -83,7 +83,7 @@ _HOOK = _Hook()
 @cache
 def _hook_every_step() -> None:
     # A compiled step is not to trace the waiting, nor what tells of changes. Only now, since it loads the compiler.
-    _HOOK.settle = torch.compiler.disable(settle_all)  # type: ignore[no-untyped-call]
+    _HOOK.settle = torch.compiler.disable(wait_for_all_copies)  # type: ignore[no-untyped-call]
     handle = register_optimizer_step_pre_hook(_HOOK)
     hooks = handle.hooks_dict_ref()
     if hooks is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.frameworks.torch.fence import settle_all
+from holdfast.frameworks.torch.fence import wait_for_all_copies
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.state.collect import collect
 from holdfast.frameworks.torch.state.restore import TorchRestoration
@@ -24,5 +24,5 @@ class TorchFramework:
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> Restoration:
         """Work out what a state wants of a checkpoint, touching no value of it."""
         # What is about to be filled may still be being saved.
-        settle_all()
+        wait_for_all_copies()
         return TorchRestoration(state, catalog, selection, self._ranks)

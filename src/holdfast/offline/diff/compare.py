@@ -9,10 +9,10 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE
 from holdfast.engine.casting import common_type
 from holdfast.engine.compare import Measure
-from holdfast.engine.parallel_map import each_in_flight
+from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.offline.diff.values import value_diffs
-from holdfast.plan.compare import Window, batches, unsettled
+from holdfast.plan.compare import CompareWindow, batches, unsettled
 from holdfast.ports.observer import Observer
 from holdfast.types.diff import Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.types.events import Progress
@@ -39,7 +39,7 @@ def differences(
     Raises:
         CorruptError: Stored bytes are not what was saved.
     """
-    names = _Names(a, b, chosen)
+    names = _TensorNames(a, b, chosen)
     pairs = [_pair(number, a, b, *each, cast=cast, full=full) for number, each in enumerate(names.pairs())]
     read_bytes = _measure(pairs, a, b, observer)
     return Diff(
@@ -69,7 +69,7 @@ def _kept(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
     return {f"{path}[rank {rank}]": value for path, value in checkpoint.per_rank(rank).items()}
 
 
-class _Names:
+class _TensorNames:
     """Every name of two checkpoints, and the stored tensor it stands for in each."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, chosen: Callable[[str], bool] | None) -> None:
@@ -120,7 +120,7 @@ class _Pair:
     """What is known before anything is read."""
     common: str
     """The type both are widened to; empty for one type."""
-    windows: list[Window]
+    windows: list[CompareWindow]
     settled_bytes: int
     measure: Measure | None = field(default=None)
 
@@ -172,7 +172,7 @@ def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observe
     """Read and compare every window; return the bytes read of both."""
     from_a, from_b = a.source, b.source
 
-    def compare(batch: tuple[Window, ...]) -> tuple[dict[int, Measure], int, int]:
+    def compare(batch: tuple[CompareWindow, ...]) -> tuple[dict[int, Measure], int, int]:
         of = [pairs[window.number] for window in batch]
         ours, read_a = from_a.read([(p.a.fqn, w) for p, w in zip(of, batch, strict=True)], [p.a.dtype for p in of])
         theirs, read_b = from_b.read([(p.b.fqn, w) for p, w in zip(of, batch, strict=True)], [p.b.dtype for p in of])
@@ -181,19 +181,19 @@ def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observe
             measures.setdefault(window.number, Measure()).add(own, other, pair.common)
         return measures, read_a + read_b, sum(window.bytes for window in batch)
 
-    def bytes_of(window: Window) -> int:
+    def bytes_of(window: CompareWindow) -> int:
         pair = pairs[window.number]
         return (window.stop - window.start) * max(pair.a.itemsize, pair.b.itemsize)
 
     total = sum(window.bytes for pair in pairs for window in pair.windows)
     done = read_bytes = 0
     if observer is not None:
-        observer.hear(Progress(0, total))
+        observer.on_event(Progress(0, total))
     work = batches((pair.windows for pair in pairs), BATCH_BYTES, bytes_of)
-    for measures, read, compared in each_in_flight(compare, work, BATCHES_AT_ONCE):
+    for measures, read, compared in ordered_parallel_map(compare, work, BATCHES_AT_ONCE):
         for number, measured in measures.items():
             pairs[number].take(measured)
         done, read_bytes = done + compared, read_bytes + read
         if observer is not None:
-            observer.hear(Progress(done, total))
+            observer.on_event(Progress(done, total))
     return read_bytes

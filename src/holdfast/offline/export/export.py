@@ -27,7 +27,7 @@ from holdfast.ports.foreign import Writer
 from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.events import Progress
-from holdfast.types.export import ExportContent, ExportFile, ExportOptions, Window, WindowPlan
+from holdfast.types.export import ExportContent, ExportFile, ExportOptions, ExportWindow, WindowPlan
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class ExportReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ExportShare:
     """What one worker does of an export; plain values, so that it can be told to another process."""
 
     number: int
@@ -154,7 +154,7 @@ class Export:
         """Bytes of all files."""
         return sum(file.bytes for file in self.files)
 
-    def carry_out(self, share: Share, told: Told) -> None:
+    def execute(self, share: ExportShare, told: Told) -> None:
         """Make a share's windows, and return once all are durable and written down.
 
         Raises:
@@ -172,7 +172,7 @@ class Export:
         try:
             longest = max(window.bytes for window in windows)
             writer = WindowWriter(self._open, lambda done: journal.append(_encode(done)), told, self._clock, longest)
-            writer.carry_out(self._window_plans(windows, settings), source)
+            writer.execute(self._window_plans(windows, settings), source)
         finally:
             journal.close()
         self.require_unchanged()
@@ -233,7 +233,7 @@ class Export:
     def _open(self, number: int) -> OutputFile:
         return self._destination.open(self.files[number].name)
 
-    def _window_plans(self, windows: Sequence[Window], settings: Settings) -> Iterator[WindowPlan]:
+    def _window_plans(self, windows: Sequence[ExportWindow], settings: Settings) -> Iterator[WindowPlan]:
         for window in windows:
             plan, start, stop = self._plans[window.file], window.start, window.stop
             fills = tuple(plan.fills(start, stop))
@@ -242,7 +242,7 @@ class Export:
             yield WindowPlan(window, tuple(plan.literals(start, stop)), fills, reads, tuple(plan.sums(start, stop)))
 
 
-Crew = Callable[[Sequence[Share], Told], None]
+WorkerPool = Callable[[Sequence[ExportShare], Told], None]
 """Has every share carried out, each in a process of its own."""
 
 
@@ -251,7 +251,7 @@ def carry_out_export(
     destination: Destination,
     request: ExportRequest,
     clock: Clock,
-    crew: Crew | None = None,
+    crew: WorkerPool | None = None,
     observer: Observer | None = None,
 ) -> ExportReport:
     """Make the files, or go on where an earlier call was stopped, and have them appear.
@@ -284,7 +284,7 @@ def carry_out_export(
         progress = _Progress(export.bytes, sum(each.window.bytes for each in done), observer)
         resumed_bytes = progress.done_bytes
         shares = [
-            Share(
+            ExportShare(
                 number=number,
                 count=request.workers,
                 window_bytes=window_bytes,
@@ -299,7 +299,7 @@ def carry_out_export(
             destination.journal(share.journal).close()
         if crew is None:
             for share in shares:
-                export.carry_out(share, progress.told)
+                export.execute(share, progress.told)
         else:
             crew(shares, progress.told)
         export.finish(_journalled(destination)[0])
@@ -337,7 +337,7 @@ class _Progress:
             self.done_bytes += written_bytes
             self.read_bytes += read_bytes
             if self._observer is not None:
-                self._observer.hear(Progress(self.done_bytes, self._total_bytes))
+                self._observer.on_event(Progress(self.done_bytes, self._total_bytes))
 
 
 def _report(
@@ -389,4 +389,4 @@ def _decode(data: bytes) -> Iterator[DoneWindow]:
     for line in data.split(b"\n")[:-1]:
         document = json.loads(line)
         sums = [(number, start, stop, crc) for number, start, stop, crc in document["sums"]]
-        yield DoneWindow(Window(**document["window"]), tuple(sums))
+        yield DoneWindow(ExportWindow(**document["window"]), tuple(sums))

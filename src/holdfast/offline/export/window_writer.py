@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.clock import Clock
-from holdfast.engine.buffers import Slabs
+from holdfast.engine.buffers import BufferPool
 from holdfast.engine.casting import cast
-from holdfast.engine.read import carry_out
+from holdfast.engine.read import execute
 from holdfast.errors import CheckpointError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
@@ -24,7 +24,7 @@ from holdfast.ports.destination import OutputFile
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
-from holdfast.types.export import Fill, Window, WindowPlan
+from holdfast.types.export import ExportWindow, Fill, WindowPlan
 
 WINDOWS = 4
 """Windows that exist at once: one is filled while others are written or wait for it."""
@@ -42,7 +42,7 @@ _SYNC_SECONDS = 1.0
 class DoneWindow:
     """A window that is durable."""
 
-    window: Window
+    window: ExportWindow
     """Where it lies."""
 
     sums: tuple[tuple[int, int, int, int], ...]
@@ -87,12 +87,12 @@ class WindowWriter:
             window_bytes: What a window has at most.
         """
         self._files, self._durable, self._told, self._clock = files, durable, written, clock
-        self._slabs = Slabs(WINDOWS, window_bytes)
+        self._slabs = BufferPool(WINDOWS, window_bytes)
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[DoneWindow, OutputFile]] = []
         self._synced_at = clock.monotonic_seconds()
 
-    def carry_out(self, windows: Iterable[WindowPlan], source: ExportSource) -> None:
+    def execute(self, windows: Iterable[WindowPlan], source: ExportSource) -> None:
         """Fill and write every window, and return once all are durable.
 
         What is durable when it fails has been told.
@@ -100,7 +100,7 @@ class WindowWriter:
         Raises:
             CheckpointError: Something could not be read or written.
         """
-        read_slabs = Slabs(source.settings.windows_in_flight, source.read_slab_bytes)
+        read_slabs = BufferPool(source.settings.windows_in_flight, source.read_slab_bytes)
         writes: list[Future[None]] = []
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="holdfast-export") as threads:
             try:
@@ -165,7 +165,7 @@ class WindowWriter:
             self._synced_at = self._clock.monotonic_seconds()
 
 
-def _filled(plan: WindowPlan, slab: memoryview, source: ExportSource, read_slabs: Slabs) -> DoneWindow:
+def _filled(plan: WindowPlan, slab: memoryview, source: ExportSource, read_slabs: BufferPool) -> DoneWindow:
     """Fill a slab with a window's bytes."""
     window = plan.window
     memory = slab[: window.bytes]
@@ -174,7 +174,7 @@ def _filled(plan: WindowPlan, slab: memoryview, source: ExportSource, read_slabs
     for at, data in plan.literals:
         memory[at : at + len(data)] = data
     targets = [_target(fill, memory, source.dtypes[fill.tensor.fqn]) for fill in plan.fills]
-    carry_out(plan.reads, source.packs, targets, source.settings, read_slabs)
+    execute(plan.reads, source.packs, targets, source.settings, read_slabs)
     for fill, target in zip(plan.fills, targets, strict=True):
         if target.cut is not None:
             memory[fill.at : fill.at + fill.bytes] = target.cut[fill.skipped : fill.skipped + fill.bytes]

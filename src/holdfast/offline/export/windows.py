@@ -12,14 +12,14 @@ from typing import Generic, TypeVar
 from holdfast.errors import InvalidError
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import run_boxes
-from holdfast.types.export import Checksum, ExportFile, ExportTensor, Fill, Window
+from holdfast.types.export import Checksum, ExportFile, ExportTensor, ExportWindow, Fill
 
 _Part = TypeVar("_Part")
 
 
 def windows_of(
     files: Sequence[ExportFile], window_bytes: int, done: Iterable[tuple[int, int, int]] = ()
-) -> list[Window]:
+) -> list[ExportWindow]:
     """Return windows that cover every byte of every file exactly once, without what is done already.
 
     Args:
@@ -36,13 +36,13 @@ def windows_of(
         for start, stop in [*sorted(by_file.get(number, ())), (file.bytes, file.bytes)]:
             while at < start:
                 end = min((at // window_bytes + 1) * window_bytes, start)
-                windows.append(Window(number, at, end))
+                windows.append(ExportWindow(number, at, end))
                 at = end
             at = max(at, stop)
     return windows
 
 
-def share_of(windows: Sequence[Window], number: int, count: int) -> Sequence[Window]:
+def share_of(windows: Sequence[ExportWindow], number: int, count: int) -> Sequence[ExportWindow]:
     """Return what one of several who work beside each other makes; all shares together are all windows, each once."""
     return windows[number::count]
 

@@ -15,18 +15,18 @@ from typing import Any
 
 from holdfast.coordination.job import error_from, error_text
 from holdfast.errors import UnavailableError
-from holdfast.offline.export.export import Export, Share, Told
+from holdfast.offline.export.export import Export, ExportShare, Told
 
 Start = Callable[[], "subprocess.Popen[str]"]
-"""Starts a process that calls `answer` with the first line of its standard input, and says what that says."""
+"""Starts a process that calls `worker_main` with the first line of its standard input, and says what that says."""
 
 
-def have_carried_out(start: Start, request: dict[str, object], shares: Sequence[Share], told: Told) -> None:
+def run_workers(start: Start, request: dict[str, object], shares: Sequence[ExportShare], told: Told) -> None:
     """Have every share carried out by a process of its own, and return once all are.
 
     Args:
         start: Starts one process.
-        request: What `answer` is given beside the share, in plain values.
+        request: What `worker_main` is given beside the share, in plain values.
         shares: One for each process.
         told: Told of what all of them do.
     Raises:
@@ -98,7 +98,7 @@ def _listen(worker: subprocess.Popen[str], number: int, heard: queue.SimpleQueue
     heard.put((number, None))
 
 
-def answer(line: str, export_of: Callable[[dict[str, Any]], Export]) -> int:
+def worker_main(line: str, export_of: Callable[[dict[str, Any]], Export]) -> int:
     """Carry out the share that a line asks for, and say how it goes; return an exit status.
 
     Ends the process at once when standard input does: whoever asked is gone.
@@ -115,7 +115,7 @@ def answer(line: str, export_of: Callable[[dict[str, Any]], Export]) -> int:
             sys.stdout.flush()
 
     try:
-        export_of(request).carry_out(Share(**share), lambda written, read: say(written=written, read=read))
+        export_of(request).execute(ExportShare(**share), lambda written, read: say(written=written, read=read))
     except Exception as error:  # noqa: BLE001 - whoever asked raises it
         say(error=error_text(error))
         return 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place, require_no_checkpoint
+from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.coordination.job import Job
 from holdfast.engine.write import PackWriter
 from holdfast.errors import InvalidError
@@ -15,7 +15,7 @@ from holdfast.format.names import MANIFEST_FILE
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region, flat_run
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
-from holdfast.leases.writer import Tenure
+from holdfast.leases.writer import WriterLease
 from holdfast.offline.export.export import ExportReport
 from holdfast.offline.imports.stored_source import PieceReader, StoredSource
 from holdfast.ports.framework import Collected, LocalShard
@@ -30,7 +30,11 @@ from holdfast.types.values import per_rank_paths
 
 
 def saved_again(
-    source: Checkpoint, place: Place, job: Job, observer: Observer | None = None, tenure: Tenure | None = None
+    source: Checkpoint,
+    location: CheckpointLocation,
+    job: Job,
+    observer: Observer | None = None,
+    tenure: WriterLease | None = None,
 ) -> SaveReport:
     """Save what a checkpoint holds once more, through the way every save goes; its bytes are read once and checked.
 
@@ -50,14 +54,14 @@ def saved_again(
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     assert job.comm.world_size == 1, "one process copies"
-    assert (place.step is None) == (tenure is None), "steps are written under an epoch, and nothing else is"
-    if place.step is not None:
-        require_no_checkpoint(place.store)
+    assert (location.step is None) == (tenure is None), "steps are written under an epoch, and nothing else is"
+    if location.step is not None:
+        require_no_checkpoint(location.store)
 
-    def claim(place: Place) -> dict[str, object]:
+    def claim(location: CheckpointLocation) -> dict[str, object]:
         if tenure is not None:
-            return claimed(place, tenure, job.clock)
-        place.require_empty()
+            return claimed(location, tenure, job.clock)
+        location.require_empty()
         return {"run_id": job.clock.random_bytes(8).hex()}
 
     def collect() -> Collected:
@@ -67,13 +71,13 @@ def saved_again(
         """Return that it continues no checkpoint; asked once everything is copied, before it is committed."""
         source.require_unchanged()
 
-    writer = PackWriter(place.store, job.settings)
+    writer = PackWriter(location.store, job.settings)
     manifest = source.manifest
     inherited: dict[str, object] = {"origin": source.origin, "masters": manifest.masters, "metrics": manifest.metrics}
     if manifest.health is not None:
         # What was found when it was saved: a copy knows no roles, and no checkpoint before it.
         inherited["health"] = encode_health(manifest.health)
-    save = Save(job, place, writer, claim, continued, lambda *_: None, awaited=True, inherited=inherited)
+    save = Save(job, location, writer, claim, continued, lambda *_: None, awaited=True, inherited=inherited)
     report = save.begin(collect).wait()
     assert report is not None, "committed comes with a report"
     return report
@@ -85,7 +89,7 @@ def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | No
     Arguments and errors as `saved_again`.
     """
     start = job.clock.monotonic_seconds()
-    report = saved_again(source, Place(store, "", None), job, observer)
+    report = saved_again(source, CheckpointLocation(store, "", None), job, observer)
     made = read_manifest(store, "")
     overviews = () if made.overview is None else (made.overview,)
     files = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from holdfast.engine.buffers import Slabs
-from holdfast.engine.parallel_map import each_in_flight
+from holdfast.engine.buffers import BufferPool
+from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.format.digest import digest_of
 from holdfast.format.index.columns import Ints, firsts, positions
 from holdfast.format.index.index import Index
@@ -39,7 +39,7 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
     )
     row_of = row_of.reshape(-1)
     run_bytes_max = max(settings.read_window_bytes, chunk_bytes)
-    slabs = Slabs(settings.windows_in_flight, run_bytes_max + 2 * PAGE_BYTES)
+    slabs = BufferPool(settings.windows_in_flight, run_bytes_max + 2 * PAGE_BYTES)
 
     def digests_of(run: _Run) -> tuple[bytes, int]:
         stored = packs(index.packs[run.pack])
@@ -49,11 +49,11 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
         return b"".join(found), run.stop - run.start
 
     done, total, found = 0, int(rows[:, 2].sum()), bytearray()
-    for digests, count in each_in_flight(digests_of, _runs(rows, chunk_bytes, run_bytes_max)):
+    for digests, count in ordered_parallel_map(digests_of, _runs(rows, chunk_bytes, run_bytes_max)):
         found += digests
         done += count
         if observer is not None:
-            observer.hear(Progress(done, total))
+            observer.on_event(Progress(done, total))
     row_chunks = -(-rows[:, 2] // chunk_bytes)
     at = positions(firsts(row_chunks), row_of)
     taken = np.frombuffer(found, dtype=f"V{DIGEST_BYTES}")[at]

@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.format.names import step_folder
-from holdfast.leases.writer import Tenure
+from holdfast.leases.writer import WriterLease
 from holdfast.offline.imports.copy import saved_again
 from holdfast.offline.imports.reference import referenced
 from holdfast.ports.observer import Observer
@@ -45,8 +45,8 @@ class ImportReport:
     copied: bool
     """Whether they were copied into packs of the run."""
 
-    reference_roots: tuple[str, ...]
-    """Where they were not: the folders that whoever reads the step must allow in `Settings.reference_roots`."""
+    allowed_roots: tuple[str, ...]
+    """Where they were not: the folders that whoever reads the step must allow in `Settings.allowed_roots`."""
 
     seconds: float
     """From the call until it was committed."""
@@ -74,26 +74,26 @@ def import_step(
     if step is None:
         raise InvalidError(f"{source.url}: tells no step; expected one. Say which it becomes: --step N, or step=N")
     require_step(step)
-    place = Place(store, step_folder(step), step)
-    tenure = Tenure(store, job.clock, job.settings.lease_seconds)
+    location = CheckpointLocation(store, step_folder(step), step)
+    tenure = WriterLease(store, job.clock, job.settings.lease_seconds)
     try:
         if copied:
-            attempt = saved_again(source, place, job, observer, tenure).attempt
+            attempt = saved_again(source, location, job, observer, tenure).attempt
             roots: set[str] = set()
         else:
-            attempt = referenced(source, place, tenure, job.clock, job.settings, observer)
+            attempt = referenced(source, location, tenure, job.clock, job.settings, observer)
             roots = {source.packs(pack.name).files.url.removeprefix("file://") for pack in source.manifest.packs}
     finally:
         tenure.release()
     report = ImportReport(
         step=step,
-        url=place.url,
+        url=location.url,
         attempt=attempt,
         origin=source.origin,
         tensors=source.manifest.tensors,
         bytes=source.manifest.tensor_bytes,
         copied=copied,
-        reference_roots=tuple(sorted(roots)),
+        allowed_roots=tuple(sorted(roots)),
         seconds=job.clock.monotonic_seconds() - start,
     )
     logger.info("imported %s as step %d: %d bytes in %.2f s", source.url, step, report.bytes, report.seconds)

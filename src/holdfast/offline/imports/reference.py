@@ -6,15 +6,15 @@ import logging
 from collections.abc import Mapping
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import Place, require_no_checkpoint
-from holdfast.clock import Clock, told_time
+from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.index.index import Index
 from holdfast.format.manifest import encode_manifest
 from holdfast.format.names import is_file_url
 from holdfast.format.pack import pack_digest
 from holdfast.format.values import values
-from holdfast.leases.writer import Tenure
+from holdfast.leases.writer import WriterLease
 from holdfast.offline.imports.hash_chunks import digested
 from holdfast.ports.observer import Observer
 from holdfast.repository.catalog import check_size
@@ -28,7 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def referenced(
-    source: Checkpoint, place: Place, tenure: Tenure, clock: Clock, settings: Settings, observer: Observer | None = None
+    source: Checkpoint,
+    location: CheckpointLocation,
+    tenure: WriterLease,
+    clock: Clock,
+    settings: Settings,
+    observer: Observer | None = None,
 ) -> str:
     """Publish a step whose tensors lie in another system's files; return the attempt's id.
 
@@ -53,12 +58,12 @@ def referenced(
             f"{source.url}: a checkpoint of Holdfast; expected another system's, to be referenced. Copy it (--copy, "
             "copy=True), or load it where it is"
         )
-    require_no_checkpoint(place.store)
-    place.require_empty()
-    name = f"import of step {place.step}"
+    require_no_checkpoint(location.store)
+    location.require_empty()
+    name = f"import of step {location.step}"
     for pack in source.manifest.packs:
         url = source.packs(pack.name).url
-        if not is_file_url(url) or not values.plain(url):
+        if not is_file_url(url) or not values.is_json_scalar(url):
             raise InvalidError(
                 f"{url[:300]!r}: expected a path of plain text, to be written down. Import it with --copy"
             )
@@ -66,19 +71,19 @@ def referenced(
     files = _records(source, index)
     attempt, written = clock.random_bytes(8).hex(), list[str]()
     try:
-        note = claimed(place, tenure, clock)
-        data = _manifest(source, place, clock, note, attempt, index, files, settings, written)
+        note = claimed(location, tenure, clock)
+        data = _manifest(source, location, clock, note, attempt, index, files, settings, written)
         source.require_unchanged()
-        published(place, data, tenure.epoch)
+        published(location, data, tenure.epoch)
     except (PublishFailed, PublishedLate) as failure:
         raise UnavailableError(
-            f"{name}: outcome unknown: {failure}. The step may or may not be at {place.url}; nothing was removed. Look "
-            "there (holdfast ls) before importing again"
+            f"{name}: outcome unknown: {failure}. The step may or may not be at {location.url}; nothing was removed. "
+            "Look there (holdfast ls) before importing again"
         ) from failure
     except BaseException:
-        _remove(place, written, name)
+        _remove(location, written, name)
         raise
-    sweep(place, attempt, name, tenure.epoch)
+    sweep(location, attempt, name, tenure.epoch)
     return attempt
 
 
@@ -97,7 +102,7 @@ def _records(source: Checkpoint, index: Index) -> tuple[FileRecord, ...]:
 
 def _manifest(
     source: Checkpoint,
-    place: Place,
+    location: CheckpointLocation,
     clock: Clock,
     note: Mapping[str, object],
     attempt: str,
@@ -110,13 +115,13 @@ def _manifest(
     listed = source.manifest
     # With an overview, tensors may not have more bytes than the files; tied ones do.
     is_tied = listed.tensor_bytes > sum(file.bytes for file in files)
-    indexes, overview = written_index(place, attempt, index, settings, written, whole=is_tied)
+    indexes, overview = written_index(location, attempt, index, settings, written, whole=is_tied)
     return encode_manifest(
         Manifest(
             run_id=str(note["run_id"]),
-            step=place.step,
+            step=location.step,
             attempt=attempt,
-            created=told_time(clock),
+            created=utc_now_text(clock),
             parent=None,
             world_size=listed.world_size,
             layouts=(),
@@ -136,8 +141,8 @@ def _manifest(
     )
 
 
-def _remove(place: Place, keys: list[str], name: str) -> None:
+def _remove(location: CheckpointLocation, keys: list[str], name: str) -> None:
     try:
-        place.store.delete(keys)
+        location.store.delete(keys)
     except CheckpointError as error:
         logger.warning("%s: files of the failed attempt stay for now: %s", name, error)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Self
 
-from holdfast.engine.buffers import new_slab
+from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import new_digest
 from holdfast.geometry.region import Region
@@ -32,7 +32,7 @@ class PieceReader:
             observer: Told of progress.
         """
         self._packs, self._total_bytes, self._observer = packs, total_bytes, observer
-        self._slab = new_slab(_READ_BYTES + 2 * PAGE_BYTES)
+        self._slab = allocate_aligned(_READ_BYTES + 2 * PAGE_BYTES)
         self._done_bytes = 0
         self._digest = new_digest()
         self._checked: tuple[Piece | None, int] = None, 0
@@ -60,7 +60,7 @@ class PieceReader:
             self._check(piece, start, target, stored.url)
         self._done_bytes += len(target)
         if self._observer is not None:
-            self._observer.hear(Progress(self._done_bytes, self._total_bytes))
+            self._observer.on_event(Progress(self._done_bytes, self._total_bytes))
 
     def _check(self, piece: Piece, start: int, data: memoryview, where: str) -> None:
         """Hold bytes against the digests of their chunks; a chunk that goes on is checked with its last byte."""

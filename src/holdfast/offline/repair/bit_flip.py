@@ -12,7 +12,7 @@ _BODY_BYTES_MAX = 1 << 17
 """The work grows with the square; a text of this size takes some ten seconds."""
 
 
-def mended(data: bytes) -> bytes | None:
+def correct_bit_flip(data: bytes) -> bytes | None:
     """Return what a sealed text was before one of its bits was flipped; None if that is not what happened to it."""
     if not _TAIL_BYTES < len(data) <= _BODY_BYTES_MAX:
         return None

@@ -8,7 +8,7 @@ from holdfast.errors import CorruptError, MissingError
 from holdfast.ports.store import Entry, Store, Upload
 
 
-class Overlay:
+class OverlayStore:
     """A store of which small objects are replaced and removed in memory only."""
 
     def __init__(self, under: Store) -> None:

@@ -7,13 +7,13 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.checkpoint.location import Place
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
-from holdfast.engine.buffers import new_slab
+from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.format.digest import digest_of, hex_digest_of
 from holdfast.format.index.index import Index, Merging
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.names import is_pack_name, is_part_name, part_name, rank_of_pack, rank_of_part, step_of_pack
 from holdfast.format.pack import HEADER_BYTES_MAX, pack_digest
@@ -50,7 +50,7 @@ class Unprovable(Exception):
         """Tensors that are lost with it."""
 
 
-def rebuilt_index(place: Place, manifest: Manifest) -> Rebuilt:
+def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
     """Return the index of a checkpoint whose manifest is whole, from its parts, or where they are damaged its packs.
 
     Raises:
@@ -60,7 +60,7 @@ def rebuilt_index(place: Place, manifest: Manifest) -> Rebuilt:
     for record in manifest.parts:
         rank = rank_of_part(record.name)
         try:
-            part = decode_part(read_file(place.store, place.folder, manifest.attempt, record), record.name)
+            part = decode_part(read_file(location.store, location.folder, manifest.attempt, record), record.name)
             require_own(part, rank, manifest.attempt, record.name)
         except CheckpointError:
             continue
@@ -73,7 +73,7 @@ def rebuilt_index(place: Place, manifest: Manifest) -> Rebuilt:
     for rank in from_packs:
         packs = [pack for pack in manifest.packs if is_pack_name(pack.name) and rank_of_pack(pack.name) == rank]
         if packs:
-            listings.append(_index_of_packs(place, manifest, packs, known))
+            listings.append(_index_of_packs(location, manifest, packs, known))
             known = {listings[-1].chunk_bytes}
     indexes = [*parts.values(), *listings]
     elsewhere = [pack for pack in manifest.packs if step_of_pack(pack.name) is not None]
@@ -81,13 +81,13 @@ def rebuilt_index(place: Place, manifest: Manifest) -> Rebuilt:
         # A rank refers to pieces in packs of other steps for what it did not write: all that nobody else lists. Where
         # two of these packs could be meant, the pieces overlap, and nothing is proven.
         listed = {(piece.tensor.fqn, piece.region) for each in indexes for piece in each.all_pieces()}
-        indexes.append(_index_of_packs(place, manifest, elsewhere, known, listed))
+        indexes.append(_index_of_packs(location, manifest, elsewhere, known, listed))
     if not indexes:
         raise Unprovable("neither a part nor a pack tells what is in it")
     merging = Merging(indexes[0].chunk_bytes)
     try:
         for each in indexes:
-            merging.add(each, place.url)
+            merging.add(each, location.url)
         index = merging.merged()
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
@@ -95,7 +95,7 @@ def rebuilt_index(place: Place, manifest: Manifest) -> Rebuilt:
 
 
 def _index_of_packs(
-    place: Place,
+    location: CheckpointLocation,
     manifest: Manifest,
     packs: Sequence[FileRecord],
     known: set[int],
@@ -104,7 +104,7 @@ def _index_of_packs(
     """Return what packs say of themselves, their chunks hashed anew and proven by the digests of the packs."""
     found = None
     for record in packs:
-        stored = place.packs_of(manifest)(record.name)
+        stored = location.packs_of(manifest)(record.name)
         try:
             header = _header_of(stored, record)
             pieces = stated_pieces(header, record.name, stored.url)
@@ -122,7 +122,7 @@ def _index_of_packs(
         except CheckpointError as error:
             raise Unprovable(f"{record.name}: {error}") from error
         known = {chunk_bytes}
-        found = Listing(chunk_bytes) if found is None else found
+        found = IndexBuilder(chunk_bytes) if found is None else found
         for piece, each in zip(pieces, digests, strict=True):
             if (piece.tensor.fqn, piece.region) in listed:
                 continue
@@ -139,12 +139,12 @@ def _header_of(stored: Stored, record: FileRecord) -> bytes:
 
 
 def _bytes_of(stored: Stored, start: int, stop: int) -> bytes:
-    (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [new_slab(stop - start + 2 * PAGE_BYTES)])
+    (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [allocate_aligned(stop - start + 2 * PAGE_BYTES)])
     return bytes(data)
 
 
 def _digests_of(stored: Stored, pieces: Sequence[StatedPiece], chunk_bytes: int) -> list[bytes]:
-    slab = new_slab(_CHUNK_BYTES_MAX + 2 * PAGE_BYTES)
+    slab = allocate_aligned(_CHUNK_BYTES_MAX + 2 * PAGE_BYTES)
     digests = []
     for piece in pieces:
         own = b""
@@ -155,7 +155,9 @@ def _digests_of(stored: Stored, pieces: Sequence[StatedPiece], chunk_bytes: int)
     return digests
 
 
-def rebuilt_manifest(place: Place, damaged: bytes, run_id: str | None, created: str, settings: Settings) -> Manifest:
+def rebuilt_manifest(
+    location: CheckpointLocation, damaged: bytes, run_id: str | None, created: str, settings: Settings
+) -> Manifest:
     """Return the commit record of a checkpoint whose manifest is damaged, from its parts; its index is written anew.
 
     Args:
@@ -169,23 +171,23 @@ def rebuilt_manifest(place: Place, damaged: bytes, run_id: str | None, created: 
     """
     if re.search(rb'^ "masters":', damaged, re.MULTILINE):
         raise Unprovable("it told which tensors are master copies of others, and nothing else does")
-    attempt, votes = _votes(place, damaged)
-    where = f"{place.folder}{attempt}/{part_name(0)}"
-    chunk_bytes = decode_part(place.store.get(where, INDEX_BYTES_MAX), where).index.chunk_bytes
+    attempt, votes = _votes(location, damaged)
+    where = f"{location.folder}{attempt}/{part_name(0)}"
+    chunk_bytes = decode_part(location.store.get(where, INDEX_BYTES_MAX), where).index.chunk_bytes
     run_id = run_id or _line(damaged, "run_id")
     if run_id is None:
         raise Unprovable("neither holdfast.json nor what is left of the manifest says which run it belongs to")
     try:
-        whole: Merged = merged(place, attempt, votes, chunk_bytes)
-        index = written_index(place, attempt, whole.index, settings, [])
+        whole: Merged = merged(location, attempt, votes, chunk_bytes)
+        index = written_index(location, attempt, whole.index, settings, [])
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
-    return manifest_of(place, attempt, whole, index, run_id, _line(damaged, "created") or created)
+    return manifest_of(location, attempt, whole, index, run_id, _line(damaged, "created") or created)
 
 
-def _votes(place: Place, damaged: bytes) -> tuple[str, list[Vote]]:
+def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote]]:
     """Return the attempt that was published and what each of its ranks voted for, each proven."""
-    attempts = _attempts(place, damaged)
+    attempts = _attempts(location, damaged)
     if len(attempts) != 1:
         raise Unprovable(
             f"the manifest does not say which attempt it published, and {len(attempts)} are there; expected one"
@@ -194,11 +196,11 @@ def _votes(place: Place, damaged: bytes) -> tuple[str, list[Vote]]:
     found: dict[int, Vote] = {}
     said = _line(damaged, "world_size")
     world_size = int(said) if said is not None else 0
-    prefix = f"{place.folder}{attempt}/"
-    names = (entry.key.removeprefix(prefix) for entry in place.store.list(f"{prefix}parts/"))
+    prefix = f"{location.folder}{attempt}/"
+    names = (entry.key.removeprefix(prefix) for entry in location.store.list(f"{prefix}parts/"))
     for name in sorted(filter(is_part_name, names)):
         try:
-            data = place.store.get(prefix + name, INDEX_BYTES_MAX)
+            data = location.store.get(prefix + name, INDEX_BYTES_MAX)
             digest = hex_digest_of(data)
             if is_sealed(data):
                 world_size = decode_part(data, name).world_size or world_size
@@ -214,8 +216,8 @@ def _votes(place: Place, damaged: bytes) -> tuple[str, list[Vote]]:
     return attempt, [found[rank] for rank in range(world_size)]
 
 
-def _attempts(place: Place, damaged: bytes) -> list[str]:
-    there = [name for name in place.store.folders(place.folder) if re.fullmatch("[0-9a-f]{16}", name)]
+def _attempts(location: CheckpointLocation, damaged: bytes) -> list[str]:
+    there = [name for name in location.store.folders(location.folder) if re.fullmatch("[0-9a-f]{16}", name)]
     named = _line(damaged, "attempt")
     return [named] if named in there else there
 

@@ -32,7 +32,7 @@ class JsonLines:
         if not os.path.isdir(folder):
             raise InvalidError(f"jsonl: {self._path}: there is no folder {folder}; expected one. Make it first")
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Write a line."""
         if isinstance(event, Began):
             self._write(event.operation, "began", event.unix_seconds, {})

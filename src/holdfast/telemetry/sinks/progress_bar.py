@@ -26,7 +26,7 @@ class TerminalProgress:
         self._bars: Progress | None = None
         self._tasks: dict[Operation, TaskID] = {}
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Show it."""
         if not self._console.is_terminal:
             return

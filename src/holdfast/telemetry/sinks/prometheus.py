@@ -21,7 +21,7 @@ class PrometheusMetrics:
         """Find the metrics of a registry, or put them there."""
         self._metrics = _metrics_in(registry)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Count it."""
         if isinstance(event, Began):
             self._metrics.under_way.labels(event.operation.verb, event.operation.rank).inc()

@@ -10,9 +10,9 @@ import torch
 
 import holdfast
 from holdfast.errors import InvalidError
-from holdfast.foreign.dcp.archive_template import UNKNOWN, Alike
+from holdfast.foreign.dcp.archive_template import UNKNOWN, ArchiveTemplate
 from holdfast.foreign.dcp.metadata import Item
-from holdfast.foreign.dcp.prefetch import Windows, batches
+from holdfast.foreign.dcp.prefetch import TailPrefetch, batches
 from holdfast.foreign.torch.archive_reader import read_torch_file
 from holdfast.stores.foreign import ForeignFiles
 from tests.unit.foreign.dcp.test_saved_by_torch import saved
@@ -27,9 +27,9 @@ def test_whatever_byte_differs(tmp_path: Path) -> None:
     half = len(data) // 2
     first, second = Item(FILE, 0, half), Item(FILE, half, len(data))
     files = ForeignFiles(path)
-    windows = Windows(files)
+    windows = TailPrefetch(files)
     windows.hold(FILE, [(0, len(data))])
-    alike = Alike()
+    alike = ArchiveTemplate()
     assert alike.value(windows, first) is UNKNOWN
     alike.learn(windows, first, read_torch_file(files, FILE, start=0, stop=half).value)
     assert alike.value(windows, second) == read_torch_file(files, FILE, start=half, stop=len(data)).value
@@ -49,9 +49,9 @@ def test_what_is_not_held_is_not_known(tmp_path: Path) -> None:
     path = saved(tmp_path / "ck", {"a": torch.arange(4.0), "b": torch.arange(4.0) + 9})
     size = (path / FILE).stat().st_size
     first, second = Item(FILE, 0, size // 2), Item(FILE, size // 2, size)
-    windows = Windows(ForeignFiles(path))
+    windows = TailPrefetch(ForeignFiles(path))
     windows.hold(FILE, [(0, size // 2)])
-    alike = Alike()
+    alike = ArchiveTemplate()
     alike.learn(windows, first, read_torch_file(windows, FILE, start=0, stop=size // 2).value)
     assert alike.value(windows, second) is UNKNOWN
     windows.hold(FILE, [(0, 16), (size - 64, size)])

@@ -13,7 +13,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 import holdfast
 from holdfast.errors import CorruptError
 from holdfast.foreign.dcp.metadata import Chunk, Item, Saved, saved_of
-from holdfast.foreign.pickles.objects import Instance
+from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.foreign.pickles.reader import unpickled
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
@@ -78,7 +78,7 @@ def test_empty_chunks_need_no_place(tmp_path: Path) -> None:
     assert_reads(path, {"w": torch.arange(3)})
 
 
-@pytest.mark.parametrize("value", [None, 3, {"state_dict_metadata": {}}, [], Instance("torch.Other", (), {})])
+@pytest.mark.parametrize("value", [None, 3, {"state_dict_metadata": {}}, [], OpaqueObject("torch.Other", (), {})])
 def test_what_is_no_metadata(value: Any) -> None:
     with pytest.raises(CorruptError, match=r"here: found .*; expected Metadata"):
         saved_of(value, "here")

@@ -12,17 +12,17 @@ from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import run_boxes
 from holdfast.stores.foreign import ForeignFiles
-from holdfast.types.listing import ListedPiece, Listing
+from holdfast.types.listing import ForeignListing, ListedPiece
 
 
-def listing_of(folder: Path) -> Listing:
+def listing_of(folder: Path) -> ForeignListing:
     """Return what the format lists in a folder, which it must recognise."""
     files = ForeignFiles(folder)
     assert DeepSpeedFormat().recognises(files, "")
     return DeepSpeedFormat().listing(files, "")
 
 
-def assembled(folder: Path, listing: Listing, fqn: str) -> NDArray[np.generic]:
+def assembled(folder: Path, listing: ForeignListing, fqn: str) -> NDArray[np.generic]:
     """Return a tensor; its pieces must cover it exactly once, and copies of it must hold the same."""
     stored = listing.aliases.get(fqn, fqn)
     found, count = _filled(folder, listing, stored, listing.pieces[stored])
@@ -33,7 +33,7 @@ def assembled(folder: Path, listing: Listing, fqn: str) -> NDArray[np.generic]:
 
 
 def _filled(
-    folder: Path, listing: Listing, fqn: str, pieces: Sequence[ListedPiece]
+    folder: Path, listing: ForeignListing, fqn: str, pieces: Sequence[ListedPiece]
 ) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
     spec = listing.tensors[fqn]
     dtype = np.dtype(DTYPES[spec.dtype].numpy)

@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidError
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 from holdfast.types.values import Group
 from tests.unit.foreign.deepspeed.assembled import assembled, listing_of
 from tests.unit.foreign.deepspeed.crafted import Crafted, numbered
@@ -238,7 +238,7 @@ def test_a_step_kept_as_a_number_lets_adamw_go_on(tmp_path: Path, kept: str) -> 
 # ------------------------------------------------------------------------------------------------ tensor parallel
 
 
-def tensor_parallel(kind: str) -> tuple[Path, Listing]:
+def tensor_parallel(kind: str) -> tuple[Path, ForeignListing]:
     folder = FIXTURES / "zero1_tp2_dp2" / kind
     return folder, listing_of(folder)
 

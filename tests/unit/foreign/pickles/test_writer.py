@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from holdfast.errors import InvalidError
-from holdfast.foreign.pickles.objects import Named
+from holdfast.foreign.pickles.objects import GlobalName
 from holdfast.foreign.pickles.reader import unpickled
 from holdfast.foreign.pickles.writer import DEPTH_MAX, Made, PersistentId, pickled
 from tests.unit.foreign.plain_values import types_in, values
@@ -78,12 +78,12 @@ def test_long_containers_are_filled_in_batches() -> None:
 
 
 def test_objects_are_called_made_and_shared() -> None:
-    shared = Made(Named("collections.OrderedDict"), items=[("a", 1)], shared=True)
-    found = pickle.loads(pickled([shared, shared, Made(Named("decimal.Decimal"), ("1.5",))]))
+    shared = Made(GlobalName("collections.OrderedDict"), items=[("a", 1)], shared=True)
+    found = pickle.loads(pickled([shared, shared, Made(GlobalName("decimal.Decimal"), ("1.5",))]))
     assert found[0] is found[1] and found[0] == OrderedDict(a=1) and str(found[2]) == "1.5"
-    made = Made(Named("types.SimpleNamespace"), state={"x": 1}, new=True)
+    made = Made(GlobalName("types.SimpleNamespace"), state={"x": 1}, new=True)
     assert pickle.loads(pickled(made)).x == 1
-    once = Made(Named("collections.OrderedDict"))
+    once = Made(GlobalName("collections.OrderedDict"))
     first, second = pickle.loads(pickled([once, once]))
     assert first is not second
 

@@ -15,7 +15,7 @@ from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.stores.foreign import ForeignFiles
-from holdfast.types.listing import Listing
+from holdfast.types.listing import ForeignListing
 
 
 def saved(state: object, folder: Path, **options: Any) -> Path:
@@ -25,12 +25,12 @@ def saved(state: object, folder: Path, **options: Any) -> Path:
     return path
 
 
-def listed(path: Path) -> Listing:
+def listed(path: Path) -> ForeignListing:
     """Return what the format finds in a file."""
     return TorchSaveFormat().listing(ForeignFiles(path.parent), path.name)
 
 
-def read(listing: Listing, fqn: str, folder: Path) -> torch.Tensor:
+def read(listing: ForeignListing, fqn: str, folder: Path) -> torch.Tensor:
     """Return a tensor put together piece by piece from the files' own bytes; every element must come once."""
     spec = listing.tensors[listing.aliases.get(fqn, fqn)]
     dtype = DTYPES[spec.dtype]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptError
 from holdfast.format.index.columns import packed
 from holdfast.format.index.index import Index, Merging
-from holdfast.format.index.index_builder import Listing
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import decode_index, encode_index
 from holdfast.format.index.overview import Overview, bands_touched, decode_overview, encode_overview, split
 from holdfast.geometry.box import Box
@@ -29,7 +29,7 @@ CHUNK = 4096
 @st.composite
 def indexes(draw: st.DrawFn) -> Index:
     """Some tensors, each in pieces of one kind; at least one piece."""
-    listing = Listing(CHUNK)
+    listing = IndexBuilder(CHUNK)
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
         spec = TensorSpec(f"t{number}", "float32", shape)
@@ -41,7 +41,7 @@ def indexes(draw: st.DrawFn) -> Index:
 
 
 def by_rows(tensors: int = 3, rows: int = 512) -> Index:
-    listing = Listing(CHUNK)
+    listing = IndexBuilder(CHUNK)
     for number in range(tensors):
         spec = TensorSpec(f"t{number}", "uint8", (rows, 8))
         for row in range(rows):
@@ -101,7 +101,7 @@ def test_no_file_reaches_three_times_as_far_as_what_it_holds(index: Index, chunk
 
 @pytest.mark.parametrize("reach", [3, 4, 5, 16])
 def test_pieces_that_reach_over_several_bands_are_not_read_by_all(reach: int) -> None:
-    listing = Listing(CHUNK)
+    listing = IndexBuilder(CHUNK)
     for number in range(16):
         spec = TensorSpec(f"t{number:02d}", "uint8", (512, 8))
         rows = 1 if number % 2 else 4 * reach
@@ -119,7 +119,7 @@ def test_pieces_that_reach_over_several_bands_are_not_read_by_all(reach: int) ->
 
 
 def test_an_index_of_whole_tensors_is_cut_by_tensor() -> None:
-    listing = Listing(CHUNK)
+    listing = IndexBuilder(CHUNK)
     for number in range(100):
         spec = TensorSpec(f"t{number:03d}", "uint8", (4,))
         listing.add(spec, Box.whole((4,)), "r00000.safetensors", 4096 + 4 * number, bytes(16))
@@ -191,7 +191,7 @@ def test_a_file_that_lists_what_it_is_not_said_to_is_corrupt() -> None:
             other.require_within(number, parts[number], "here")
     with pytest.raises(CorruptError, match="chunk_bytes"):
         replace(overview, chunk_bytes=2 * CHUNK).require_within(number, parts[number], "here")
-    stranger = Listing(CHUNK)
+    stranger = IndexBuilder(CHUNK)
     stranger.add(TensorSpec("t0", "int8", (64, 8)), Box((0, 0), (1, 8)), "r00000.safetensors", 0, bytes(16))
     with pytest.raises(CorruptError, match="lists"):
         overview.require_within(number, stranger.index(), "here")

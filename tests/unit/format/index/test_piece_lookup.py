@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.format.index.index import Index
-from holdfast.format.index.index_builder import Listing
-from holdfast.format.index.piece_lookup import Nearby
+from holdfast.format.index.index_builder import IndexBuilder
+from holdfast.format.index.piece_lookup import PieceIntervals
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import region_boxes
 from holdfast.geometry.tensor import TensorSpec
@@ -26,7 +26,7 @@ def indexes(draw: st.DrawFn) -> Index:
     parts = draw(st.integers(1, 20))
     regions = draw(st.one_of(flat_runs(math.prod(shape), parts), guillotine(shape, parts)))
     regions += draw(st.one_of(st.just([]), flat_runs(math.prod(shape), parts)))
-    listing = Listing(CHUNK)
+    listing = IndexBuilder(CHUNK)
     spec = TensorSpec("w", "uint8", shape)
     for number, region in enumerate(draw(st.permutations(regions))):
         pack = f"{draw(st.sampled_from(('', 'enc/')))}r{number % 3:05d}.safetensors"
@@ -41,7 +41,7 @@ def test_no_piece_that_a_box_meets_is_passed_over(index: Index, data: st.DataObj
     shape = pieces[0].tensor.global_shape
     edges = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
     box = Box(tuple(a for a, _ in edges), tuple(b for _, b in edges))
-    found = Nearby(index.pieces, shape).near(box).tolist()
+    found = PieceIntervals(index.pieces, shape).near(box).tolist()
     assert found == sorted(set(found))
     met = {
         number
@@ -76,7 +76,7 @@ def test_pieces_lie_by_where_they_start(index: Index) -> None:
 
 
 def test_pieces_far_from_a_box_are_not_asked() -> None:
-    listing = Listing(CHUNK)
+    listing = IndexBuilder(CHUNK)
     spec = TensorSpec("w", "uint8", (1000, 2))
     for n in range(1000):
         listing.add(spec, Box((n, 0), (n + 1, 2)), "r00000.safetensors", 2 * n, bytes(16))
@@ -86,7 +86,7 @@ def test_pieces_far_from_a_box_are_not_asked() -> None:
 
 
 def test_a_large_index_makes_only_what_is_asked_for() -> None:
-    listing = Listing(CHUNK)
+    listing = IndexBuilder(CHUNK)
     rows = 1 << 14
     specs = [TensorSpec(f"w{number:02d}", "uint8", (rows, 4)) for number in range(20)]
     for spec in specs:

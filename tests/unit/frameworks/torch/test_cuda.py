@@ -16,7 +16,7 @@ from torch import nn
 
 import holdfast
 from holdfast.engine.arena import Arena
-from holdfast.engine.buffers import new_slab
+from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.side_stream import SideStream, side_stream
@@ -93,7 +93,7 @@ def manager_at(root: Path, staging: Staging, **settings: object) -> holdfast.Che
 def test_a_training_saved_at_every_step_is_saved_as_by_blocking(tmp_path: Path, staging: Staging) -> None:
     training = Training()
     expected = {}
-    with manager_at(tmp_path / "behind", staging, lazy_verify=staging == "lazy") as manager:
+    with manager_at(tmp_path / "behind", staging, verify_lazy_copy=staging == "lazy") as manager:
         for step in range(6):
             training.step()
             expected[step] = training.values()
@@ -124,12 +124,12 @@ def test_the_step_waits_for_what_a_small_arena_has_not_taken(tmp_path: Path, gat
     run.close()
 
 
-@pytest.mark.parametrize(("change", "lazy_verify"), [(in_place, False), (rebinding, False), (through_data, True)])
+@pytest.mark.parametrize(("change", "verify_lazy_copy"), [(in_place, False), (rebinding, False), (through_data, True)])
 def test_a_change_behind_the_fence_aborts_the_save(
-    tmp_path: Path, gate: Gate, change: Callable[[object], None], lazy_verify: bool
+    tmp_path: Path, gate: Gate, change: Callable[[object], None], verify_lazy_copy: bool
 ) -> None:
     training = Training()
-    run: Run = run_at(tmp_path, gate, lazy_verify=lazy_verify)
+    run: Run = run_at(tmp_path, gate, verify_lazy_copy=verify_lazy_copy)
     handle = run.save(1, training.state, Selection())
     change(training)
     gate.opened.set()
@@ -205,7 +205,7 @@ def test_a_state_in_host_memory_pins_nothing(tmp_path: Path, device: torch.devic
 def test_memory_that_cannot_be_pinned_is_copied_into_all_the_same(device: torch.device) -> None:
     """Pinning twice is what the runtime refuses anywhere; its error is not taken for the next kernel's."""
     side = SideStream(device)
-    slab = new_slab(1 << 20)
+    slab = allocate_aligned(1 << 20)
     unpin = side.pin(slab)
     with pytest.raises(UnavailableError, match="page-locking 1048576 bytes"):
         side.pin(slab)
@@ -283,7 +283,7 @@ def test_parts_in_host_memory_and_on_a_gpu_are_refused_for_saving_and_loading(tm
 
 
 def test_what_fails_in_the_midst_of_queueing_is_raised_once_nothing_is_under_way(device: torch.device) -> None:
-    source, into = torch.ones(1 << 20, dtype=torch.uint8, device=device), new_slab(1 << 20)
+    source, into = torch.ones(1 << 20, dtype=torch.uint8, device=device), allocate_aligned(1 << 20)
     side = SideStream(device)
     unpin = side.pin(into)
 

@@ -29,7 +29,7 @@ from holdfast.ports.framework import Selection
 from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.transfer import Transfer
-from holdfast.testing.faults import Operation
+from holdfast.testing.faults import FaultPoint
 from holdfast.types.reports import SaveReport
 from tests.distributed.faulty import PATIENT, Trigger, run_with
 
@@ -79,7 +79,7 @@ class Gate:
         self.opened = threading.Event()
         self.trigger = Trigger(self._wait, ["upload.write"], at=None, armed=True)
 
-    def _wait(self, operation: Operation) -> None:
+    def _wait(self, operation: FaultPoint) -> None:
         assert self.opened.wait(120.0)
 
     def open_after(self, seconds: float) -> None:
@@ -163,7 +163,7 @@ def test_a_training_saved_lazily_at_every_step_is_saved_as_by_blocking(
     tmp_path: Path, hyperparameters: dict[str, bool]
 ) -> None:
     training = Training(**hyperparameters)
-    settings = replace(LAZY, arena_bytes_max=6 * WINDOW, lazy_verify=True)
+    settings = replace(LAZY, arena_bytes_max=6 * WINDOW, verify_lazy_copy=True)
     expected = {}
     with holdfast.CheckpointManager(tmp_path / "lazy", process_group=False, settings=settings) as manager:
         for step in range(6):
@@ -179,7 +179,7 @@ def test_a_training_saved_lazily_at_every_step_is_saved_as_by_blocking(
 
 
 @pytest.mark.parametrize(
-    ("change", "lazy_verify"),
+    ("change", "verify_lazy_copy"),
     [
         (in_place, False),
         (in_place_on_a_moment, False),
@@ -191,10 +191,10 @@ def test_a_training_saved_lazily_at_every_step_is_saved_as_by_blocking(
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_change_behind_the_fence_aborts_the_save(
-    tmp_path: Path, gate: Gate, change: Callable[[Training], None], lazy_verify: bool
+    tmp_path: Path, gate: Gate, change: Callable[[Training], None], verify_lazy_copy: bool
 ) -> None:
     training = Training()
-    run = run_at(tmp_path, gate, lazy_verify=lazy_verify)
+    run = run_at(tmp_path, gate, verify_lazy_copy=verify_lazy_copy)
     handle = run.save(1, training.state, Selection())
     change(training)
     gate.opened.set()
@@ -212,7 +212,7 @@ def test_a_change_behind_the_fence_aborts_the_save(
 
 def test_a_change_once_all_is_copied_is_nobodys_business(tmp_path: Path, gate: Gate) -> None:
     training = Training()
-    run = run_at(tmp_path, gate, arena_bytes_max=1 << 20, lazy_verify=True)
+    run = run_at(tmp_path, gate, arena_bytes_max=1 << 20, verify_lazy_copy=True)
     expected = training.values()
     handle = run.save(1, training.state, Selection())
     handle.wait("staged", timeout=60.0)
@@ -284,7 +284,7 @@ def test_ctrl_c_in_the_midst_of_closing_the_fence_holds_nobody_up(
 
 
 def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path: Path) -> None:
-    def fail(operation: Operation) -> None:
+    def fail(operation: FaultPoint) -> None:
         raise UnavailableError("full")
 
     training = Training()
@@ -448,7 +448,7 @@ def test_while_storage_stalls_training_runs_on_until_a_save_must_wait(tmp_path: 
 
 
 def test_a_write_that_fails_lets_training_through(tmp_path: Path) -> None:
-    def fail(operation: Operation) -> None:
+    def fail(operation: FaultPoint) -> None:
         raise UnavailableError("full")
 
     training = Training()

@@ -15,7 +15,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.offline.export.crc32 import joined_crc32
 from holdfast.offline.export.windows import FilePlan, share_of, windows_of
-from holdfast.types.export import Checksum, ExportFile, ExportTensor, Window
+from holdfast.types.export import Checksum, ExportFile, ExportTensor, ExportWindow
 
 DTYPE_NAMES = ("uint8", "int16", "float32", "complex128")
 
@@ -56,7 +56,7 @@ def files(draw: st.DrawFn) -> tuple[ExportFile, dict[str, tuple[int, ...]], byte
     return file, shapes, bytes(content)
 
 
-def made(plan: FilePlan, window: Window, shapes: dict[str, tuple[int, ...]]) -> bytes:
+def made(plan: FilePlan, window: ExportWindow, shapes: dict[str, tuple[int, ...]]) -> bytes:
     """Return a window as the plan has it made; every byte that something goes into, exactly once."""
     found = np.zeros(window.bytes, dtype=np.uint8)
     times = np.zeros(window.bytes, dtype=int)

@@ -78,7 +78,7 @@ def played(store: MemoryStore, settings: Settings, roots: dict[int, list[str]]) 
 
 @pytest.mark.parametrize("exchange", ("never", "always"))
 def test_every_rank_gets_what_it_wants(store: MemoryStore, source: Path, exchange: str) -> None:
-    settings = replace(PATIENT, exchange=exchange)
+    settings = replace(PATIENT, share_reads=exchange)
     found = played(store, settings, {rank: [str(source)] for rank in range(RANKS)})
     whole_bytes = ARRAYS["whole"].nbytes
     assert all(isinstance(each, tuple) for each in found), found
@@ -90,5 +90,5 @@ def test_every_rank_gets_what_it_wants(store: MemoryStore, source: Path, exchang
 def test_where_one_rank_allows_nothing_every_rank_hears_of_it(store: MemoryStore, source: Path) -> None:
     for forbidden in (0, 2):
         roots = {rank: [str(source)] for rank in range(RANKS) if rank != forbidden}
-        found = played(store, replace(PATIENT, exchange="never"), roots)
-        assert all(isinstance(each, InvalidError) and "reference_roots" in str(each) for each in found), found
+        found = played(store, replace(PATIENT, share_reads="never"), roots)
+        assert all(isinstance(each, InvalidError) and "allowed_roots" in str(each) for each in found), found

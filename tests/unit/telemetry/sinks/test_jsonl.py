@@ -44,8 +44,8 @@ def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
     def write(rank: int) -> None:
         own = jsonl(path)
         for step in range(200):
-            own.hear(Began(Operation("save", step, "x" * 500, rank, 8), 0.0))
-            own.hear(Progress(1, 2))
+            own.on_event(Began(Operation("save", step, "x" * 500, rank, 8), 0.0))
+            own.on_event(Progress(1, 2))
 
     threads = [threading.Thread(target=write, args=(rank,)) for rank in range(8)]
     for each in threads:
@@ -59,9 +59,9 @@ def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
 
 def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
     own = jsonl(tmp_path / "events.jsonl")
-    own.hear(Began(Operation("save", 1, "x", 0, 1), 0.0))
+    own.on_event(Began(Operation("save", 1, "x", 0, 1), 0.0))
     (tmp_path / "events.jsonl").rename(tmp_path / "old.jsonl")
-    own.hear(Began(Operation("save", 2, "x", 0, 1), 0.0))
+    own.on_event(Began(Operation("save", 2, "x", 0, 1), 0.0))
     assert [each["step"] for each in lines(tmp_path / "old.jsonl")] == [1]
     assert [each["step"] for each in lines(tmp_path / "events.jsonl")] == [2]
 

@@ -31,7 +31,7 @@ def told(events: list[Event], *, terminal: bool = True) -> str:
     out = io.StringIO()
     observer = TerminalProgress(Console(file=out, force_terminal=terminal, width=120))
     for each in events:
-        observer.hear(each)
+        observer.on_event(each)
     return out.getvalue()
 
 

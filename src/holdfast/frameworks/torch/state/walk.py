@@ -101,7 +101,7 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
         InvalidError: Names collide, an optimizer's parameter has no name, or the state is not a dict of names.
     """
     root = DictNode("", state)
-    found = _Found(rank_of_global)
+    found = _NamedNodes(rank_of_global)
     _fill(root, found, set())
     if not found.optimizers:
         return root
@@ -130,7 +130,7 @@ def _require_unlisted(optimizer: torch.optim.Optimizer, path: str, listed: Mappi
 
 
 @dataclass(slots=True)
-class _Found:
+class _NamedNodes:
     """What the nodes so far have that optimizers need to know."""
 
     rank_of_global: RankOfGlobal
@@ -151,7 +151,7 @@ def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[str, tuple[str, t
             yield from _loose(child, branch or key)
 
 
-def _fill(node: DictNode, found: _Found, above: set[int]) -> None:
+def _fill(node: DictNode, found: _NamedNodes, above: set[int]) -> None:
     if id(node.mapping) in above:
         raise InvalidError(f"{node.path}: the dict holds itself; a state must be a tree")
     for key, value in node.mapping.items():
