@@ -44,7 +44,7 @@ class Fast(SystemClock):
 
 class Told:
     told = 0
-    def hear(self, event):
+    def on_event(self, event):
         print(event.done_bytes, event.total_bytes, flush=True)
         self.told += 1
         if self.told == int(told_max):

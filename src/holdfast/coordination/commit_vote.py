@@ -94,7 +94,7 @@ class CommitVote:
         """End the attempt because of a failure here, unless somebody may be publishing.
 
         Raises:
-            Undecided: This rank had voted and the attempt may be committed all the same.
+            OutcomeUnknown: This rank had voted and the attempt may be committed all the same.
         """
         job = self._job
         text = f"abort:{job.comm.rank}:{error_text(error)}".encode()
@@ -142,7 +142,7 @@ class CommitVote:
 
         Raises:
             Aborted: It is over without a checkpoint.
-            Undecided: Nobody can say from the board alone.
+            OutcomeUnknown: Nobody can say from the board alone.
         """
         job = self._job
         deadline = job.deadline()

@@ -304,8 +304,8 @@ def _require_filled(filling: Collection[str], restoration: Restoration, location
     if left:
         raise InvalidError(
             f"{location.url}: lacks {len(left)} names that a newer step had begun to fill before it turned out "
-            f"damaged: {', '.join(left[:20])}. They would keep values of the damaged step; expected that every name gets "
-            "those of one step. Make the state anew and load again: the damaged step is passed over then"
+            f"damaged: {', '.join(left[:20])}. They would keep values of the damaged step; expected that every name "
+            "gets those of one step. Make the state anew and load again: the damaged step is passed over then"
         )
 
 

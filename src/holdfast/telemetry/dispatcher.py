@@ -38,9 +38,9 @@ class EventDispatcher:
             InvalidError: One of them cannot be told anything.
         """
         for each in observers:
-            if not callable(getattr(each, "hear", None)):
+            if not callable(getattr(each, "on_event", None)):
                 raise InvalidError(
-                    f"observers: {type(each).__name__} has no method hear(event); expected those of "
+                    f"observers: {type(each).__name__} has no method on_event(event); expected those of "
                     "holdfast.observers, or objects that have one"
                 )
         self._listeners = tuple(_Listener(each) for each in observers)

@@ -436,12 +436,12 @@ def test_held_for_a_block(store: MemoryStore) -> None:
 def test_a_forked_process_neither_holds_nor_releases(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
-        "from holdfast.leases.writer import Tenure\n"
+        "from holdfast.leases.writer import WriterLease\n"
         "from holdfast.clock import SystemClock\n"
         "from holdfast.settings import Settings\n"
         "from holdfast.stores.local import LocalStore\n"
         f"store = LocalStore({str(tmp_path)!r}, settings=Settings())\n"
-        "tenure = Tenure(store, SystemClock(), 60.0)\n"
+        "tenure = WriterLease(store, SystemClock(), 60.0)\n"
         "tenure.hold('run')\n"
         "child = os.fork()\n"
         "if child == 0:\n"

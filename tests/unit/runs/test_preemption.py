@@ -99,7 +99,7 @@ class World:
                 NumpyFramework(comm.rank),
                 none_allowed,
                 Policies(EveryNSteps(self.every), self.keep),
-                departure=departure,
+                preemption_handler=departure,
             )
             try:
                 return part(Rank(comm.rank, self.size, run, signals))

@@ -103,7 +103,7 @@ def test_one_that_is_stuck_holds_nobody_up_and_what_it_missed_is_said(caplog: py
 
 
 def test_an_observer_that_cannot_hear_is_refused() -> None:
-    with pytest.raises(InvalidError, match=r"observers: str has no method hear\(event\)"):
+    with pytest.raises(InvalidError, match=r"observers: str has no method on_event\(event\)"):
         EventDispatcher(["log.jsonl"], SystemClock())  # type: ignore[list-item]
 
 
@@ -119,13 +119,13 @@ def test_nothing_is_told_after_the_end() -> None:
 def test_the_last_events_are_heard_where_nobody_closes() -> None:
     code = (
         f"import sys, time; sys.path.insert(0, {str(SOURCE)!r})\n"
-        "from holdfast.telemetry.dispatcher import Audience\n"
+        "from holdfast.telemetry.dispatcher import EventDispatcher\n"
         "from holdfast.clock import SystemClock\n"
         "from holdfast.types.events import Progress\n"
         "class Slow:\n"
-        "    def hear(self, event):\n"
+        "    def on_event(self, event):\n"
         "        time.sleep(0.05); print(event.done_bytes, flush=True)\n"
-        "audience = Audience([Slow()], SystemClock())\n"
+        "audience = EventDispatcher([Slow()], SystemClock())\n"
         "for number in range(10): audience.tell(Progress(number, 10))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -108,7 +108,7 @@ class Repair:
         """
         self._store, self._references, self._clock, self._settings = store, references, clock, settings
         self._dry_run, self._unfinished, self._observer = dry_run, unfinished, observer
-        self._tenure = WriterLease(store, clock, settings.lease_seconds)
+        self._writer_lease = WriterLease(store, clock, settings.lease_seconds)
 
     def run(self, step: int | None) -> RepairReport:
         """Repair one step, or every step of which a look at manifest, index, sizes and quarantine finds anything wrong.
@@ -128,7 +128,7 @@ class Repair:
         try:
             return RepairReport(self._store.url, tuple(self._step(each) for each in chosen))
         finally:
-            self._tenure.release()
+            self._writer_lease.release()
 
     def _needs_repair(self, step: int) -> bool:
         location = self._place(self._store, step)
@@ -300,7 +300,7 @@ class Repair:
 
     def _hold(self) -> int:
         """Return the epoch under which it is written, 0 in a dry run; refuses where another process writes."""
-        return 0 if self._dry_run else self._tenure.hold(self._run_id() or "unknown")
+        return 0 if self._dry_run else self._writer_lease.hold(self._run_id() or "unknown")
 
     def _run_id(self) -> str | None:
         try:
