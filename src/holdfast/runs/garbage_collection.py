@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.checkpoint.location import require_no_checkpoint
+from holdfast.clock import Clock
+from holdfast.errors import ConflictError, CorruptError, MissingError
+from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, held
-from holdfast.runs.reachability import doomed
-from holdfast.runs.retention import kept
-from holdfast.clock import Clock
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
+from holdfast.repository.epochs import current_fence
+from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.removal import (
     is_pack_key,
     look_into,
@@ -27,13 +28,12 @@ from holdfast.repository.removal import (
     remove_folders,
     remove_marks,
 )
-from holdfast.types.removal import Unreferenced, StepFiles
-from holdfast.repository.epochs import current_fence
-from holdfast.format.names import RUN_FILE
-from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
+from holdfast.runs.reachability import doomed
+from holdfast.runs.retention import kept
 from holdfast.types.manifest import Manifest
 from holdfast.types.policy import KeepPolicy
+from holdfast.types.removal import StepFiles, Unreferenced
 from holdfast.types.retention import KeptFacts
 
 logger = logging.getLogger(__name__)

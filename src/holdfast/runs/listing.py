@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
-from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
 from holdfast.repository.quarantine import Quarantined, identity_at, quarantined
 from holdfast.repository.tags import Tags, read_tags
 from holdfast.types.epoch import Fence

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holdfast.runs.write_probe import write_bytes_per_second
-from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
-from holdfast.coordination.exit_agreement import AGREE_SECONDS_MIN, ExitAgreement
-from holdfast.saving.handle import SaveHandle
-from holdfast.coordination.job import Job
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.signals import Signals
+from holdfast.coordination.exit_agreement import AGREE_SECONDS_MIN, ExitAgreement
 from holdfast.coordination.grace import expected_seconds, fits, usable_seconds
+from holdfast.coordination.job import Job
+from holdfast.coordination.signals import Signals
+from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
+from holdfast.format.digest import short_digest_of
 from holdfast.ports.framework import LocalShard
 from holdfast.repository.catalog import confirmed_manifest
-from holdfast.format.digest import short_digest_of
+from holdfast.runs.write_probe import write_bytes_per_second
+from holdfast.saving.handle import SaveHandle
 from holdfast.settings import MIB
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from holdfast.types.removal import Unreferenced, StepFiles
+from holdfast.types.removal import StepFiles, Unreferenced
 
 
 def doomed(

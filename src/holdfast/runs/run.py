@@ -9,34 +9,34 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
+from holdfast.clock import Clock
+from holdfast.coordination.job import Job
+from holdfast.coordination.save_schedule import Schedule
+from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError, MissingError
-from holdfast.telemetry.dispatcher import EventDispatcher
-from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
-from holdfast.engine.gc_pause import GcPause
-from holdfast.saving.commit import clear_fenced
-from holdfast.runs.suspect_steps import SuspectSteps
-from holdfast.saving.handle import SaveHandle
-from holdfast.coordination.job import Job
-from holdfast.loading.load import LoadRequest, load
-from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
-from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
-from holdfast.runs.preemption import PreemptionHandler, owed_bytes
-from holdfast.saving.deduplication import Base, BaseStep, Deduplicator, previous_of
-from holdfast.loading.step_choice import StepSelector, NewestValid, ExactStep
-from holdfast.saving.save import Save
-from holdfast.coordination.save_schedule import Schedule
-from holdfast.runs.tags import require_all_free, tag_saved, tag_step, untag, checked_tags
+from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.leases.writer import WriterLease
-from holdfast.clock import Clock
+from holdfast.loading.load import LoadRequest, load
+from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id
-from holdfast.repository.removal import marks
-from holdfast.repository.epochs import is_valid, fenced_error, current_fence
-from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
+from holdfast.repository.epochs import current_fence, fenced_error, is_valid
 from holdfast.repository.quarantine import supersede
+from holdfast.repository.removal import marks
+from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
+from holdfast.runs.preemption import PreemptionHandler, owed_bytes
+from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
+from holdfast.runs.suspect_steps import SuspectSteps
+from holdfast.runs.tags import checked_tags, require_all_free, tag_saved, tag_step, untag
+from holdfast.saving.commit import clear_fenced
+from holdfast.saving.deduplication import Base, BaseStep, Deduplicator, previous_of
+from holdfast.saving.handle import SaveHandle
+from holdfast.saving.save import Save
+from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.manifest import Parent
 from holdfast.types.policy import Policies
 from holdfast.types.reports import LoadReport, SaveReport

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from holdfast.errors import CheckpointError
+from holdfast.format.names import step_folder, step_of_pack
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
-from holdfast.format.names import step_folder, step_of_pack
 from holdfast.repository.quarantine import list_records
 
 logger = logging.getLogger(__name__)

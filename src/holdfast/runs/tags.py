@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
 from holdfast.leases.reader import is_being_deleted
-from holdfast.clock import Clock, utc_now_text
 from holdfast.ports.store import Store
 from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_free, require_tag_name
 from holdfast.types.retention import Tag

@@ -16,20 +16,20 @@ import torch
 
 import holdfast
 from holdfast import api, wiring
+from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.runs.garbage_collection import CheckpointGC, Pins
+from holdfast.format.names import step_folder
 from holdfast.leases.reader import ReaderLease
 from holdfast.leases.writer import held
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
-from holdfast.clock import SystemClock
 from holdfast.repository.catalog import read_manifest, read_run_id
-from holdfast.repository.removal import mark_keys, marks, put_mark
-from holdfast.types.removal import Unreferenced
 from holdfast.repository.epochs import RELEASED, put_heartbeat
 from holdfast.repository.leases import leases
-from holdfast.format.names import step_folder
+from holdfast.repository.removal import mark_keys, marks, put_mark
+from holdfast.runs.garbage_collection import CheckpointGC, Pins
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
+from holdfast.types.removal import Unreferenced
 
 SMALL = Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, collect_grace_seconds=0.0)
 State = dict[str, object]

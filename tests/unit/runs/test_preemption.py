@@ -15,24 +15,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import Preempted, UnavailableError
-from holdfast.coordination.job import Job
-from holdfast.loading.load import LoadRequest
 from holdfast.checkpoint.location import none_allowed
-from holdfast.runs.preemption import PreemptionHandler
-from holdfast.runs.run import Run
-from holdfast.coordination.signals import Signals
-from holdfast.policies import BestN, EveryNSteps
 from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
+from holdfast.coordination.signals import Signals
+from holdfast.errors import Preempted, UnavailableError
+from holdfast.loading.load import LoadRequest
+from holdfast.policies import BestN, EveryNSteps
 from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps
+from holdfast.runs.preemption import PreemptionHandler
+from holdfast.runs.run import Run
 from holdfast.settings import Settings
-from holdfast.types.policy import KeepPolicy, Policies
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
-from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultyStore, FaultPoint, raise_error
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
 from holdfast.testing.framework import NumpyFramework
+from holdfast.types.policy import KeepPolicy, Policies
 from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, plain, sharded
 
 

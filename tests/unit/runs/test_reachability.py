@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.runs.reachability import doomed
-from holdfast.types.removal import Unreferenced, StepFiles
+from holdfast.types.removal import StepFiles, Unreferenced
 
 
 def is_pack(key: str) -> bool:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidError
-from holdfast.runs.retention import LAST_HEALTHY, NEWEST, kept
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, Tagged
+from holdfast.runs.retention import LAST_HEALTHY, NEWEST, kept
 from holdfast.types.retention import KeptFacts
 
 metrics = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.integers(-3, 3).map(float))

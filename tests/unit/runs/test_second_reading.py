@@ -13,10 +13,10 @@ import torch
 
 import holdfast
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.saving.handle import SaveHandle
+from holdfast.geometry.tensor import Layout, Placement
 from holdfast.loading.load import LoadRequest
 from holdfast.runs.run import Run
-from holdfast.geometry.tensor import Layout, Placement
+from holdfast.saving.handle import SaveHandle
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor
 from tests.unit.ranks import ANYTHING, HASTY, World, fresh_store, saved
