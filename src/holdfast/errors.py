@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class CheckpointError(Exception):
     """Base of every error that Holdfast raises on purpose."""
@@ -65,3 +67,14 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+NAMES_SHOWN = 3
+"""Names that one message lists, at most."""
+
+
+def first_three(names: Iterable[object]) -> str:
+    """Return a list for a message: the first three names, and how many more there are ("a, b, c and 12 more")."""
+    texts = [str(name) for name in names]
+    shown = ", ".join(texts[:NAMES_SHOWN])
+    return shown if len(texts) <= NAMES_SHOWN else f"{shown} and {len(texts) - NAMES_SHOWN:,} more"
