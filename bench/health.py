@@ -22,7 +22,7 @@ from holdfast.saving.replica_digest import REPLICA_WINDOW_BYTES, content_digest
 from holdfast.settings import MIB
 
 ROUNDS = 15
-_SLABS = BufferPool(1, 4 * MIB)
+_BUFFERS = BufferPool(1, 4 * MIB)
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e5m2)
 
 
@@ -56,14 +56,14 @@ def _streamed(collected: Collected, *, is_counted: bool) -> None:
     whole = [Owned(number, each.shard.pieces[0]) for number, each in enumerate(shards)]
     (pack,) = packs_of(0, [each.shard for each in shards], whole, MIB)
     nonfinite = NonFinite() if is_counted else None
-    with _SLABS.lent() as slab:
-        stream(header_of(pack, {}), pack, Scratch(slab), MIB, [each.source for each in shards], nonfinite)
+    with _BUFFERS.lent() as buffer:
+        stream(header_of(pack, {}), pack, Scratch(buffer), MIB, [each.source for each in shards], nonfinite)
 
 
 def _compared(collected: Collected) -> None:
-    slab = allocate_aligned(REPLICA_WINDOW_BYTES)
+    buffer = allocate_aligned(REPLICA_WINDOW_BYTES)
     for each in collected.shards:
-        content_digest(each.source, each.shard.pieces, each.shard.tensor.itemsize, slab)
+        content_digest(each.source, each.shard.pieces, each.shard.tensor.itemsize, buffer)
 
 
 if __name__ == "__main__":

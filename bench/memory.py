@@ -19,7 +19,7 @@ from bench.state import MIB
 WAYS = ("blocking", "copy", "lazy")
 SAVES = 3
 LAZY_ARENA_MIB = 64
-"""A small part of the state: copies come faster than windows are written, so that every slab of it is used, and none
+"""A small part of the state: copies come faster than windows are written, so that every buffer of it is used, and none
 that was not used can stand in for what was taken beside the arena."""
 
 

@@ -190,7 +190,7 @@ class _Scalar:
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         return b"\0\0\x7aD"
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         raise AssertionError("nothing is written of a job on paper")
 
 

@@ -39,11 +39,13 @@ class Held:
         """Return a file."""
         return self._file(key)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> list[memoryview]:
+    def get_ranges(
+        self, key: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
+    ) -> list[memoryview]:
         """Return ranges of a file."""
         found = []
-        for (start, stop), slab in zip(ranges, slabs, strict=True):
-            view = slab[: stop - start]
+        for (start, stop), buffer in zip(ranges, buffers, strict=True):
+            view = buffer[: stop - start]
             view[:] = self._file(key)[start:stop]
             found.append(view)
         return found

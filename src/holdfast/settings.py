@@ -65,7 +65,7 @@ class Settings:
 
     zero_copy_bytes_min: int = 64 * KIB
     """Smallest chunk read straight into a target's memory where it can be: to find that memory for a smaller one
-    costs more than to copy it out of a slab."""
+    costs more than to copy it out of a buffer."""
 
     share_reads: Literal["auto", "always", "never"] = "auto"
     """Whether bytes that several ranks want are read by one of them and passed to the others. auto: where that is

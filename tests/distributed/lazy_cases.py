@@ -19,7 +19,7 @@ from tests.distributed.launch import World
 from tests.distributed.matrix.layouts import KINDS, Built
 
 LAZY = replace(PATIENT, staging="lazy", window_bytes=4096, arena_bytes_max=4096)
-"""One slab: while a write is held back nothing more can be copied."""
+"""One buffer: while a write is held back nothing more can be copied."""
 
 
 def gated_run(root: str) -> tuple[Run, threading.Event]:

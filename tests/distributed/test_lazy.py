@@ -37,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 def test_training_goes_on_and_what_is_saved_is_the_state_of_the_call(results: dict[str, Results], kind: str) -> None:
     values = results[kind].values(kind)
     assert all(isinstance(each, dict) and each["same"] and each["changed"] for each in values), values
-    # FSDP1 moves its parameters in forward: no arena of one slab holds a copy of them, so they are written at once.
+    # FSDP1 moves its parameters in forward: no arena of one buffer holds a copy of them, so they are written at once.
     expected = "none" if kind.startswith("fsdp1") else "lazy"
     assert {each["staging"] for each in values if isinstance(each, dict)} == {expected}
     if expected == "lazy":

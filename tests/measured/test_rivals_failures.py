@@ -188,8 +188,8 @@ class Counted(Syscalls):
     def __init__(self) -> None:
         self.read_bytes = 0
 
-    def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        count = super().preadv(fd, slabs, offset, flags)
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        count = super().preadv(fd, buffers, offset, flags)
         self.read_bytes += count
         return count
 

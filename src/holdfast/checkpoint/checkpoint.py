@@ -308,13 +308,13 @@ class Checkpoint:
             chunk_bytes = self.index.chunk_bytes
         except CheckpointError:
             chunk_bytes = 0  # The damage is what verification is about to report.
-        slab = allocate_aligned(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES)
+        buffer = allocate_aligned(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES)
         return Verification(
             self._place.store,
             self._place.folder,
             self.manifest,
             self.packs,
-            slab,
+            buffer,
             lambda index: require_covered(index, self._clock, self.url),
             observer,
         )

@@ -18,7 +18,7 @@ BATCH_BYTES = 16 * MIB
 """Bytes of each copy that are read and compared at once."""
 
 BATCHES_AT_ONCE = 3
-"""One is compared while the next are read: with slabs and what comparing makes on the way under 300 MiB in all."""
+"""One is compared while the next are read: with buffers and what comparing makes on the way under 300 MiB in all."""
 
 _RUN_BYTES_MAX = 4 * MIB
 

@@ -88,7 +88,7 @@ class Job:
     def copy_in_background(self, work: Callable[[], None]) -> None:
         """Have copies made, those of one save after those of the one before.
 
-        Beside each other two saves could take all slabs between them, and neither go on.
+        Beside each other two saves could take all buffers between them, and neither go on.
         """
         self._copies.submit(work)
 

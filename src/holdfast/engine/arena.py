@@ -17,26 +17,26 @@ from holdfast.settings import MIB
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_SLABS, _BLOCK_BYTES_MAX = 64, 64 * MIB
-"""Slabs cut from one allocation, or fewer large ones: few allocations, and little that is never used."""
+_BLOCK_BUFFERS, _BLOCK_BYTES_MAX = 64, 64 * MIB
+"""Buffers cut from one allocation, or fewer large ones: few allocations, and little that is never used."""
 
 
 class Arena:
-    """Equal slabs up to a budget; who finds none free waits for one to come back."""
+    """Equal buffers up to a budget; who finds none free waits for one to come back."""
 
-    def __init__(self, slab_bytes: int, bytes_max: int | None, clock: Clock) -> None:
+    def __init__(self, buffer_bytes: int, bytes_max: int | None, clock: Clock) -> None:
         """Allocate nothing yet.
 
         Args:
-            slab_bytes: Bytes of one slab, a multiple of a page.
+            buffer_bytes: Bytes of one buffer, a multiple of a page.
             bytes_max: The budget; None for half of the memory that is free when it is first asked for.
             clock: Measures waits.
         """
-        self.slab_bytes = slab_bytes
+        self.buffer_bytes = buffer_bytes
         self.waited_seconds = 0.0
-        """How long slabs have been waited for so far."""
+        """How long buffers have been waited for so far."""
         self.retired = 0
-        """Slabs that are never lent again."""
+        """Buffers that are never lent again."""
         self._bytes_max, self._clock = bytes_max, clock
         # Reentrant: a signal handler may save while this thread is in here.
         self._changed = threading.Condition(threading.RLock())
@@ -60,15 +60,15 @@ class Arena:
                     self._pin_block(block)
 
     def holds(self, count: int) -> bool:
-        """Return whether so many slabs fit the budget, those in use included, and it is of any use at all."""
-        return max(count, 1) * self.slab_bytes <= self._budget()
+        """Return whether so many buffers fit the budget, those in use included, and it is of any use at all."""
+        return max(count, 1) * self.buffer_bytes <= self._budget()
 
     def take(self, given_up: Callable[[], bool], bytes_max: int | None = None) -> memoryview | None:
-        """Return a slab, waiting for one to come back if need be; None once its user has given up, or none can come.
+        """Return a buffer, waiting for one to come back if need be; None once its user has given up, or none can come.
 
         Args:
             given_up: Asked before a wait, and after it whenever something changed or `wake` was called.
-            bytes_max: What the arena may grow to for this slab, within its budget, though to one slab at least.
+            bytes_max: What the arena may grow to for this buffer, within its budget, though to one buffer at least.
         """
         with self._changed:
             while not self._free and not self._grow(bytes_max):
@@ -78,27 +78,27 @@ class Arena:
                 start = self._clock.monotonic_seconds()
                 self._changed.wait()
                 self.waited_seconds += self._clock.monotonic_seconds() - start
-            # The slab used a moment ago is the one still in the processor's cache.
+            # The buffer used a moment ago is the one still in the processor's cache.
             return self._free.pop()
 
-    def give(self, slab: memoryview) -> None:
-        """Put a slab back."""
+    def give(self, buffer: memoryview) -> None:
+        """Put a buffer back."""
         with self._changed:
-            self._free.append(slab)
+            self._free.append(buffer)
             self._changed.notify_all()
 
-    def quarantine_buffer(self, slab: memoryview) -> None:
-        """Never lend a slab again, nor free or unpin its memory: a device may still copy into it.
+    def quarantine_buffer(self, buffer: memoryview) -> None:
+        """Never lend a buffer again, nor free or unpin its memory: a device may still copy into it.
 
         The budget is that much less from now on.
         """
         with self._changed:
-            QUARANTINED.append(slab)
+            QUARANTINED.append(buffer)
             self.retired += 1
             self._made -= 1
-            self._bytes_max = self._budget() - self.slab_bytes
-            self._blocks[:] = [block for block in self._blocks if block.obj is not slab.obj]
-            self._pinned[:] = [each for each in self._pinned if each[0].obj is not slab.obj]
+            self._bytes_max = self._budget() - self.buffer_bytes
+            self._blocks[:] = [block for block in self._blocks if block.obj is not buffer.obj]
+            self._pinned[:] = [each for each in self._pinned if each[0].obj is not buffer.obj]
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -124,17 +124,17 @@ class Arena:
     def _grow(self, bytes_max: int | None) -> bool:
         budget = self._budget()
         if bytes_max is not None:
-            budget = min(budget, max(bytes_max, self.slab_bytes))
-        at_once = min(_BLOCK_SLABS, max(_BLOCK_BYTES_MAX // self.slab_bytes, 1))
-        count = min(at_once, budget // self.slab_bytes - self._made)
+            budget = min(budget, max(bytes_max, self.buffer_bytes))
+        at_once = min(_BLOCK_BUFFERS, max(_BLOCK_BYTES_MAX // self.buffer_bytes, 1))
+        count = min(at_once, budget // self.buffer_bytes - self._made)
         if count <= 0:
             return False
-        block = allocate_aligned(count * self.slab_bytes)
+        block = allocate_aligned(count * self.buffer_bytes)
         self._blocks.append(block)
         self._made += count
         # The first one taken is the first of the block.
-        cuts = range((count - 1) * self.slab_bytes, -1, -self.slab_bytes)
-        self._free += [block[at : at + self.slab_bytes] for at in cuts]
+        cuts = range((count - 1) * self.buffer_bytes, -1, -self.buffer_bytes)
+        self._free += [block[at : at + self.buffer_bytes] for at in cuts]
         self._pin_block(block)
         return True
 

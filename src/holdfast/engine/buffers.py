@@ -16,11 +16,11 @@ _WIPE_ON_FORK = 18
 _HUGE_PAGE_BYTES = 2 * MIB
 
 QUARANTINED: list[memoryview] = []
-"""Slabs that are never lent again, kept, and with them the blocks they are cut from, while the process lives."""
+"""Buffers that are never lent again, kept, and with them the blocks they are cut from, while the process lives."""
 
 
-def allocate_aligned(slab_bytes: int) -> memoryview:
-    """Return a writable, page-aligned buffer of at least `slab_bytes`.
+def allocate_aligned(buffer_bytes: int) -> memoryview:
+    """Return a writable, page-aligned buffer of at least `buffer_bytes`.
 
     Huge pages are asked for where the kernel has them: one fault instead of five hundred, and a direct read or write
     has one page to hold instead of as many. The kernel puts memory anywhere, so more is mapped than is used: whole huge
@@ -28,7 +28,7 @@ def allocate_aligned(slab_bytes: int) -> memoryview:
     measurements). Only private memory gets them, and private memory would be copied page by page after a fork, in the
     parent too; so the child is given none of it.
     """
-    length = room = -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES
+    length = room = -(-buffer_bytes // PAGE_BYTES) * PAGE_BYTES
     if length >= _HUGE_PAGE_BYTES:
         room = (-(-length // _HUGE_PAGE_BYTES) + 1) * _HUGE_PAGE_BYTES
     private = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -47,8 +47,8 @@ def allocate_aligned(slab_bytes: int) -> memoryview:
 class BufferPool:
     """A fixed number of equal buffers cut from one allocation; who wants one while all are out waits."""
 
-    def __init__(self, count: int, slab_bytes: int) -> None:
-        pitch = -(-slab_bytes // PAGE_BYTES) * PAGE_BYTES
+    def __init__(self, count: int, buffer_bytes: int) -> None:
+        pitch = -(-buffer_bytes // PAGE_BYTES) * PAGE_BYTES
         memory = allocate_aligned(count * pitch)
         # Last in, first out: the buffer used a moment ago is the one still in the processor's cache.
         self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()
@@ -60,20 +60,20 @@ class BufferPool:
         """Return a free buffer."""
         return self._free.get()
 
-    def give(self, slab: memoryview) -> None:
+    def give(self, buffer: memoryview) -> None:
         """Put a buffer back."""
-        self._free.put(slab)
+        self._free.put(buffer)
 
-    def quarantine_buffer(self, slab: memoryview) -> None:
+    def quarantine_buffer(self, buffer: memoryview) -> None:
         """Never lend a buffer again, for a device may still copy into it; another takes its place."""
-        QUARANTINED.append(slab)
+        QUARANTINED.append(buffer)
         self.give(allocate_aligned(self._pitch))
 
     @contextmanager
     def lent(self) -> Iterator[memoryview]:
         """Lend a buffer for the length of a block."""
-        slab = self.take()
+        buffer = self.take()
         try:
-            yield slab
+            yield buffer
         finally:
-            self.give(slab)
+            self.give(buffer)

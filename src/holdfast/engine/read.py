@@ -29,7 +29,7 @@ def execute(
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
-    slabs: BufferPool | None = None,
+    buffers: BufferPool | None = None,
     moved: Callable[[int], None] | None = None,
 ) -> None:
     """Read, check and place everything a plan lists.
@@ -39,8 +39,8 @@ def execute(
         packs: Where from.
         targets: Where to, by wanted number.
         settings: Windows in flight, and from which size on chunks are read straight into targets.
-        slabs: What to read through, for who carries out one plan after the other: one for each read in flight, each as
-            long as the longest read and two pages. None: new ones.
+        buffers: What to read through, for who carries out one plan after the other: one for each read in
+            flight, each as long as the longest read and two pages. None: new ones.
         moved: Told how many bytes were read, run by run, on any thread.
     Raises:
         CorruptError: A chunk is not what was saved; the message names tensor, pack and byte range. Targets may hold
@@ -50,13 +50,13 @@ def execute(
     if not plan.runs:
         return
     count = min(settings.windows_in_flight, len(plan.runs))
-    if slabs is None:
-        slabs = BufferPool(count, max(run.stop - run.start for run in plan.runs) + 2 * PAGE_BYTES)
+    if buffers is None:
+        buffers = BufferPool(count, max(run.stop - run.start for run in plan.runs) + 2 * PAGE_BYTES)
     copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
-    def read(run: ReadRun, slabs: BufferPool = slabs) -> None:
-        with slabs.lent() as slab:
-            _RunRead(run, packs(run.pack), targets, settings.zero_copy_bytes_min, copying).execute(slab)
+    def read(run: ReadRun, buffers: BufferPool = buffers) -> None:
+        with buffers.lent() as buffer:
+            _RunRead(run, packs(run.pack), targets, settings.zero_copy_bytes_min, copying).execute(buffer)
         if moved is not None:
             moved(run.stop - run.start)
 
@@ -71,7 +71,7 @@ def execute(
 
 
 class _RunRead:
-    """One run on its way: straight into the targets what lies in memory already, the rest through a slab."""
+    """One run on its way: straight into the targets what lies in memory already, the rest through a buffer."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _RunRead:
         self._run, self._stored, self._targets = run, stored, targets
         self._in_place_bytes_min, self._copying = zero_copy_bytes_min, copying
 
-    def execute(self, slab: memoryview) -> None:
+    def execute(self, buffer: memoryview) -> None:
         """Read, check and place every chunk."""
         run = self._run
         homes = [self._home(chunk) for chunk in run.chunks]
@@ -92,12 +92,12 @@ class _RunRead:
         if any(homes):
             # More copies at once than cores push each other's bytes out of the cache before they are hashed.
             with self._copying, pack_expected(run, self._stored):
-                arrived = self._take_cached(homes, slab)
+                arrived = self._take_cached(homes, buffer)
         if arrived < len(run.chunks):
-            self._settle_rest(ReadRun.of(run.pack, run.chunks[arrived:]), slab)
+            self._settle_rest(ReadRun.of(run.pack, run.chunks[arrived:]), buffer)
 
-    def _settle_rest(self, rest: ReadRun, slab: memoryview) -> None:
-        """Read what is left of the run through the front of the slab, a few chunks at a time, and settle it."""
+    def _settle_rest(self, rest: ReadRun, buffer: memoryview) -> None:
+        """Read what is left of the run through the front of the buffer, a few chunks at a time, and settle it."""
         parts = list(_parted(rest, _SETTLED_BYTES))
         ranges = [(part.start, part.stop) for part in parts]
         unsettled: list[Exception] = []
@@ -111,7 +111,7 @@ class _RunRead:
 
         try:
             with pack_expected(rest, self._stored):
-                self._stored.files.get_ranges(self._stored.key, ranges, [slab] * len(ranges), settle_part)
+                self._stored.files.get_ranges(self._stored.key, ranges, [buffer] * len(ranges), settle_part)
         except Exception:
             if unsettled:
                 # A target's own error is none of the store's, whatever the store made of it.
@@ -119,7 +119,7 @@ class _RunRead:
             raise
 
     def _home(self, chunk: ChunkRead) -> list[memoryview]:
-        """Return the targets' own memory for all of a chunk, in its order; empty where a slab must come between."""
+        """Return the targets' own memory for all of a chunk, in its order; empty where a buffer must come between."""
         if chunk.bytes < self._in_place_bytes_min:
             return []
         home, at = [], 0
@@ -133,11 +133,11 @@ class _RunRead:
             at += memory.nbytes
         return home if at == chunk.bytes else []
 
-    def _take_cached(self, homes: Sequence[list[memoryview]], slab: memoryview) -> int:
+    def _take_cached(self, homes: Sequence[list[memoryview]], buffer: memoryview) -> int:
         """Settle the chunks at the front of the run that need no wait for storage; return how many these are."""
         run = self._run
         buffers: list[memoryview] = []
-        apart = run.start  # What has no home in the targets goes to its place in the slab, neighbours in one read.
+        apart = run.start  # What has no home in the targets goes to its place in the buffer, neighbours in one read.
         for chunk, home in zip(run.chunks, homes, strict=True):
             if home:
                 buffers += home
@@ -145,19 +145,19 @@ class _RunRead:
                 continue
             if chunk.offset > apart:
                 buffers.pop()
-            buffers.append(slab[apart - run.start : chunk.offset + chunk.bytes - run.start])
+            buffers.append(buffer[apart - run.start : chunk.offset + chunk.bytes - run.start])
         hashing = _Hashing(run, [bool(home and chunk.expected) for chunk, home in zip(run.chunks, homes, strict=True)])
         stop = run.start + self._stored.files.get_cached(self._stored.key, run.start, buffers, hashing.take)
         for number, (chunk, home) in enumerate(zip(run.chunks, homes, strict=True)):
             if chunk.offset + chunk.bytes > stop:
                 return number
             if home:
-                # Threads that fill targets that overlap may have been at these bytes too: the slab's copy decides.
+                # Threads that fill targets that overlap may have been at these bytes too: the buffer's copy decides.
                 if chunk.expected and hashing.digests[number] != chunk.expected:
                     return number
             else:
                 verify_and_place(
-                    chunk, slab[chunk.offset - run.start :][: chunk.bytes], self._stored.url, self._targets
+                    chunk, buffer[chunk.offset - run.start :][: chunk.bytes], self._stored.url, self._targets
                 )
         return len(run.chunks)
 
@@ -208,10 +208,10 @@ def pack_expected(run: ReadRun, stored: Stored) -> Iterator[None]:
         ) from missing
 
 
-def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], slab: memoryview) -> memoryview:
-    """Read a run into a slab, check and place every chunk, and return where its bytes lie in the slab."""
+def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer: memoryview) -> memoryview:
+    """Read a run into a buffer, check and place every chunk, and return where its bytes lie in the buffer."""
     with pack_expected(run, stored):
-        (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [slab])
+        (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [buffer])
     verify_and_place_all(run, data, stored.url, targets)
     return data
 

@@ -18,17 +18,17 @@ from holdfast.types.plan import PlannedPack
 class Staging:
     """Windows in file order, filled from the state and taken by whoever writes them.
 
-    One thread copies, as far ahead of the writer as the arena has slabs. Copies that a device makes are only queued
+    One thread copies, as far ahead of the writer as the arena has buffers. Copies that a device makes are only queued
     by it, and their windows passed on at once; whoever takes a window waits until it is whole. Whoever gives up ends
-    both sides: nothing more is copied, and every slab goes back once no copy into it is under way; where a wait fails
-    nobody can tell, and the slab is retired.
+    both sides: nothing more is copied, and every buffer goes back once no copy into it is under way; where a wait fails
+    nobody can tell, and the buffer is retired.
     """
 
     def __init__(self, arena: Arena, bytes_max: int | None = None) -> None:
         """Begin with nothing copied.
 
         Args:
-            arena: Where slabs are from.
+            arena: Where buffers are from.
             bytes_max: What the arena may grow to for this, within its budget; None: to all of it.
         """
         self._arena, self._bytes_max = arena, bytes_max
@@ -51,7 +51,7 @@ class Staging:
         """
         try:
             for pack in packs:
-                windows = _Filled(self._empty, self._put, self._arena.slab_bytes)
+                windows = _Filled(self._empty, self._put, self._arena.buffer_bytes)
                 try:
                     fill(pack.header, pack.plan, windows, sources)
                 finally:
@@ -80,11 +80,11 @@ class Staging:
             self.raise_failure()
         assert window is not None, "an end without a failure is never queued"
         self._require_whole(window)
-        return window.slab
+        return window.buffer
 
-    def give(self, slab: memoryview) -> None:
+    def give(self, buffer: memoryview) -> None:
         """Give a window back that is written."""
-        self._arena.give(slab)
+        self._arena.give(buffer)
 
     def give_up(self, error: BaseException) -> None:
         """End both sides for an error; the first one stands."""
@@ -115,9 +115,9 @@ class Staging:
             raise self._failure
 
     def _empty(self) -> memoryview:
-        slab = self._arena.take(self._waits_in_vain, self._bytes_max)
-        if slab is not None:
-            return slab
+        buffer = self._arena.take(self._waits_in_vain, self._bytes_max)
+        if buffer is not None:
+            return buffer
         if self._failure is not None:
             raise _GivenUp
         raise UnavailableError(
@@ -144,16 +144,16 @@ class Staging:
             self._require_whole(window)
         except Exception:  # noqa: BLE001 - why it was given up stands
             return
-        self._arena.give(window.slab)
+        self._arena.give(window.buffer)
 
     def _require_whole(self, window: _Window) -> None:
-        """Wait until a window is whole; one of which nobody can tell is given up, and its slab retired."""
+        """Wait until a window is whole; one of which nobody can tell is given up, and its buffer retired."""
         try:
             window.wait()
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
-            self._arena.quarantine_buffer(window.slab)
+            self._arena.quarantine_buffer(window.buffer)
             raise
 
     def _await_copies(self) -> None:
@@ -172,10 +172,10 @@ class _GivenUp(Exception):
 
 
 class _Window:
-    """A slab, and the copies into it that may be under way."""
+    """A buffer, and the copies into it that may be under way."""
 
-    def __init__(self, slab: memoryview) -> None:
-        self.slab = slab
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer = buffer
         self.tickets: list[Ticket] = []
 
     def wait(self) -> None:
@@ -189,20 +189,20 @@ class _Window:
 class _Filled:
     """The windows of one pack, each passed on as soon as all of it is copied or on its way."""
 
-    def __init__(self, take: Callable[[], memoryview], put: Callable[[_Window], None], slab_bytes: int) -> None:
-        self._take, self._put, self._slab_bytes = take, put, slab_bytes
+    def __init__(self, take: Callable[[], memoryview], put: Callable[[_Window], None], buffer_bytes: int) -> None:
+        self._take, self._put, self._buffer_bytes = take, put, buffer_bytes
         self._window: _Window | None = None
         self._filled = 0
 
     def room(self) -> memoryview:
-        return self._current().slab[self._filled :]
+        return self._current().buffer[self._filled :]
 
     def await_copy(self, ticket: Ticket) -> None:
         self._current().tickets.append(ticket)
 
     def advance(self, count: int) -> None:
         self._filled += count
-        if self._filled == self._slab_bytes:
+        if self._filled == self._buffer_bytes:
             self.close()
 
     def close(self) -> None:

@@ -181,14 +181,14 @@ def chunk_digests(
 class Scratch:
     """Windows that nobody keeps."""
 
-    def __init__(self, slab: memoryview) -> None:
-        """Begin at the front of a slab, which is filled again and again."""
-        self._slab, self._filled = slab, 0
+    def __init__(self, buffer: memoryview) -> None:
+        """Begin at the front of a buffer, which is filled again and again."""
+        self._buffer, self._filled = buffer, 0
 
     def room(self) -> memoryview:
-        """Return the rest of the slab."""
-        return self._slab[self._filled :]
+        """Return the rest of the buffer."""
+        return self._buffer[self._filled :]
 
     def advance(self, count: int) -> None:
-        """Count bytes that are done with; at its end the slab begins anew."""
-        self._filled = (self._filled + count) % len(self._slab)
+        """Count bytes that are done with; at its end the buffer begins anew."""
+        self._filled = (self._filled + count) % len(self._buffer)

@@ -43,7 +43,7 @@ class PackWriter:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
-        self._slabs = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
+        self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
 
     def write(
         self, pack: PlannedPack, sources: Sequence[Source], written: Callable[[int], None] | None = None
@@ -57,7 +57,7 @@ class PackWriter:
         Raises:
             CheckpointError: It could not be written; nothing of it is left.
         """
-        return self._write(pack, self._slabs.take, self._slabs.give, sources, written)
+        return self._write(pack, self._buffers.take, self._buffers.give, sources, written)
 
     def write_staged(
         self, pack: PlannedPack, staging: Staging, written: Callable[[int], None] | None = None
@@ -76,8 +76,8 @@ class PackWriter:
 
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of what its source holds now."""
-        with self.lent() as slab:
-            return stream(pack.header, pack.plan, Scratch(slab), self._settings.chunk_bytes, sources)
+        with self.lent() as buffer:
+            return stream(pack.header, pack.plan, Scratch(buffer), self._settings.chunk_bytes, sources)
 
     @contextmanager
     def lent(self) -> Iterator[memoryview]:
@@ -85,13 +85,13 @@ class PackWriter:
 
         Where the block fails nobody can tell whether a copy into it goes on: the window is never lent again.
         """
-        slab = self._slabs.take()
+        buffer = self._buffers.take()
         try:
-            yield slab
+            yield buffer
         except BaseException:
-            self._slabs.quarantine_buffer(slab)
+            self._buffers.quarantine_buffer(buffer)
             raise
-        self._slabs.give(slab)
+        self._buffers.give(buffer)
 
     def _write(
         self,
@@ -130,7 +130,7 @@ class _Written:
         self._take, self._window_bytes = take, settings.window_bytes
         self._writers = _Writers(upload, give, settings.windows_in_flight, written)
         self._give = give
-        self._slab: memoryview | None = None
+        self._buffer: memoryview | None = None
         self._offset = self._filled = 0
 
     def __enter__(self) -> _Written:
@@ -138,15 +138,15 @@ class _Written:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._writers.end(give_up=kind is not None)
-        if self._slab is not None:
-            self._give(self._slab)
+        if self._buffer is not None:
+            self._give(self._buffer)
 
     def room(self) -> memoryview:
-        if self._slab is None:
+        if self._buffer is None:
             # The first failed window ends the pack: nothing more is copied for it.
             self._writers.raise_failure()
-            self._slab, self._filled = self._take(), 0
-        return self._slab[self._filled : self._window_bytes]
+            self._buffer, self._filled = self._take(), 0
+        return self._buffer[self._filled : self._window_bytes]
 
     def advance(self, count: int) -> None:
         self._filled += count
@@ -161,14 +161,14 @@ class _Written:
         self._writers.raise_failure()
 
     def _write(self) -> None:
-        assert self._slab is not None
-        slab, count, offset = self._slab, self._filled, self._offset
-        self._slab, self._filled, self._offset = None, 0, offset + count
-        self._writers.write(offset, slab, count)
+        assert self._buffer is not None
+        buffer, count, offset = self._buffer, self._filled, self._offset
+        self._buffer, self._filled, self._offset = None, 0, offset + count
+        self._writers.write(offset, buffer, count)
 
 
 class _Writers:
-    """Threads that write windows and give their slabs back.
+    """Threads that write windows and give their buffers back.
 
     Threads of our own rather than an executor's: those take no work once the interpreter is about to exit, and a save
     under way is to be finished then.
@@ -188,8 +188,8 @@ class _Writers:
         self._threads_max = threads
         self._threads: list[threading.Thread] = []
 
-    def write(self, offset: int, slab: memoryview, count: int) -> None:
-        """Have the first bytes of a slab written; the slab is given back whatever comes of it."""
+    def write(self, offset: int, buffer: memoryview, count: int) -> None:
+        """Have the first bytes of a buffer written; the buffer is given back whatever comes of it."""
         if len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._work, name="holdfast-write")
             try:
@@ -200,9 +200,9 @@ class _Writers:
             else:
                 self._threads.append(thread)
         if self._threads:
-            self._windows.put((offset, slab, count))
+            self._windows.put((offset, buffer, count))
         else:
-            self._settle(offset, slab, count)
+            self._settle(offset, buffer, count)
 
     def raise_failure(self) -> None:
         """Raise what the first failed window met."""
@@ -222,13 +222,13 @@ class _Writers:
         while (window := self._windows.get()) is not None:
             self._settle(*window)
 
-    def _settle(self, offset: int, slab: memoryview, count: int) -> None:
+    def _settle(self, offset: int, buffer: memoryview, count: int) -> None:
         try:
             if not self._given_up and not self._failures:
-                self._upload.write(offset, slab[:count])
+                self._upload.write(offset, buffer[:count])
                 if self._written is not None:
                     self._written(count)
         except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
             self._failures.append(error)
         finally:
-            self._give(slab)
+            self._give(buffer)

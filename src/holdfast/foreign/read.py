@@ -35,8 +35,8 @@ def read_bytes(files: Readable, key: str, start: int, stop: int, bytes_max: int)
         raise CorruptError(f"{files.url}/{key}: ends at byte {size}; expected bytes {start}–{stop}. Was it cut short?")
     if start == stop:
         return b""
-    with mmap.mmap(-1, stop - start + 2 * PAGE_BYTES) as memory, memoryview(memory) as slab:
-        (found,) = files.get_ranges(key, [(start, stop)], [slab])
+    with mmap.mmap(-1, stop - start + 2 * PAGE_BYTES) as memory, memoryview(memory) as buffer:
+        (found,) = files.get_ranges(key, [(start, stop)], [buffer])
         with found:
             return bytes(found)
 
@@ -52,6 +52,6 @@ def read_ranges(files: Readable, key: str, ranges: Sequence[tuple[int, int]]) ->
     room = [(-(-(stop - start) // PAGE_BYTES) + 2) * PAGE_BYTES for start, stop in ranges]
     with mmap.mmap(-1, sum(room)) as memory, memoryview(memory) as whole, ExitStack() as views:
         bounds = accumulate(room, initial=0)
-        slabs = [views.enter_context(whole[start:stop]) for start, stop in pairwise(bounds)]
-        found = files.get_ranges(key, ranges, slabs)
+        buffers = [views.enter_context(whole[start:stop]) for start, stop in pairwise(bounds)]
+        found = files.get_ranges(key, ranges, buffers)
         return [bytes(views.enter_context(each)) for each in found]

@@ -35,25 +35,25 @@ Raises:
 class Source(Protocol):
     """The bytes of what one rank holds of one tensor, read piece by piece."""
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
-        """Copy a run of a piece's row-major bytes to the front of `slab`.
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
+        """Copy a run of a piece's row-major bytes to the front of `buffer`.
 
         Args:
             piece: A region inside one of the shard's pieces and of its kind.
             start, stop: Half-open byte range within the piece's own row-major bytes.
-            slab: Writable memory of at least `stop - start` bytes. It must not be used, nor the source let go, until
+            buffer: Writable memory of at least `stop - start` bytes. It must not be used, nor the source let go, until
                 the ticket says so; where this raises, nothing is under way.
         """
         ...
 
     @classmethod
-    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Ticket:
         """Copy pieces of several sources of one state, each whole, one after the other: far less work for tiny ones.
 
         Args:
             sources: Where each piece comes from.
             pieces: As for `copy_into`; none empty.
-            slab: Writable memory of as many bytes as all pieces have.
+            buffer: Writable memory of as many bytes as all pieces have.
         """
         ...
 
@@ -102,7 +102,7 @@ class Target(Protocol):
         """Return the memory in which the row-major bytes of `part`, as they are stored, would lie as one run.
 
         None where there is no such run in host memory: a slice of columns, a device, another dtype. What is read
-        straight into it spares the copy out of a slab, which costs as much as the read.
+        straight into it spares the copy out of a buffer, which costs as much as the read.
 
         Args:
             part: Global coordinates; inside the wanted box.

@@ -78,7 +78,7 @@ class Readable(Protocol):
         self,
         key: str,
         ranges: Sequence[tuple[int, int]],
-        slabs: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         arrived: Callable[[int, memoryview], None] | None = None,
     ) -> list[memoryview]:
         """Read byte ranges of one object.
@@ -86,13 +86,13 @@ class Readable(Protocol):
         Args:
             key: The object.
             ranges: Half-open byte ranges.
-            slabs: One writable, page-aligned buffer per range, at least two pages longer than the range, so
+            buffers: One writable, page-aligned buffer per range, at least two pages longer than the range, so
                 that a store may read whole pages around it. The same one may serve several ranges where `arrived`
                 takes them.
             arrived: Told the number and the bytes of each range once it is there, in order, before the next is read:
                 memory that is filled again and again stays in the processor's cache.
         Returns:
-            For each range a view of exactly its bytes, somewhere inside its slab; of ranges that share one, all but
+            For each range a view of exactly its bytes, somewhere inside its buffer; of ranges that share one, all but
             the last show other bytes by then.
         Raises:
             MissingError: No such key.
@@ -110,7 +110,7 @@ class Readable(Protocol):
         """Read what needs no wait for storage, from `start` on, into one buffer after the other.
 
         What lies in memory already is copied once, straight to where it is wanted; the rest is for `get_ranges`,
-        which needs slabs of its own shape.
+        which needs buffers of its own shape.
 
         Args:
             key: The object.

@@ -29,7 +29,7 @@ class Verification:
         folder: str,
         manifest: Manifest,
         packs: Packs,
-        slab: memoryview,
+        buffer: memoryview,
         judge: Callable[[Index], None],
         observer: Observer | None = None,
     ) -> None:
@@ -40,13 +40,13 @@ class Verification:
             folder: Its folder there.
             manifest: Its manifest.
             packs: Where its packs lie.
-            slab: Room for two windows and two pages.
+            buffer: Room for two windows and two pages.
             judge: Raises `CorruptError` if the pieces of an index do not cover every tensor exactly once.
             observer: Told of progress.
         """
         self._judge = judge
         self._store, self._folder, self._manifest, self._packs = store, folder, manifest, packs
-        self._slab, self._observer = slab, observer
+        self._buffer, self._observer = buffer, observer
         self._elsewhere = {pack.name for pack in manifest.packs if not is_pack_name(pack.name)}
         self._files = (*manifest.packs, *manifest.parts, *manifest.indexes)
         if manifest.overview is not None:
@@ -167,7 +167,7 @@ class Verification:
             stop = min(start + piece.chunk_bytes, piece.offset + piece.bytes)
             expected = piece.digests[16 * number : 16 * number + 16]
             try:
-                (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [self._slab])
+                (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [self._buffer])
             except CheckpointError as error:
                 yield self._damage(piece.pack, start, stop, piece.tensor.fqn, str(error))
             else:
@@ -209,9 +209,9 @@ class Verification:
 
     def _header(self, stored: Stored, header_bytes: int) -> bytes:
         parts = []
-        window = len(self._slab) // 2
+        window = len(self._buffer) // 2
         for start in range(0, header_bytes, window):
-            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + window, header_bytes))], [self._slab])
+            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + window, header_bytes))], [self._buffer])
             parts.append(bytes(data))
         return b"".join(parts)
 

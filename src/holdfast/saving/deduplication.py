@@ -153,23 +153,23 @@ class Deduplicator:
         if not self._compares or not plan.large:
             return plan
         items = [item for _, item in plan.large]
-        with self._writer.lent() as slab:
+        with self._writer.lent() as buffer:
             self._first_page_digests = dict(
-                zip(map(_key, items), first_page_digests(items, sources, slab), strict=True)
+                zip(map(_key, items), first_page_digests(items, sources, buffer), strict=True)
             )
             candidates = self._candidates(items, note)
             left_out = {
                 (pack, item.tensor.fqn): candidates[_key(item)]
                 for pack, item in plan.large
-                if _key(item) in candidates and self._holds(item, sources, candidates[_key(item)], slab)
+                if _key(item) in candidates and self._holds(item, sources, candidates[_key(item)], buffer)
             }
         self.pieces = list(left_out.values())
         return plan.without(frozenset(left_out))
 
-    def _holds(self, item: PackItem, sources: Sequence[Source], piece: Piece, slab: memoryview) -> bool:
+    def _holds(self, item: PackItem, sources: Sequence[Source], piece: Piece, buffer: memoryview) -> bool:
         """Return whether a piece is as it is stored, after counting what of it is no number if it is."""
         counted = NonFinite() if self._settings.count_nonfinite else None
-        if not is_unchanged(item, sources[item.shard_number], piece, slab, counted):
+        if not is_unchanged(item, sources[item.shard_number], piece, buffer, counted):
             return False
         for fqn, count in () if counted is None else counted.counts.items():
             self.nonfinite[fqn] = self.nonfinite.get(fqn, 0) + count

@@ -63,13 +63,13 @@ def _expectation(fqn: str, role: Role, settings: Settings) -> Expectation:
 
 
 def _replicas(collected: Collected, agreement: Agreement) -> Replicas:
-    slab = allocate_aligned(REPLICA_WINDOW_BYTES)
+    buffer = allocate_aligned(REPLICA_WINDOW_BYTES)
     held: dict[tuple[int, ...], list[tuple[int, bytes]]] = {}
     for position, each in enumerate(collected.shards):
         shard = each.shard
         holders = _holders(shard, agreement)
         if len(holders) > 1 and any(piece.numel for piece in shard.pieces):
-            digest = content_digest(each.source, shard.pieces, shard.tensor.itemsize, slab)
+            digest = content_digest(each.source, shard.pieces, shard.tensor.itemsize, buffer)
             held.setdefault(holders, []).append((position, digest))
     names = tuple(each.shard.tensor.fqn for each in collected.shards) if agreement.is_leader else ()
     groups = [

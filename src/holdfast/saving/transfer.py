@@ -55,7 +55,7 @@ class Transfer:
         self.staging: Staged = "none"
         """How the state was taken."""
         self.waited_seconds = 0.0
-        """How long copies have waited for slabs."""
+        """How long copies have waited for buffers."""
         self._windows = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
         self._is_copying = False
@@ -77,8 +77,8 @@ class Transfer:
         arena, shards = self._job.arena, collected.shards
         sources = [each.source for each in shards]
         is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
-        slabs = sum(-(-pack.bytes // arena.slab_bytes) for pack in self._packs)
-        if awaited or not arena.holds(1 if is_lazy else slabs):
+        buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs)
+        if awaited or not arena.holds(1 if is_lazy else buffers):
             self._write(sources)
             return
         if collected.pin is not None:

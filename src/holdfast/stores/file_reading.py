@@ -44,14 +44,14 @@ class FileReading:
         self,
         key: str,
         ranges: Sequence[tuple[int, int]],
-        slabs: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         arrived: Callable[[int, memoryview], None] | None = None,
     ) -> list[memoryview]:
         """Read byte ranges of one object, through the page cache where they already are, else directly."""
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
-            check_ranges(where, size, ranges, slabs)
-            return read_ranges(self._syscalls, fd, ranges, slabs, where, arrived)
+            check_ranges(where, size, ranges, buffers)
+            return read_ranges(self._syscalls, fd, ranges, buffers, where, arrived)
 
     def get_cached(
         self,

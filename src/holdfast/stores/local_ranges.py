@@ -23,21 +23,21 @@ def read_ranges(
     syscalls: Syscalls,
     fd: int,
     ranges: Sequence[tuple[int, int]],
-    slabs: Sequence[memoryview],
+    buffers: Sequence[memoryview],
     where: str,
     arrived: Callable[[int, memoryview], None] | None = None,
 ) -> list[memoryview]:
-    """Return for each range a view of its bytes inside its slab.
+    """Return for each range a view of its bytes inside its buffer.
 
     Args:
         syscalls: The operating system.
         fd: An open regular file, used by this call alone (its flags are changed).
         ranges: Half-open byte ranges within the file.
-        slabs: One writable buffer per range, two pages longer; page-aligned, or direct reading is refused.
+        buffers: One writable buffer per range, two pages longer; page-aligned, or direct reading is refused.
         where: Store and key, for messages.
         arrived: Told number and bytes of each range once it is there, in order, before the next is read.
     """
-    reads = [_RangeRead(syscalls, fd, bounds, slab, where) for bounds, slab in zip(ranges, slabs, strict=True)]
+    reads = [_RangeRead(syscalls, fd, bounds, buffer, where) for bounds, buffer in zip(ranges, buffers, strict=True)]
     if arrived is None:
         # All cached bytes first: reading directly needs a flag on the descriptor, which is then set once.
         for read in reads:
@@ -101,25 +101,25 @@ def take_cached(
 
 
 class _RangeRead:
-    """One range on its way into its slab.
+    """One range on its way into its buffer.
 
-    The slab mirrors the file from the page in which the range starts, so whole pages read from the file land on
-    whole pages of the slab.
+    The buffer mirrors the file from the page in which the range starts, so whole pages read from the file land on
+    whole pages of the buffer.
     """
 
-    def __init__(self, syscalls: Syscalls, fd: int, bounds: tuple[int, int], slab: memoryview, where: str) -> None:
+    def __init__(self, syscalls: Syscalls, fd: int, bounds: tuple[int, int], buffer: memoryview, where: str) -> None:
         self._syscalls = syscalls
         self._fd = fd
         self._start, self._stop = bounds
         self._position = self._start
         self._base = self._start - self._start % PAGE_BYTES
-        self._slab = slab if slab.format == "B" and slab.ndim == 1 else slab.cast("B")
+        self._buffer = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
         self._where = f"{where} bytes [{self._start}, {self._stop})"
 
     @property
     def view(self) -> memoryview:
-        """The range's bytes inside the slab."""
-        return self._slab[self._start - self._base : self._stop - self._base]
+        """The range's bytes inside the buffer."""
+        return self._buffer[self._start - self._base : self._stop - self._base]
 
     @property
     def whole(self) -> bool:
@@ -137,7 +137,7 @@ class _RangeRead:
         while not self.whole:
             start = self._position - self._position % PAGE_BYTES
             stop = -(-self._stop // PAGE_BYTES) * PAGE_BYTES
-            view = self._slab[start - self._base : stop - self._base]
+            view = self._buffer[start - self._base : stop - self._base]
             try:
                 count = self._syscalls.preadv(self._fd, [view], start)
             except OSError as error:

@@ -84,15 +84,15 @@ class MemoryStore:
         self,
         key: str,
         ranges: Sequence[tuple[int, int]],
-        slabs: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         arrived: Callable[[int, memoryview], None] | None = None,
     ) -> list[memoryview]:
-        """Read byte ranges of one object to the front of each slab."""
+        """Read byte ranges of one object to the front of each buffer."""
         data = memoryview(self._object(key))
-        check_ranges(f"{self.url}/{key}", len(data), ranges, slabs)
+        check_ranges(f"{self.url}/{key}", len(data), ranges, buffers)
         views = []
-        for number, ((start, stop), slab) in enumerate(zip(ranges, slabs, strict=True)):
-            view = slab.cast("B")[: stop - start]
+        for number, ((start, stop), buffer) in enumerate(zip(ranges, buffers, strict=True)):
+            view = buffer.cast("B")[: stop - start]
             view[:] = data[start:stop]
             views.append(view)
             if arrived is not None:

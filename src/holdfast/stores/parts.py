@@ -62,25 +62,29 @@ class PartLedger:
             )
 
 
-def check_ranges(where: str, total_bytes: int, ranges: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> None:
+def check_ranges(
+    where: str, total_bytes: int, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
+) -> None:
     """Refuse ranges that an object cannot hold, before a byte is read.
 
     Args:
         where: Store and key.
         total_bytes: The object's real size.
         ranges: Half-open byte ranges.
-        slabs: One buffer per range, at least two pages longer.
+        buffers: One buffer per range, at least two pages longer.
     Raises:
         CorruptError: The object ends before a range does.
-        InvalidError: A range runs backwards, or a slab is missing, too small or read-only.
+        InvalidError: A range runs backwards, or a buffer is missing, too small or read-only.
     """
-    if len(ranges) != len(slabs):
-        raise InvalidError(f"read of {where}: {len(ranges)} ranges, {len(slabs)} slabs; expected one slab per range")
-    for (start, stop), slab in zip(ranges, slabs, strict=True):
+    if len(ranges) != len(buffers):
+        raise InvalidError(
+            f"read of {where}: {len(ranges)} ranges, {len(buffers)} buffers; expected one buffer per range"
+        )
+    for (start, stop), buffer in zip(ranges, buffers, strict=True):
         _require_inside(where, total_bytes, start, stop)
-        if slab.readonly or slab.nbytes < stop - start + 2 * PAGE_BYTES:
+        if buffer.readonly or buffer.nbytes < stop - start + 2 * PAGE_BYTES:
             raise InvalidError(
-                f"read of {where}: a slab of {slab.nbytes} bytes{' (read-only)' if slab.readonly else ''} for "
+                f"read of {where}: a buffer of {buffer.nbytes} bytes{' (read-only)' if buffer.readonly else ''} for "
                 f"[{start}, {stop}); expected a writable one at least two pages longer than the range"
             )
 

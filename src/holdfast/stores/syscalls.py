@@ -65,9 +65,9 @@ class Syscalls:
         """Write at an offset and return the bytes written, perhaps fewer."""
         return os.pwrite(fd, data, offset)
 
-    def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         """Read at an offset and return the bytes read, perhaps fewer."""
-        return os.preadv(fd, slabs, offset, flags)
+        return os.preadv(fd, buffers, offset, flags)
 
     def fsync(self, fd: int) -> None:
         """Make a file's content, or a folder's entries, durable."""

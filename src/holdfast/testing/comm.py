@@ -404,22 +404,22 @@ class CommSuite:
 
     def test_exchange_gives_the_same_memory_to_several(self) -> None:
         def talk(comm: Comm) -> bytes:
-            slab = memoryview(bytearray(b"once" * 1000 if comm.rank == 0 else 4000))
+            buffer = memoryview(bytearray(b"once" * 1000 if comm.rank == 0 else 4000))
             if comm.rank == 0:
-                comm.exchange({1: [slab[:2000], slab[2000:]], 2: [slab[:2000]]}, {})
+                comm.exchange({1: [buffer[:2000], buffer[2000:]], 2: [buffer[:2000]]}, {})
             else:
-                comm.exchange({}, {0: [slab[:2000], slab[2000:]] if comm.rank == 1 else [slab[:2000]]})
-            return bytes(slab)
+                comm.exchange({}, {0: [buffer[:2000], buffer[2000:]] if comm.rank == 1 else [buffer[:2000]]})
+            return bytes(buffer)
 
         first, second, third = self.run(3, talk)
         assert (first, second, third) == (b"once" * 1000, b"once" * 1000, b"once" * 500 + bytes(2000))
 
     def test_an_exchange_in_which_a_rank_has_no_part(self) -> None:
         def talk(comm: Comm) -> bytes:
-            slab = memoryview(bytearray(b"x" if comm.rank == 0 else b"-"))
-            comm.exchange({2: [slab]} if comm.rank == 0 else {}, {0: [slab]} if comm.rank == 2 else {})
+            buffer = memoryview(bytearray(b"x" if comm.rank == 0 else b"-"))
+            comm.exchange({2: [buffer]} if comm.rank == 0 else {}, {0: [buffer]} if comm.rank == 2 else {})
             comm.exchange({}, {})
-            return bytes(slab) + comm.all_gather(b"")[0]
+            return bytes(buffer) + comm.all_gather(b"")[0]
 
         assert self.run(3, talk) == [b"x", b"-", b"x"]
 

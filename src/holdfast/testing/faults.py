@@ -229,11 +229,11 @@ class FaultyStore:
         self,
         key: str,
         ranges: Sequence[tuple[int, int]],
-        slabs: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         arrived: Callable[[int, memoryview], None] | None = None,
     ) -> list[memoryview]:
         """As the port says."""
-        return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, slabs, arrived))
+        return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, buffers, arrived))
 
     def get_cached(
         self,

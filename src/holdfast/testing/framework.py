@@ -76,19 +76,19 @@ class _ArraySource:
     array: NDArray[np.generic]
     held: tuple[Region, ...]
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> _Copied:
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> _Copied:
         assert any(contains(region, piece) for region in self.held), f"{piece} is read; held are {self.held}"
-        slab[: stop - start] = _bytes_of(self.array, piece)[start:stop]
+        buffer[: stop - start] = _bytes_of(self.array, piece)[start:stop]
         return _Copied()
 
     @classmethod
-    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> _Copied:
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> _Copied:
         at = 0
         for source, piece in zip(sources, pieces, strict=True):
             stop = piece.numel * source.array.itemsize
-            source.copy_into(piece, 0, stop, slab[at:])
+            source.copy_into(piece, 0, stop, buffer[at:])
             at += stop
-        assert at == len(slab), f"{at} bytes of pieces for a slab of {len(slab)}"
+        assert at == len(buffer), f"{at} bytes of pieces for a buffer of {len(buffer)}"
         return _Copied()
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:

@@ -26,7 +26,7 @@ BAD_KEYS = (
 BAD_PREFIXES = ("a", "/", "../", "a//", ".hidden/", "a\0/")
 
 
-def aligned_slab(range_bytes: int) -> memoryview:
+def aligned_buffer(range_bytes: int) -> memoryview:
     """Return zeroed, page-aligned memory as `get_ranges` wants it for a range of this length."""
     return memoryview(mmap.mmap(-1, range_bytes + 2 * PAGE_BYTES))
 
@@ -42,20 +42,20 @@ def fill(store: Store, key: str, data: bytes, *, part_bytes: int = PART_BYTES, t
 
 
 def read(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Read ranges into slabs of their own."""
-    views = store.get_ranges(key, ranges, [aligned_slab(stop - start) for start, stop in ranges])
+    """Read ranges into buffers of their own."""
+    views = store.get_ranges(key, ranges, [aligned_buffer(stop - start) for start, stop in ranges])
     return [bytes(view) for view in views]
 
 
-def taken_one_by_one(store: Store, key: str, ranges: Sequence[tuple[int, int]], slab: memoryview) -> list[bytes]:
-    """Read ranges through the same slab, in order."""
+def taken_one_by_one(store: Store, key: str, ranges: Sequence[tuple[int, int]], buffer: memoryview) -> list[bytes]:
+    """Read ranges through the same buffer, in order."""
     came: list[bytes] = []
 
     def take(number: int, view: memoryview) -> None:
         assert number == len(came)
         came.append(bytes(view))
 
-    store.get_ranges(key, ranges, [slab] * len(ranges), take)
+    store.get_ranges(key, ranges, [buffer] * len(ranges), take)
     return came
 
 
@@ -170,21 +170,21 @@ class Uploads(_StoreFixture):
     @pytest.mark.parametrize("shift", (0, 1, 512))
     def test_parts_in_aligned_and_other_memory(self, store: Store, shift: int) -> None:
         total = PART_BYTES + 5
-        slab = aligned_slab(total + shift)[shift : shift + total]
-        slab[:] = random.Random(shift).randbytes(total)
+        buffer = aligned_buffer(total + shift)[shift : shift + total]
+        buffer[:] = random.Random(shift).randbytes(total)
         upload = store.upload("key", total, PART_BYTES)
-        upload.write(PART_BYTES, slab[PART_BYTES:])
-        upload.write(0, slab[:PART_BYTES])
+        upload.write(PART_BYTES, buffer[PART_BYTES:])
+        upload.write(0, buffer[:PART_BYTES])
         upload.complete()
-        assert store.get("key", total) == bytes(slab)
+        assert store.get("key", total) == bytes(buffer)
 
     def test_memory_may_be_reused_once_written(self, store: Store) -> None:
-        slab = aligned_slab(0)
+        buffer = aligned_buffer(0)
         upload = store.upload("key", 2 * PART_BYTES, PART_BYTES)
         for number in (1, 2):
-            slab[:] = bytes([number]) * PART_BYTES
-            upload.write((number - 1) * PART_BYTES, slab)
-        slab[:] = bytes(PART_BYTES)
+            buffer[:] = bytes([number]) * PART_BYTES
+            upload.write((number - 1) * PART_BYTES, buffer)
+        buffer[:] = bytes(PART_BYTES)
         upload.complete()
         assert store.get("key", 1 << 20) == b"\1" * PART_BYTES + b"\2" * PART_BYTES
 
@@ -311,21 +311,21 @@ class Ranges(_StoreFixture):
 
     def test_views_lie_inside_their_slabs(self, store: Store) -> None:
         store.put("key", b"0123456789")
-        slab = aligned_slab(5)
-        (view,) = store.get_ranges("key", [(3, 8)], [slab])
+        buffer = aligned_buffer(5)
+        (view,) = store.get_ranges("key", [(3, 8)], [buffer])
         view[:] = b"abcde"
-        assert b"abcde" in bytes(slab)
+        assert b"abcde" in bytes(buffer)
 
     def test_ranges_may_come_one_by_one_through_the_same_slab(self, store: Store) -> None:
         seed = random.randrange(1 << 32)
         chance = random.Random(seed)
         data = chance.randbytes(9 * PART_BYTES + 1234)
         fill(store, "folder/key", data)
-        slab = aligned_slab(len(data))
+        buffer = aligned_buffer(len(data))
         for _ in range(50):
             bounds = [sorted(chance.choices(range(len(data) + 1), k=2)) for _ in range(chance.randrange(5))]
             ranges = [(start, stop) for start, stop in bounds]
-            came = taken_one_by_one(store, "folder/key", ranges, slab)
+            came = taken_one_by_one(store, "folder/key", ranges, buffer)
             assert came == [data[start:stop] for start, stop in ranges], f"seed {seed}, ranges {ranges}"
 
     def test_what_takes_a_range_may_end_the_reading(self, store: Store) -> None:
@@ -336,29 +336,29 @@ class Ranges(_StoreFixture):
             came.append(number)
             raise CorruptError("not what was saved")
 
-        slab = aligned_slab(10)
+        buffer = aligned_buffer(10)
         with pytest.raises(CorruptError, match="not what was saved"):
-            store.get_ranges("key", [(0, 5), (5, 10)], [slab, slab], refuse)
+            store.get_ranges("key", [(0, 5), (5, 10)], [buffer, buffer], refuse)
         assert came == [0]
 
     @pytest.mark.parametrize("bounds", ((0, 4098), (4097, 4098), (1 << 40, (1 << 40) + 1)))
     def test_beyond_the_end_is_corrupt_and_nothing_is_read(self, store: Store, bounds: tuple[int, int]) -> None:
         store.put("folder/key", b"1" * 4097)
-        slabs = [aligned_slab(5000), aligned_slab(5000)]
+        buffers = [aligned_buffer(5000), aligned_buffer(5000)]
         with pytest.raises(CorruptError, match=rf"folder/key.*\[{bounds[0]}, {bounds[1]}\).*4097"):
-            store.get_ranges("folder/key", [(0, 4097), bounds], slabs)
-        assert not any(slabs[0])
+            store.get_ranges("folder/key", [(0, 4097), bounds], buffers)
+        assert not any(buffers[0])
 
     def test_wrong_calls_are_invalid(self, store: Store) -> None:
         store.put("key", b"1" * 100)
         with pytest.raises(InvalidError, match="start <= stop"):
-            store.get_ranges("key", [(5, 4)], [aligned_slab(10)])
+            store.get_ranges("key", [(5, 4)], [aligned_buffer(10)])
         with pytest.raises(InvalidError, match="start <= stop"):
-            store.get_ranges("key", [(-1, 4)], [aligned_slab(10)])
-        with pytest.raises(InvalidError, match="one slab per range"):
+            store.get_ranges("key", [(-1, 4)], [aligned_buffer(10)])
+        with pytest.raises(InvalidError, match="one buffer per range"):
             store.get_ranges("key", [(0, 4)], [])
         with pytest.raises(InvalidError, match="two pages"):
-            store.get_ranges("key", [(0, 100)], [aligned_slab(99)])
+            store.get_ranges("key", [(0, 100)], [aligned_buffer(99)])
         with pytest.raises(InvalidError, match="writable"):
             store.get_ranges("key", [(0, 1)], [memoryview(bytes(3 * PAGE_BYTES))])
 

@@ -1,4 +1,4 @@
-"""The arena: slabs come back, the budget holds, waiting is counted, nobody waits for what will not come."""
+"""The arena: buffers come back, the budget holds, waiting is counted, nobody waits for what will not come."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
 
 
-def arena(slabs: int) -> Arena:
-    return Arena(PAGE_BYTES, slabs * PAGE_BYTES, SystemClock())
+def arena(buffers: int) -> Arena:
+    return Arena(PAGE_BYTES, buffers * PAGE_BYTES, SystemClock())
 
 
 def taken(kept: Arena, count: int) -> list[memoryview]:
-    slabs = [kept.take(lambda: False) for _ in range(count)]
-    assert all(slab is not None for slab in slabs)
-    return [slab for slab in slabs if slab is not None]
+    buffers = [kept.take(lambda: False) for _ in range(count)]
+    assert all(buffer is not None for buffer in buffers)
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def test_slabs_are_apart_and_come_back() -> None:
     kept = arena(20)
-    for number, slab in enumerate(slabs := taken(kept, 20)):
-        slab[:] = bytes([number]) * PAGE_BYTES
-    assert [slab[0] for slab in slabs] == [slab[-1] for slab in slabs] == list(range(20))
-    for slab in slabs:
-        kept.give(slab)
-    assert sorted(slab[0] for slab in taken(kept, 20)) == list(range(20)), "memory is reused, not made anew"
+    for number, buffer in enumerate(buffers := taken(kept, 20)):
+        buffer[:] = bytes([number]) * PAGE_BYTES
+    assert [buffer[0] for buffer in buffers] == [buffer[-1] for buffer in buffers] == list(range(20))
+    for buffer in buffers:
+        kept.give(buffer)
+    assert sorted(buffer[0] for buffer in taken(kept, 20)) == list(range(20)), "memory is reused, not made anew"
     assert kept.waited_seconds == 0.0
 
 
 def test_who_finds_none_waits_for_one_and_says_so() -> None:
     kept = arena(2)
-    slabs = taken(kept, 2)
-    timer = threading.Timer(0.08, kept.give, [slabs[1]])
+    buffers = taken(kept, 2)
+    timer = threading.Timer(0.08, kept.give, [buffers[1]])
     timer.start()
-    assert taken(kept, 1)[0].obj is slabs[1].obj
+    assert taken(kept, 1)[0].obj is buffers[1].obj
     assert kept.waited_seconds >= 0.06
     timer.join()
 
 
 def test_who_gives_up_is_woken_and_gets_nothing() -> None:
     kept = arena(1)
-    (slab,) = taken(kept, 1)
+    (buffer,) = taken(kept, 1)
     given_up = threading.Event()
     got: list[memoryview | None] = []
     waiting = threading.Thread(target=lambda: got.append(kept.take(given_up.is_set)))
@@ -62,7 +62,7 @@ def test_who_gives_up_is_woken_and_gets_nothing() -> None:
     kept.wake()
     waiting.join(20.0)
     assert got == [None]
-    kept.give(slab)
+    kept.give(buffer)
     assert kept.take(given_up.is_set) is not None, "what is there is given to anybody"
 
 
@@ -90,12 +90,12 @@ def test_who_asks_for_little_makes_it_grow_little_and_still_gets_what_is_there()
         return kept.take(lambda: True, 2 * PAGE_BYTES)
 
     few = [take() for _ in range(3)]
-    assert [slab is None for slab in few] == [False, False, True]
+    assert [buffer is None for buffer in few] == [False, False, True]
     more = taken(kept, 5)
-    for slab in more:
-        kept.give(slab)
+    for buffer in more:
+        kept.give(buffer)
     assert take() is not None
-    assert arena(40).take(lambda: True, 0) is not None, "one slab at least"
+    assert arena(40).take(lambda: True, 0) is not None, "one buffer at least"
 
 
 class Pins:
@@ -129,18 +129,18 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def test_what_is_there_and_what_comes_is_pinned_until_the_memory_is_let_go() -> None:
     kept, pins = arena(160), Pins()
-    slabs = taken(kept, 64)
+    buffers = taken(kept, 64)
     assert pins.pinned == {}
     kept.pin(pins)
     assert sum(pins.pinned.values()) == 64 * PAGE_BYTES
     kept.pin(Pins(0))
-    slabs += taken(kept, 96)
+    buffers += taken(kept, 96)
     assert sum(pins.pinned.values()) == 160 * PAGE_BYTES
-    kept.give(slabs.pop())
+    kept.give(buffers.pop())
     kept.close()
     assert len(pins.pinned) == 3, "somebody may still copy into the rest"
-    for slab in slabs:
-        kept.give(slab)
+    for buffer in buffers:
+        kept.give(buffer)
     kept.close()
     assert pins.pinned == {}
     taken(kept, 1)
@@ -150,9 +150,9 @@ def test_what_is_there_and_what_comes_is_pinned_until_the_memory_is_let_go() -> 
 def test_an_arena_that_nobody_closes_unpins_before_its_memory_is_freed() -> None:
     kept, pins = arena(80), Pins()
     kept.pin(pins)
-    for slab in taken(kept, 80):
-        kept.give(slab)
-    del slab
+    for buffer in taken(kept, 80):
+        kept.give(buffer)
+    del buffer
     assert len(pins.pinned) == 2
     del kept
     gc.collect()
@@ -181,18 +181,18 @@ def test_whatever_pinning_fails_with_the_memory_is_lent() -> None:
 def test_memory_that_is_retired_is_neither_lent_again_nor_unpinned() -> None:
     kept, pins = arena(160), Pins()
     kept.pin(pins)
-    slabs = taken(kept, 160)
-    kept.quarantine_buffer(slabs[0])
+    buffers = taken(kept, 160)
+    kept.quarantine_buffer(buffers[0])
     assert kept.retired == 1 and kept.holds(159) and not kept.holds(160)
-    for slab in slabs[1:]:
-        kept.give(slab)
+    for buffer in buffers[1:]:
+        kept.give(buffer)
     lent = taken(kept, 159)
     assert kept.take(lambda: True) is None
-    lost = ctypes.addressof(ctypes.c_char.from_buffer(slabs[0]))
-    assert lost not in [ctypes.addressof(ctypes.c_char.from_buffer(slab)) for slab in lent]
-    for slab in lent:
-        kept.give(slab)
-    del slabs, slab, lent
+    lost = ctypes.addressof(ctypes.c_char.from_buffer(buffers[0]))
+    assert lost not in [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in lent]
+    for buffer in lent:
+        kept.give(buffer)
+    del buffers, buffer, lent
     kept.close()
     assert list(pins.pinned) == [lost], "the device may still copy into its block"
     assert len(taken(kept, 159)) == 159
@@ -204,12 +204,12 @@ def test_memory_that_is_retired_is_neither_lent_again_nor_unpinned() -> None:
 
 def test_who_waits_while_memory_is_retired_asks_again_whether_to_give_up() -> None:
     kept = arena(1)
-    (slab,) = taken(kept, 1)
+    (buffer,) = taken(kept, 1)
     got: list[memoryview | None] = []
     waiting = threading.Thread(target=lambda: got.append(kept.take(lambda: kept.retired == 1)))
     waiting.start()
     waiting.join(0.1)
-    kept.quarantine_buffer(slab)
+    kept.quarantine_buffer(buffer)
     waiting.join(20.0)
     assert got == [None]
     assert kept.take(lambda: False) is None, "with nothing left nobody waits"
@@ -218,16 +218,16 @@ def test_who_waits_while_memory_is_retired_asks_again_whether_to_give_up() -> No
 def test_a_forked_child_leaves_the_pins_to_its_parent() -> None:
     kept, pins = arena(4), Pins()
     kept.pin(pins)
-    (slab,) = taken(kept, 1)
-    slab[:] = b"x" * PAGE_BYTES
+    (buffer,) = taken(kept, 1)
+    buffer[:] = b"x" * PAGE_BYTES
     child = os.fork()
     if child == 0:
         try:
-            kept.give(slab)
+            kept.give(buffer)
             kept.close()
-            assert len(pins.pinned) == 1 and not any(slab)
+            assert len(pins.pinned) == 1 and not any(buffer)
         except BaseException:
             os._exit(1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert bytes(slab) == b"x" * PAGE_BYTES and len(pins.pinned) == 1
+    assert bytes(buffer) == b"x" * PAGE_BYTES and len(pins.pinned) == 1

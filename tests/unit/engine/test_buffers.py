@@ -15,19 +15,21 @@ _HUGE = 2 * MIB
 _CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def address(slab: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(slab))
+def address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-@pytest.mark.parametrize("slab_bytes", [2 * MIB, 3 * MIB, 5 * MIB, 9 * MIB + 1, 16 * MIB + 2 * PAGE_BYTES])
-def test_whole_huge_pages_hold_a_slab_and_nothing_else(slab_bytes: int) -> None:
-    # Others' memory between two slabs moves the next one off whatever the kernel aligned the first to.
+@pytest.mark.parametrize("buffer_bytes", [2 * MIB, 3 * MIB, 5 * MIB, 9 * MIB + 1, 16 * MIB + 2 * PAGE_BYTES])
+def test_whole_huge_pages_hold_a_slab_and_nothing_else(buffer_bytes: int) -> None:
+    # Others' memory between two buffers moves the next one off whatever the kernel aligned the first to.
     keep = [allocate_aligned(count * PAGE_BYTES) for count in (1, 3, 7)]
-    slab = allocate_aligned(slab_bytes)
-    assert slab_bytes <= slab.nbytes < slab_bytes + PAGE_BYTES
-    assert address(slab) % _HUGE == 0
-    mapped_to = address(memoryview(slab.obj)) + memoryview(slab.obj).nbytes
-    assert mapped_to >= address(slab) + -(-slab_bytes // _HUGE) * _HUGE, "its last page would be cut into small ones"
+    buffer = allocate_aligned(buffer_bytes)
+    assert buffer_bytes <= buffer.nbytes < buffer_bytes + PAGE_BYTES
+    assert address(buffer) % _HUGE == 0
+    mapped_to = address(memoryview(buffer.obj)) + memoryview(buffer.obj).nbytes
+    assert mapped_to >= address(buffer) + -(-buffer_bytes // _HUGE) * _HUGE, (
+        "its last page would be cut into small ones"
+    )
     assert len(keep) == 3
 
 
@@ -40,21 +42,21 @@ def test_the_kernel_puts_huge_pages_there() -> None:
     ctypes.memset(address(memoryview(plain)), 1, len(plain))
     if huge_bytes_at(address(memoryview(plain))) < 48 * MIB:
         pytest.skip("the kernel gives this process no huge pages, or has none left")
-    slab = allocate_aligned(9 * MIB)
-    ctypes.memset(address(slab), 1, slab.nbytes)
-    assert huge_bytes_at(address(slab)) >= 8 * MIB
+    buffer = allocate_aligned(9 * MIB)
+    ctypes.memset(address(buffer), 1, buffer.nbytes)
+    assert huge_bytes_at(address(buffer)) >= 8 * MIB
 
 
 def test_small_slabs_take_no_more_than_their_pages() -> None:
-    slab = allocate_aligned(PAGE_BYTES + 1)
-    assert slab.nbytes == 2 * PAGE_BYTES and address(slab) % PAGE_BYTES == 0
-    assert memoryview(slab.obj).nbytes == 2 * PAGE_BYTES
+    buffer = allocate_aligned(PAGE_BYTES + 1)
+    assert buffer.nbytes == 2 * PAGE_BYTES and address(buffer) % PAGE_BYTES == 0
+    assert memoryview(buffer.obj).nbytes == 2 * PAGE_BYTES
 
 
 def test_slabs_are_cut_from_one_piece() -> None:
-    slabs = BufferPool(5, 1 * MIB)
-    lent = [slabs.take() for _ in range(5)]
-    assert sorted(address(slab) - min(map(address, lent)) for slab in lent) == [n * MIB for n in range(5)]
+    buffers = BufferPool(5, 1 * MIB)
+    lent = [buffers.take() for _ in range(5)]
+    assert sorted(address(buffer) - min(map(address, lent)) for buffer in lent) == [n * MIB for n in range(5)]
     assert min(map(address, lent)) % _HUGE == 0
 
 

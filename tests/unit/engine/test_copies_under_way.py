@@ -44,8 +44,8 @@ class Device:
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
 
-    def queue(self, source: Source, piece: Region, start: int, stop: int, slab: memoryview) -> Copy:
-        copy = Copy(source, piece, start, stop, slab)
+    def queue(self, source: Source, piece: Region, start: int, stop: int, buffer: memoryview) -> Copy:
+        copy = Copy(source, piece, start, stop, buffer)
         self.queued += 1
         self._queue.put(copy)
         return copy
@@ -61,7 +61,7 @@ class Device:
             if self.fails:
                 copy.failure = RuntimeError("the device is lost")
             else:
-                copy.source.copy_into(copy.piece, copy.start, copy.stop, copy.slab)
+                copy.source.copy_into(copy.piece, copy.start, copy.stop, copy.buffer)
                 self.made += 1
             copy.over.set()
 
@@ -69,8 +69,8 @@ class Device:
 class Copy:
     """One copy, and the ticket to wait for it."""
 
-    def __init__(self, source: Source, piece: Region, start: int, stop: int, slab: memoryview) -> None:
-        self.source, self.piece, self.start, self.stop, self.slab = source, piece, start, stop, slab
+    def __init__(self, source: Source, piece: Region, start: int, stop: int, buffer: memoryview) -> None:
+        self.source, self.piece, self.start, self.stop, self.buffer = source, piece, start, stop, buffer
         self.over = threading.Event()
         self.failure: RuntimeError | None = None
 
@@ -97,16 +97,16 @@ class OnDevice:
     def __init__(self, source: Source, device: Device, breaks_at: int | None = None) -> None:
         self._source, self._device, self._breaks_at = source, device, breaks_at
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         if self._breaks_at is not None and start >= self._breaks_at:
             raise ValueError("lost")
-        return self._device.queue(self._source, piece, start, stop, slab)
+        return self._device.queue(self._source, piece, start, stop, buffer)
 
     @classmethod
-    def copy_together(cls, sources: Sequence[OnDevice], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+    def copy_together(cls, sources: Sequence[OnDevice], pieces: Sequence[Region], buffer: memoryview) -> Ticket:
         copies, at = [], 0
         for each, piece in zip(sources, pieces, strict=True):
-            copies.append(each._device.queue(each._source, piece, 0, piece.numel, slab[at:]))
+            copies.append(each._device.queue(each._source, piece, 0, piece.numel, buffer[at:]))
             at += piece.numel
         return Several(copies)
 
@@ -119,9 +119,9 @@ class Halting(OnDevice):
         self._at = at
         self.reached, self.goes_on = threading.Event(), threading.Event()
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         if start < self._at:
-            return super().copy_into(piece, start, stop, slab)
+            return super().copy_into(piece, start, stop, buffer)
         self.reached.set()
         assert self.goes_on.wait(20.0)
         raise ValueError("lost")
@@ -130,8 +130,8 @@ class Halting(OnDevice):
 class Refusing(OnDevice):
     """One whose copies go on though waiting for them is refused, as while a graph is captured."""
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
-        super().copy_into(piece, start, stop, slab)
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
+        super().copy_into(piece, start, stop, buffer)
         return Unsure()
 
 
@@ -170,15 +170,15 @@ def on(device: Device, shards: Sequence[object], breaks_at: int | None = None) -
 @given(
     sizes=st.lists(st.integers(0, 3 * PAGE_BYTES), min_size=1, max_size=12),
     windows=st.integers(1, 4),
-    slabs=st.integers(1, 6),
+    buffers=st.integers(1, 6),
 )
-def test_what_is_written_is_what_the_device_copied(sizes: list[int], windows: int, slabs: int) -> None:
+def test_what_is_written_is_what_the_device_copied(sizes: list[int], windows: int, buffers: int) -> None:
     device = Device()
     try:
         chosen = replace(SMALL, window_bytes=windows * PAGE_BYTES, windows_in_flight=2)
         shards = shards_of(sizes)
         pack = planned(shards)
-        arena = Arena(chosen.window_bytes, slabs * chosen.window_bytes, SystemClock())
+        arena = Arena(chosen.window_bytes, buffers * chosen.window_bytes, SystemClock())
         staging = Staging(arena)
         copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
         copying.start()
@@ -287,22 +287,22 @@ def test_a_window_lent_to_a_device_that_fails_is_never_lent_again(device: Device
     device.fails = True
     used = []
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="the device is lost"), writer.lent() as slab:
-            used.append(slab)
-            first_page_digests(pack.plan.items, on(device, shards), slab)
+        with pytest.raises(RuntimeError, match="the device is lost"), writer.lent() as buffer:
+            used.append(buffer)
+            first_page_digests(pack.plan.items, on(device, shards), buffer)
     with pytest.raises(RuntimeError, match="the device is lost"):
         writer.digests_of(pack, on(device, shards))
     device.fails = False
     with writer.lent() as one, writer.lent() as other:
-        for slab in (one, other):
-            assert len(slab) == SMALL.window_bytes and not any(slab is each for each in used)
-            assert first_page_digests(pack.plan.items, on(device, shards), slab) == first_page_digests(
+        for buffer in (one, other):
+            assert len(buffer) == SMALL.window_bytes and not any(buffer is each for each in used)
+            assert first_page_digests(pack.plan.items, on(device, shards), buffer) == first_page_digests(
                 pack.plan.items, [each.source for each in shards], memoryview(bytearray(PAGE_BYTES))
             )
 
 
 def test_a_device_that_fails_says_nothing_of_another(device: Device, other_device: Device) -> None:
-    """A slab into which the other still copies is not lent again, and nobody says that the state is no longer read."""
+    """A buffer into which the other still copies is not lent again, and nobody says the state is no longer read."""
     chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
     shards = shards_of([5000, 5000])
     pack = planned(shards)

@@ -85,7 +85,7 @@ def write(
 
 
 def arena_for(pack: PlannedPack, settings: Settings) -> Arena:
-    """Return an arena with room for one pack and not a slab more."""
+    """Return an arena with room for one pack and not a buffer more."""
     count = -(-pack.bytes // settings.window_bytes)
     return Arena(settings.window_bytes, count * settings.window_bytes, SystemClock())
 
@@ -264,7 +264,7 @@ def test_a_pack_that_cannot_be_written_leaves_nothing_and_says_so(operation: str
 
 def test_a_source_that_fails_leaves_nothing() -> None:
     class Broken:
-        def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> object:
+        def copy_into(self, piece: Box, start: int, stop: int, buffer: memoryview) -> object:
             raise ValueError("lost")
 
     store = memory()
@@ -299,7 +299,7 @@ def _written_whole(shards: Sequence[LocalShard]) -> bytes:
 
 
 def test_who_gives_up_ends_a_copy_that_waits_for_memory() -> None:
-    """Nobody writes, so no slab comes back."""
+    """Nobody writes, so no buffer comes back."""
     shards = shards_of([20 * PAGE_BYTES])
     pack = planned(shards)
     arena = Arena(PAGE_BYTES, 2 * PAGE_BYTES, SystemClock())
@@ -323,10 +323,10 @@ def test_who_gives_up_ends_a_copy_that_waits_for_memory() -> None:
 @pytest.mark.parametrize("fails_at", ("source", "upload"))
 def test_what_fails_while_it_is_staged_or_written_gives_its_slabs_back(fails_at: str) -> None:
     class Broken:
-        def copy_into(self, piece: Box, start: int, stop: int, slab: memoryview) -> object:
+        def copy_into(self, piece: Box, start: int, stop: int, buffer: memoryview) -> object:
             if start:
                 raise ValueError("lost")
-            return shards[0].source.copy_into(piece, start, stop, slab)
+            return shards[0].source.copy_into(piece, start, stop, buffer)
 
     def fail(operation: FaultPoint) -> None:
         raise UnavailableError("full")
@@ -439,34 +439,34 @@ def test_an_empty_plan_reads_nothing() -> None:
 
 
 def test_slabs_are_few_and_reused() -> None:
-    slabs = BufferPool(2, 5000)
-    first, second = slabs.take(), slabs.take()
+    buffers = BufferPool(2, 5000)
+    first, second = buffers.take(), buffers.take()
     assert len(first) >= 5000
     with ThreadPoolExecutor(1) as pool:
-        third = pool.submit(slabs.take)
+        third = pool.submit(buffers.take)
         assert not third.done()
-        slabs.give(first)
+        buffers.give(first)
         assert third.result(10.0) is first
-    slabs.give(second)
-    with slabs.lent() as lent:
+    buffers.give(second)
+    with buffers.lent() as lent:
         assert lent is second
 
 
 def test_a_slab_begins_on_a_page() -> None:
     for count in (1, PAGE_BYTES, PAGE_BYTES + 1):
-        slab = allocate_aligned(count)
-        assert np.frombuffer(slab, np.uint8).ctypes.data % PAGE_BYTES == 0
-        assert len(slab) >= count
+        buffer = allocate_aligned(count)
+        assert np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_BYTES == 0
+        assert len(buffer) >= count
 
 
 def test_a_forked_child_is_given_no_slab() -> None:
-    """Else every slab the parent writes to afterwards would first be copied, page by page."""
-    slab = allocate_aligned(4 << 20)
-    slab[:] = b"x" * len(slab)
+    """Else every buffer the parent writes to afterwards would first be copied, page by page."""
+    buffer = allocate_aligned(4 << 20)
+    buffer[:] = b"x" * len(buffer)
     child = os.fork()
     if child == 0:
-        os._exit(int(any(slab[::PAGE_BYTES])))
-    slab[:PAGE_BYTES] = b"y" * PAGE_BYTES
+        os._exit(int(any(buffer[::PAGE_BYTES])))
+    buffer[:PAGE_BYTES] = b"y" * PAGE_BYTES
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert bytes(slab) == b"y" * PAGE_BYTES + b"x" * (len(slab) - PAGE_BYTES)
+    assert bytes(buffer) == b"y" * PAGE_BYTES + b"x" * (len(buffer) - PAGE_BYTES)

@@ -162,11 +162,11 @@ def test_all_memory_of_a_load_is_within_the_setting(store: MemoryStore, monkeypa
     """Slots are longer than what is read into them: whole pages, and one more at either end."""
     taken: list[int] = []
 
-    def counted_slab(count: int) -> memoryview:
+    def counted_buffer(count: int) -> memoryview:
         taken.append(count)
         return allocate_aligned(count)
 
-    monkeypatch.setattr("holdfast.engine.exchange.allocate_aligned", counted_slab)
+    monkeypatch.setattr("holdfast.engine.exchange.allocate_aligned", counted_buffer)
     tensors = fresh_store()
 
     def save(comm: ThreadComm) -> None:

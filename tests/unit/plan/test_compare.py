@@ -36,7 +36,7 @@ def hashed(spec: TensorSpec, region: Region, content: np.ndarray) -> Piece:
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
-    """Regions that cover a tensor: flat ranges, or slabs along one dimension."""
+    """Regions that cover a tensor: flat ranges, or buffers along one dimension."""
     if not shape or draw(st.booleans()):
         numel = math.prod(shape)
         at = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))

@@ -172,7 +172,7 @@ def test_a_state_larger_than_the_arena_is_written_before_the_call_returns(budget
 
 
 def test_a_write_that_fails_behind_the_call_gives_its_memory_back() -> None:
-    """Else the second or third save would wait for slabs that nobody has any more."""
+    """Else the second or third save would wait for buffers that nobody has any more."""
 
     def fail(operation: FaultPoint) -> None:
         raise UnavailableError("full")

@@ -15,7 +15,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
-from holdfast.testing.store import aligned_slab, fill, keys, read
+from holdfast.testing.store import aligned_buffer, fill, keys, read
 
 DATA = bytes(range(256)) * 100 + b"tail"
 PART_BYTES = 2 * PAGE_BYTES
@@ -145,10 +145,10 @@ class TestOddFiles:
 class Uncached(Syscalls):
     """Nothing is ever in the page cache."""
 
-    def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         if flags & os.RWF_NOWAIT:
             raise refuse(errno.EAGAIN)
-        return super().preadv(fd, slabs, offset, flags)
+        return super().preadv(fd, buffers, offset, flags)
 
 
 class NoDirectAtAll(Uncached):
@@ -169,10 +169,10 @@ class NoDirectWhenUsed(Uncached):
             raise refuse(errno.EINVAL)
         return super().pwrite(fd, data, offset)
 
-    def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         if self.direct:
             raise refuse(errno.ENOTSUP)
-        return super().preadv(fd, slabs, offset, flags)
+        return super().preadv(fd, buffers, offset, flags)
 
 
 class NoReserving(Uncached):
@@ -192,8 +192,8 @@ class ShortAndInterrupted(Uncached):
         count = super().pwrite(fd, data[: PAGE_BYTES + (0 if is_direct(fd) else 100)], offset)
         return max(count - 1, 1) if self.calls == 4 else count
 
-    def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        return super().preadv(fd, [slabs[0][:PAGE_BYTES]], offset, flags)
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        return super().preadv(fd, [buffers[0][:PAGE_BYTES]], offset, flags)
 
 
 class SlowDirectShort(ShortAndInterrupted):
@@ -231,10 +231,10 @@ class TestDirect:
                 modes.append(("write", is_direct(fd)))
                 return super().pwrite(fd, data, offset)
 
-            def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+            def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
                 if not flags:
                     modes.append(("read", is_direct(fd)))
-                return super().preadv(fd, slabs, offset, flags)
+                return super().preadv(fd, buffers, offset, flags)
 
         require_direct(tmp_path)
         store = local(tmp_path, Watched())
@@ -260,9 +260,9 @@ class TestDirect:
 
     def test_cached_bytes_are_not_read_from_the_disk(self, tmp_path: Path) -> None:
         class CachedOnly(Syscalls):
-            def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+            def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
                 assert not is_direct(fd)
-                return super().preadv(fd, slabs, offset, 0)  # As if all of it were cached.
+                return super().preadv(fd, buffers, offset, 0)  # As if all of it were cached.
 
             def set_direct(self, fd: int, direct: bool) -> None:
                 raise AssertionError("went to the disk")
@@ -274,10 +274,10 @@ class TestDirect:
         questions: list[int] = []
 
         class Asked(Uncached):
-            def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+            def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
                 if flags:
-                    questions.append(slabs[0].nbytes)
-                return super().preadv(fd, slabs, offset, flags)
+                    questions.append(buffers[0].nbytes)
+                return super().preadv(fd, buffers, offset, flags)
 
         local(tmp_path).put("key", DATA)
         assert read(local(tmp_path, Asked()), "key", [(5, 20000), (0, 20000)]) == [DATA[5:20000], DATA[:20000]]
@@ -285,13 +285,13 @@ class TestDirect:
 
     def test_partly_cached_range(self, tmp_path: Path) -> None:
         class FirstBytesCached(Syscalls):
-            def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+            def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
                 if flags:
                     if offset > 5:
                         raise refuse(errno.EAGAIN)
-                    return super().preadv(fd, [slabs[0][:4999]], offset, 0)
+                    return super().preadv(fd, [buffers[0][:4999]], offset, 0)
                 assert offset == PAGE_BYTES, "read from the disk what was cached"
-                return super().preadv(fd, slabs, offset, 0)
+                return super().preadv(fd, buffers, offset, 0)
 
         local(tmp_path).put("key", DATA)
         assert read(local(tmp_path, FirstBytesCached()), "key", [(5, 20000)]) == [DATA[5:20000]]
@@ -411,5 +411,5 @@ class TestModes:
     def test_slab_with_other_element_type(self, tmp_path: Path) -> None:
         store = local(tmp_path)
         store.put("key", b"12345678")
-        slab = aligned_slab(8).cast("q")
-        assert bytes(store.get_ranges("key", [(1, 5)], [slab])[0]) == b"2345"
+        buffer = aligned_buffer(8).cast("q")
+        assert bytes(store.get_ranges("key", [(1, 5)], [buffer])[0]) == b"2345"

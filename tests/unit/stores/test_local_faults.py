@@ -17,7 +17,7 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultySyscalls, fail_with, kill_process
-from holdfast.testing.store import aligned_slab
+from holdfast.testing.store import aligned_buffer
 
 ERRORS: dict[int, type[CheckpointError]] = {
     errno.ENOSPC: UnavailableError,
@@ -37,10 +37,10 @@ PART_BYTES = PAGE_BYTES
 class Uncached(Syscalls):
     """Nothing is ever in the page cache, so that a read always makes the same operations."""
 
-    def preadv(self, fd: int, slabs: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         if flags & os.RWF_NOWAIT:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return super().preadv(fd, slabs, offset, flags)
+        return super().preadv(fd, buffers, offset, flags)
 
 
 def local(root: Path, faults: Faults | None = None) -> LocalStore:
@@ -183,7 +183,7 @@ def test_error_at_every_operation_of_a_read(tmp_path: Path, code: int) -> None:
     bounds = (10, TOTAL_BYTES - 10)
 
     def read(store: LocalStore) -> bytes:
-        return bytes(store.get_ranges("step/sub/new", [bounds], [aligned_slab(TOTAL_BYTES)])[0])
+        return bytes(store.get_ranges("step/sub/new", [bounds], [aligned_buffer(TOTAL_BYTES)])[0])
 
     recording = Faults()
     assert read(local(tmp_path, recording)) == NEW[slice(*bounds)]
@@ -204,7 +204,7 @@ def test_read_error_names_the_range(tmp_path: Path) -> None:
     upload_whole(local(tmp_path))
     store = local(tmp_path, Faults(fail_with(errno.EIO), names={"preadv"}))
     with pytest.raises(UnavailableError, match=r"step/sub/new bytes \[5, 50\): EIO"):
-        store.get_ranges("step/sub/new", [(5, 50)], [aligned_slab(100)])
+        store.get_ranges("step/sub/new", [(5, 50)], [aligned_buffer(100)])
 
 
 @pytest.mark.parametrize("act", (put_whole, put_if_absent_whole, upload_whole))

@@ -43,19 +43,19 @@ class TailPrefetch:
             ranges: Half-open, each inside the file, ascending, none overlapping another.
         """
         self._key, self._starts, self._held = key, [start for start, _ in ranges], []
-        total_bytes = sum(_slab_bytes(each) for each in ranges)
+        total_bytes = sum(_buffer_bytes(each) for each in ranges)
         if not total_bytes:
             return
         with mmap.mmap(-1, total_bytes) as memory, memoryview(memory) as whole:
-            slabs, at = [], 0
+            buffers, at = [], 0
             for each in ranges:
-                slabs.append(whole[at : at + _slab_bytes(each)])
-                at += _slab_bytes(each)
-            for found in self._files.get_ranges(key, ranges, slabs):
+                buffers.append(whole[at : at + _buffer_bytes(each)])
+                at += _buffer_bytes(each)
+            for found in self._files.get_ranges(key, ranges, buffers):
                 self._held.append(bytes(found))
                 found.release()
-            for slab in slabs:
-                slab.release()
+            for buffer in buffers:
+                buffer.release()
 
     def held(self, start: int, stop: int) -> bytes:
         """Return bytes of the file in hand out of what is held; nothing where they are not held whole."""
@@ -85,16 +85,16 @@ class TailPrefetch:
         self,
         key: str,
         ranges: Sequence[tuple[int, int]],
-        slabs: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         arrived: Callable[[int, memoryview], None] | None = None,
     ) -> list[memoryview]:
         """Return byte ranges of a file, out of what is held where it holds them all."""
         held = [self.held(start, stop) for start, stop in ranges] if key == self._key else [b""]
         if not all(held):
-            return self._files.get_ranges(key, ranges, slabs, arrived)
+            return self._files.get_ranges(key, ranges, buffers, arrived)
         found = []
-        for number, (data, slab) in enumerate(zip(held, slabs, strict=True)):
-            view = slab[: len(data)]
+        for number, (data, buffer) in enumerate(zip(held, buffers, strict=True)):
+            view = buffer[: len(data)]
             view[:] = data
             found.append(view)
             if arrived is not None:
@@ -120,8 +120,8 @@ class TailPrefetch:
         return self._files.list(prefix)
 
 
-def _slab_bytes(bounds: tuple[int, int]) -> int:
-    """Return the bytes of a page-aligned slab for a range, with two pages to spare."""
+def _buffer_bytes(bounds: tuple[int, int]) -> int:
+    """Return the bytes of a page-aligned buffer for a range, with two pages to spare."""
     return -(-(bounds[1] - bounds[0]) // PAGE_BYTES) * PAGE_BYTES + 2 * PAGE_BYTES
 
 

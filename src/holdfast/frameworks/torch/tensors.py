@@ -92,19 +92,19 @@ class TorchSource:
         self.side: SideStream | None = side_stream(parts[0].local.device) if on_gpu else None
         """Where copies off a GPU are queued, by whichever thread; None in host memory."""
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> Ticket:
-        """Copy a run of a piece's row-major bytes to the front of `slab`; the piece is one run of a held region."""
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
+        """Copy a run of a piece's row-major bytes to the front of `buffer`; the piece is one run of a held region."""
         part = self._parts[0]
         if len(self._parts) > 1:
             part = next(each for each in self._parts if contains(each.region, piece))
         offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
         if self.side is None:
-            _copy_run(part.local, offset + start, offset + stop, slab)
+            _copy_run(part.local, offset + start, offset + stop, buffer)
             return DONE
-        return self.side.queued(lambda: _queue_run(part.local, offset + start, offset + stop, slab))
+        return self.side.queued(lambda: _queue_run(part.local, offset + start, offset + stop, buffer))
 
     @classmethod
-    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> Ticket:
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Ticket:
         """Copy pieces of several sources, each whole, one after the other."""
         runs: list[torch.Tensor] = []
         side: SideStream | None = None
@@ -120,17 +120,17 @@ class TorchSource:
                     and _is_one_run(local)
                 )
                 if runs and not (joins and local.dtype is runs[0].dtype and source.side is side):
-                    at += _joined(runs, side, slab[at:], tickets)
+                    at += _joined(runs, side, buffer[at:], tickets)
                     runs = []
                 if joins:
                     runs.append(local if local.ndim == 1 else local.view(-1))
                     side = source.side
                 else:
                     stop = piece.numel * local.itemsize
-                    tickets.add(source.copy_into(piece, 0, stop, slab[at:]))
+                    tickets.add(source.copy_into(piece, 0, stop, buffer[at:]))
                     at += stop
             if runs:
-                _joined(runs, side, slab[at:], tickets)
+                _joined(runs, side, buffer[at:], tickets)
         except BaseException as error:  # noqa: BLE001 - raised by what is called
             return tickets.ended_by(error)
         return tickets
@@ -165,8 +165,8 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> None:
-    """Copy a run of a tensor's row-major bytes, of whole elements, to the front of `slab`.
+def _copy_run(local: torch.Tensor, start: int, stop: int, buffer: memoryview) -> None:
+    """Copy a run of a tensor's row-major bytes, of whole elements, to the front of `buffer`.
 
     A tensor that is not one run of memory, or shows its memory conjugated or negated, is copied box by box: a
     contiguous copy of all of it could be as large as the state.
@@ -174,37 +174,37 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> N
     if not _is_one_run(local):
         at = 0
         for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
-            into = torch.frombuffer(slab, dtype=local.dtype, count=box.numel, offset=at).view(box.shape)
+            into = torch.frombuffer(buffer, dtype=local.dtype, count=box.numel, offset=at).view(box.shape)
             into.copy_(local[box.relative_to((0,) * local.ndim)])
             at += box.numel * local.itemsize
         return
     if local.is_cpu:
-        slab[: stop - start] = bits_of(local).data.cast("B")[start:stop]
+        buffer[: stop - start] = bits_of(local).data.cast("B")[start:stop]
     else:
         run = _bytes(local)[start:stop]
-        torch.frombuffer(slab, dtype=torch.uint8, count=stop - start).copy_(run)
+        torch.frombuffer(buffer, dtype=torch.uint8, count=stop - start).copy_(run)
 
 
-def _queue_run(local: torch.Tensor, start: int, stop: int, slab: memoryview) -> None:
+def _queue_run(local: torch.Tensor, start: int, stop: int, buffer: memoryview) -> None:
     """Queue a copy of a run of a device's tensor on the current stream, as `_copy_run` would make it.
 
     What does not lie as it is stored is brought into order on the device, before it is on its way: host memory may not
     be touched until it has arrived.
     """
     if _is_one_run(local):
-        _queue(_bytes(local)[start:stop], slab)
+        _queue(_bytes(local)[start:stop], buffer)
         return
     at = 0
     for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
         ordered = local[box.relative_to((0,) * local.ndim)].resolve_conj().resolve_neg().contiguous()
-        _queue(_bytes(ordered), slab[at:])
+        _queue(_bytes(ordered), buffer[at:])
         at += ordered.nbytes
 
 
-def _queue(run: torch.Tensor, slab: memoryview) -> None:
-    """Queue a copy of bytes in one run of a device's memory to the front of `slab`."""
+def _queue(run: torch.Tensor, buffer: memoryview) -> None:
+    """Queue a copy of bytes in one run of a device's memory to the front of `buffer`."""
     if run.numel():
-        torch.frombuffer(slab, dtype=torch.uint8, count=run.numel()).copy_(run, non_blocking=True)
+        torch.frombuffer(buffer, dtype=torch.uint8, count=run.numel()).copy_(run, non_blocking=True)
 
 
 def _bytes(run: torch.Tensor) -> torch.Tensor:
@@ -217,12 +217,12 @@ def _is_one_run(local: torch.Tensor) -> bool:
     return local.is_contiguous() and not (local.is_conj() or local.is_neg())
 
 
-def _joined(runs: list[torch.Tensor], side: SideStream | None, slab: memoryview, tickets: Tickets) -> int:
-    """Copy 1-d tensors of one dtype and device one after the other to the front of `slab`; return how many bytes."""
+def _joined(runs: list[torch.Tensor], side: SideStream | None, buffer: memoryview, tickets: Tickets) -> int:
+    """Copy 1-d tensors of one dtype and device one after the other to the front of `buffer`; return how many bytes."""
     if side is not None:
-        tickets.add(side.queued(lambda: _queue(torch.cat([_bytes(run) for run in runs]), slab)))
+        tickets.add(side.queued(lambda: _queue(torch.cat([_bytes(run) for run in runs]), buffer)))
         return sum([run.nbytes for run in runs])
-    joined = torch.frombuffer(slab, dtype=runs[0].dtype, count=sum([run.numel() for run in runs]))
+    joined = torch.frombuffer(buffer, dtype=runs[0].dtype, count=sum([run.numel() for run in runs]))
     with torch.no_grad():
         torch.cat(runs, out=joined)
     return joined.nbytes

@@ -165,7 +165,7 @@ class Export:
         settings = self._reading(share.memory_bytes)
         windows = share_of(windows_of(self.files, share.window_bytes, share.done), share.number, share.count)
         dtypes = {fqn: spec.dtype for fqn, spec in self._checkpoint.index.tensors.items()}
-        source = ExportSource(dtypes, self._checkpoint.packs, settings, self._read_slab_bytes(settings))
+        source = ExportSource(dtypes, self._checkpoint.packs, settings, self._read_buffer_bytes(settings))
         if not windows:
             return
         journal = self._destination.journal(share.journal)
@@ -218,7 +218,7 @@ class Export:
                 f"{MEMORY_BYTES_MIN} for each"
             )
         settings = self._reading(own)
-        reads = settings.windows_in_flight * self._read_slab_bytes(settings)
+        reads = settings.windows_in_flight * self._read_buffer_bytes(settings)
         room = (own - reads - _CAST_BYTES) // WINDOWS
         wanted = max(self.bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES
@@ -227,7 +227,7 @@ class Export:
         read_bytes = min(max(memory_bytes // 32, MIB), _READ_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
         return replace(self._checkpoint.settings, read_window_bytes=read_bytes, windows_in_flight=4)
 
-    def _read_slab_bytes(self, settings: Settings) -> int:
+    def _read_buffer_bytes(self, settings: Settings) -> int:
         return max(settings.read_window_bytes, self._checkpoint.index.chunk_bytes) + 2 * PAGE_BYTES
 
     def _open(self, number: int) -> OutputFile:

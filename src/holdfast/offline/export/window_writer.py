@@ -62,12 +62,12 @@ class ExportSource:
     settings: Settings
     """How it is read."""
 
-    read_slab_bytes: int
+    read_buffer_bytes: int
     """What the longest read needs."""
 
 
 class WindowWriter:
-    """Fills and writes windows through a fixed set of slabs."""
+    """Fills and writes windows through a fixed set of buffers."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class WindowWriter:
         clock: Clock,
         window_bytes: int,
     ) -> None:
-        """Allocate the slabs.
+        """Allocate the buffers.
 
         Args:
             files: Opens the file of a number.
@@ -87,7 +87,7 @@ class WindowWriter:
             window_bytes: What a window has at most.
         """
         self._files, self._durable, self._told, self._clock = files, durable, written, clock
-        self._slabs = BufferPool(WINDOWS, window_bytes)
+        self._buffers = BufferPool(WINDOWS, window_bytes)
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[DoneWindow, OutputFile]] = []
         self._synced_at = clock.monotonic_seconds()
@@ -100,7 +100,7 @@ class WindowWriter:
         Raises:
             CheckpointError: Something could not be read or written.
         """
-        read_slabs = BufferPool(source.settings.windows_in_flight, source.read_slab_bytes)
+        read_buffers = BufferPool(source.settings.windows_in_flight, source.read_buffer_bytes)
         writes: list[Future[None]] = []
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="holdfast-export") as threads:
             try:
@@ -108,13 +108,13 @@ class WindowWriter:
                     for each in [each for each in writes if each.done()]:
                         each.result()
                         writes.remove(each)
-                    slab = self._slabs.take()
+                    buffer = self._buffers.take()
                     try:
-                        done = _filled(plan, slab, source, read_slabs)
+                        done = _filled(plan, buffer, source, read_buffers)
                     except BaseException:
-                        self._slabs.give(slab)
+                        self._buffers.give(buffer)
                         raise
-                    writes.append(threads.submit(self._write, done, slab, plan.reads.bytes))
+                    writes.append(threads.submit(self._write, done, buffer, plan.reads.bytes))
                 for each in writes:
                     each.result()
             except BaseException:
@@ -124,18 +124,18 @@ class WindowWriter:
                 raise
         self._sync()
 
-    def _write(self, done: DoneWindow, slab: memoryview, read_bytes: int) -> None:
+    def _write(self, done: DoneWindow, buffer: memoryview, read_bytes: int) -> None:
         window = done.window
         try:
             file = self._files(window.file)
             try:
                 for at in range(0, window.bytes, _WRITE_BYTES):
-                    file.write(window.start + at, slab[at : min(at + _WRITE_BYTES, window.bytes)])
+                    file.write(window.start + at, buffer[at : min(at + _WRITE_BYTES, window.bytes)])
             except BaseException:
                 file.close()
                 raise
         finally:
-            self._slabs.give(slab)
+            self._buffers.give(buffer)
         with self._lock:
             self._waiting.append((done, file))
             due = self._clock.monotonic_seconds() - self._synced_at >= _SYNC_SECONDS
@@ -165,16 +165,16 @@ class WindowWriter:
             self._synced_at = self._clock.monotonic_seconds()
 
 
-def _filled(plan: WindowPlan, slab: memoryview, source: ExportSource, read_slabs: BufferPool) -> DoneWindow:
-    """Fill a slab with a window's bytes."""
+def _filled(plan: WindowPlan, buffer: memoryview, source: ExportSource, read_buffers: BufferPool) -> DoneWindow:
+    """Fill a buffer with a window's bytes."""
     window = plan.window
-    memory = slab[: window.bytes]
+    memory = buffer[: window.bytes]
     for start, stop in _gaps(plan):
         np.frombuffer(memory[start:stop], np.uint8)[:] = 0
     for at, data in plan.literals:
         memory[at : at + len(data)] = data
     targets = [_target(fill, memory, source.dtypes[fill.tensor.fqn]) for fill in plan.fills]
-    execute(plan.reads, source.packs, targets, source.settings, read_slabs)
+    execute(plan.reads, source.packs, targets, source.settings, read_buffers)
     for fill, target in zip(plan.fills, targets, strict=True):
         if target.cut is not None:
             memory[fill.at : fill.at + fill.bytes] = target.cut[fill.skipped : fill.skipped + fill.bytes]

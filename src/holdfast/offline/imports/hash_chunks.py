@@ -39,12 +39,12 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
     )
     row_of = row_of.reshape(-1)
     run_bytes_max = max(settings.read_window_bytes, chunk_bytes)
-    slabs = BufferPool(settings.windows_in_flight, run_bytes_max + 2 * PAGE_BYTES)
+    buffers = BufferPool(settings.windows_in_flight, run_bytes_max + 2 * PAGE_BYTES)
 
     def digests_of(run: _Run) -> tuple[bytes, int]:
         stored = packs(index.packs[run.pack])
-        with slabs.lent() as slab:
-            (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [slab])
+        with buffers.lent() as buffer:
+            (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [buffer])
             found = [digest_of(data[start - run.start : stop - run.start]) for start, stop in run.chunks]
         return b"".join(found), run.stop - run.start
 

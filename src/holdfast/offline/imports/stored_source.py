@@ -32,7 +32,7 @@ class PieceReader:
             observer: Told of progress.
         """
         self._packs, self._total_bytes, self._observer = packs, total_bytes, observer
-        self._slab = allocate_aligned(_READ_BYTES + 2 * PAGE_BYTES)
+        self._buffer = allocate_aligned(_READ_BYTES + 2 * PAGE_BYTES)
         self._done_bytes = 0
         self._digest = new_digest()
         self._checked: tuple[Piece | None, int] = None, 0
@@ -49,7 +49,7 @@ class PieceReader:
             at = stored.files.get_cached(stored.key, offset, [target])
             while at < len(target):
                 stop = min(at + _READ_BYTES, len(target))
-                (data,) = stored.files.get_ranges(stored.key, [(offset + at, offset + stop)], [self._slab])
+                (data,) = stored.files.get_ranges(stored.key, [(offset + at, offset + stop)], [self._buffer])
                 target[at:stop] = data
                 at = stop
         except MissingError as missing:
@@ -110,24 +110,24 @@ class StoredSource:
             region: (pieces, [0, *accumulate(piece.bytes for piece in pieces)]) for region, pieces in regions.items()
         }
 
-    def copy_into(self, piece: Region, start: int, stop: int, slab: memoryview) -> _Read:
-        """Copy a run of a region's bytes to the front of `slab`."""
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> _Read:
+        """Copy a run of a region's bytes to the front of `buffer`."""
         pieces, firsts = self._regions[piece]
         at = start
         while at < stop:
             number = bisect_right(firsts, at) - 1
             end = min(stop, firsts[number + 1])
-            self._reader.read(pieces[number], at - firsts[number], slab[at - start : end - start])
+            self._reader.read(pieces[number], at - firsts[number], buffer[at - start : end - start])
             at = end
         return _READ
 
     @classmethod
-    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], slab: memoryview) -> _Read:
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> _Read:
         """Copy several regions, each whole, one after the other."""
         at = 0
         for source, piece in zip(sources, pieces, strict=True):
             total = source._regions[piece][1][-1]
-            source.copy_into(piece, 0, total, slab[at : at + total])
+            source.copy_into(piece, 0, total, buffer[at : at + total])
             at += total
         return _READ
 

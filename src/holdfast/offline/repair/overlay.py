@@ -65,11 +65,11 @@ class OverlayStore:
         self,
         key: str,
         ranges: Sequence[tuple[int, int]],
-        slabs: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         arrived: Callable[[int, memoryview], None] | None = None,
     ) -> list[memoryview]:
         """As the port says; only packs are read so, which are never replaced."""
-        return self._under.get_ranges(key, ranges, slabs, arrived)
+        return self._under.get_ranges(key, ranges, buffers, arrived)
 
     def get_cached(
         self,

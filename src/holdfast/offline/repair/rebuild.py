@@ -144,12 +144,12 @@ def _bytes_of(stored: Stored, start: int, stop: int) -> bytes:
 
 
 def _digests_of(stored: Stored, pieces: Sequence[StatedPiece], chunk_bytes: int) -> list[bytes]:
-    slab = allocate_aligned(_CHUNK_BYTES_MAX + 2 * PAGE_BYTES)
+    buffer = allocate_aligned(_CHUNK_BYTES_MAX + 2 * PAGE_BYTES)
     digests = []
     for piece in pieces:
         own = b""
         for start in range(piece.start, piece.stop, chunk_bytes):
-            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + chunk_bytes, piece.stop))], [slab])
+            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + chunk_bytes, piece.stop))], [buffer])
             own += digest_of(data)
         digests.append(own)
     return digests

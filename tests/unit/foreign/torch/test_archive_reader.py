@@ -25,12 +25,12 @@ class Counted(ForeignFiles):
         self,
         key: str,
         ranges: Sequence[tuple[int, int]],
-        slabs: Sequence[memoryview],
+        buffers: Sequence[memoryview],
         arrived: Callable[[int, memoryview], None] | None = None,
     ) -> list[memoryview]:
         self.read_bytes += sum(stop - start for start, stop in ranges)
         self.calls += 1
-        return super().get_ranges(key, ranges, slabs, arrived)
+        return super().get_ranges(key, ranges, buffers, arrived)
 
 
 def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:

@@ -205,15 +205,15 @@ def test_a_state_in_host_memory_pins_nothing(tmp_path: Path, device: torch.devic
 def test_memory_that_cannot_be_pinned_is_copied_into_all_the_same(device: torch.device) -> None:
     """Pinning twice is what the runtime refuses anywhere; its error is not taken for the next kernel's."""
     side = SideStream(device)
-    slab = allocate_aligned(1 << 20)
-    unpin = side.pin(slab)
+    buffer = allocate_aligned(1 << 20)
+    unpin = side.pin(buffer)
     with pytest.raises(UnavailableError, match="page-locking 1048576 bytes"):
-        side.pin(slab)
+        side.pin(buffer)
     assert torch.ones(8, device=device).sum().item() == 8.0
     unpin()
     unpin()
     assert torch.ones(8, device=device).sum().item() == 8.0
-    side.pin(slab)()
+    side.pin(buffer)()
 
 
 def test_a_save_into_memory_that_is_not_pinned_is_right(

@@ -265,9 +265,9 @@ def test_runs_are_queued_as_they_are_copied(dtype: torch.dtype, show: str) -> No
     count = whole.numel()
     for start, stop in [(0, count), (count // 3, count // 2), (count // 4, count - 1), (count - 1, count), (0, 0)]:
         for run in (_copy_run, _queue_run):
-            slab = memoryview(bytearray(b"?" * (whole.nbytes + 3)))
-            run(whole, start * size, stop * size, slab)
-            assert bytes(slab) == expected[start * size : stop * size].ljust(whole.nbytes + 3, b"?"), run
+            buffer = memoryview(bytearray(b"?" * (whole.nbytes + 3)))
+            run(whole, start * size, stop * size, buffer)
+            assert bytes(buffer) == expected[start * size : stop * size].ljust(whole.nbytes + 3, b"?"), run
 
 
 def test_samples_are_gathered_as_they_are_copied() -> None:
