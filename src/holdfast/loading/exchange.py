@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from holdfast.clock import Clock
 from holdfast.engine.exchange import ExchangeProbe, TransferStats, carry_out_exchange
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.read import execute
-from holdfast.format.frames import decode_frames, encode_frames
 from holdfast.plan.exchange import (
     PROBE_ROUNDS,
     JobExchange,
@@ -43,12 +44,12 @@ class Offer:
 
     def encoded(self) -> bytes:
         """Return the offer for other ranks."""
-        return encode_frames([json.dumps([self.exchange, self.round_bytes]).encode(), self.description])
+        return msgspec.msgpack.encode([json.dumps([self.exchange, self.round_bytes]).encode(), self.description])
 
     @staticmethod
     def decoded(data: bytes) -> Offer:
         """Return the offer that `encoded` wrote down."""
-        head, description = decode_frames(data)
+        head, description = msgspec.msgpack.decode(data, type=list[bytes])
         exchange, round_bytes = json.loads(head)
         return Offer(exchange, round_bytes, description)
 

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from holdfast.checkpoint.coverage import RequireStored
 from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.location import CheckpointLocation
@@ -19,7 +21,6 @@ from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.format.digest import short_digest_of
-from holdfast.format.frames import decode_frames, encode_frames
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.geometry.box import Box
@@ -355,7 +356,8 @@ def _agree(
         "id": short_digest_of(platform.node().encode(), str(comm.world_size).encode()).hex(),
     }
     said = [
-        decode_frames(each) for each in comm.all_gather(encode_frames([json.dumps(status).encode(), offer.encoded()]))
+        msgspec.msgpack.decode(each, type=list[bytes])
+        for each in comm.all_gather(msgspec.msgpack.encode([json.dumps(status).encode(), offer.encoded()]))
     ]
     statuses = [json.loads(text) for text, _ in said]
     _raise_together([each["error"] for each in statuses], comm.rank, own, choice)

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
 from holdfast.checkpoint.index_loading import given_frames, listing_at, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
 from holdfast.coordination.job import error_from, error_text, is_absence
 from holdfast.errors import CheckpointError, CorruptError, MissingError
-from holdfast.format.frames import decode_frames, encode_frames
 from holdfast.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
@@ -107,7 +108,8 @@ def resolve(
             "passed_over": [[each.step, each.why] for each in choice.passed_over],
         }
         frames = [json.dumps(head).encode(), *(judged.frames if judged else ())]
-    frames = decode_frames(comm.broadcast(encode_frames(frames) if comm.rank == 0 else None))
+    sent = comm.broadcast(msgspec.msgpack.encode(frames) if comm.rank == 0 else None)
+    frames = msgspec.msgpack.decode(sent, type=list[bytes])
     head = json.loads(frames[0])
     if head["error"] is not None:
         raise own if own is not None else error_from(head["error"], "rank 0: ")
