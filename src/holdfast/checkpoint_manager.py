@@ -132,6 +132,9 @@ class CheckpointManager:
         Newer steps that are damaged are told of (`load_report.passed_over`), put under quarantine and passed over, on
         all ranks together. Arguments and errors as the function `load`; a step that is asked for and absent is
         `MissingError`, and damage in it `CorruptError`.
+
+        Where newer steps exist than the one that was asked for, `save` and `maybe_save` then raise `InvalidError`:
+        going back within a root is not yet supported. The error says how to continue in a new root.
         """
         require_state(state, "load(state, step)")
         return self._run.load(LoadRequest(state, selection_of(only, skip, grads), strict, cast), step)

@@ -81,3 +81,31 @@ def newest_damaged(world: World, root: str, layout: str, exchange: str, damages:
     manager.close()
     exact = same(state, state_of(7, layout, world.rank))
     return {"outcomes": outcomes, "explicit": explicit, "after": after, "exact": exact}
+
+
+def gone_back(world: World, root: str, layout: str) -> dict[str, object]:
+    """Save three steps, load the first by number, and go on: in the same root, then in a new one."""
+    said: list[str] = []
+    new_root = Path(f"{root}-new")
+    with holdfast.CheckpointManager(root, every=1, preemption=False) as manager:
+        for step in STEPS:
+            manager.save(step, state_of(step, layout, world.rank)).wait()
+        manager.load(state_of(99, layout, world.rank), step=1)
+        for save in (manager.save, manager.maybe_save):
+            try:
+                save(2, state_of(2, layout, world.rank))
+            except holdfast.InvalidError as error:
+                said.append(str(error))
+    state = state_of(99, layout, world.rank)
+    with holdfast.CheckpointManager(new_root, every=1, preemption=False) as manager:
+        fresh = manager.load(state)
+        holdfast.load(Path(root) / "step-000000000001", state)
+        exact = same(state, state_of(1, layout, world.rank))
+        handle = manager.maybe_save(2, state_of(7, layout, world.rank))
+        assert handle is not None
+        handle.wait()
+        resumed = manager.load(state)
+    exact = exact and same(state, state_of(7, layout, world.rank))
+    with holdfast.CheckpointManager(root) as manager:
+        steps = manager.steps()
+    return {"said": said, "fresh": fresh, "exact": exact, "resumed": resumed, "steps": steps}

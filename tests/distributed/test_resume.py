@@ -25,6 +25,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Case(CASES, {"root": str(root / name), "layout": layout, "exchange": exchange, "damages": damages}, name)
         for name, (layout, exchange, damages) in WORLDS.items()
     ]
+    cases.append(Case("tests.distributed.resume_cases:gone_back", {"root": str(root / "back"), "layout": "rows"}))
     return run_world(2, cases, root / "world", deadline_seconds=150)
 
 
@@ -41,3 +42,13 @@ def test_all_ranks_resume_from_the_same_older_step(world: Results, name: str) ->
         assert "hash" in value["explicit"]
         assert (value["after"], value["exact"]) == (7, True)
     assert len({str(value["outcomes"]) for value in values}) == 1, "every rank reports the same"  # type: ignore[index,call-overload]
+
+
+def test_going_back_is_refused_on_every_rank_and_a_new_root_goes_on(world: Results) -> None:
+    values = world.values("gone_back")
+    assert all(value == values[0] for value in values)
+    (value,) = values[:1]
+    assert isinstance(value, dict)
+    first, second = value["said"]
+    assert first == second and "step 1 was loaded, and 2 newer steps exist (2, 3)" in first
+    assert (value["fresh"], value["exact"], value["resumed"], value["steps"]) == (None, True, 2, [1, 2, 3])

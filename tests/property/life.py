@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, cast
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,14 +17,15 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import MANIFEST_FILE, epoch_key, step_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_manifest
+from holdfast.repository.catalog import committed_steps, read_manifest
 from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
+from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.reachable import packs_named_by
 from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
@@ -191,14 +193,24 @@ def lived_by_another(store: Store, step: int, content: Content, loads: int | Non
     """Have another process resume, save a step and end; return what that save met."""
     other = run_on(store)
     try:
+        request = LoadRequest(state_of(content), EVERYTHING, strict=True, cast=False)
         with suppress(CheckpointError):
-            other.load(LoadRequest(state_of(content), EVERYTHING, strict=True, cast=False), loads)
+            other.load(request, loads)
+            if loads is not None and is_older(store, loads):
+                with pytest.raises(InvalidError, match="going back within a root is not yet supported"):
+                    other.save(step, state_of(content), EVERYTHING, {METRIC: 0.0})
+                other.load(request, None)
         other.save(step, state_of(content), EVERYTHING, {METRIC: 0.0}).wait()
     except CheckpointError as error:
         return error
     finally:
         other.close()
     return None
+
+
+def is_older(store: Store, step: int) -> bool:
+    """Return whether a resume would rather take another step."""
+    return any(each > step and not is_quarantined(store, each) for each in committed_steps(store))
 
 
 def bury(store: Store) -> None:

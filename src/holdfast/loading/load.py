@@ -79,6 +79,9 @@ class Loaded:
     filled: Mapping[str, tuple[Box, ...]]
     """What was read of it for this rank and had its digests: boxes by stored FQN."""
 
+    newer: tuple[int, ...]
+    """Newer steps that exist and were not asked for."""
+
 
 def load(
     comm: Comm,
@@ -233,7 +236,7 @@ def _load(
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
         logger.info(message, location.url, len(report.loaded), report.bytes, report.seconds)
     filled = {wanted.stored_fqn: wanted.boxes for wanted in restoration.wanted}
-    return Loaded(location, report, manifest, stored, filled)
+    return Loaded(location, report, manifest, stored, filled, resolved.newer)
 
 
 def load_checkpoint(

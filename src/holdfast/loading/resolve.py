@@ -47,6 +47,9 @@ class Resolved:
     passed_over: tuple[SkippedStep, ...]
     """Newer steps that are damaged."""
 
+    newer: tuple[int, ...]
+    """Newer steps that exist and were not asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class _ResolvedStep:
@@ -106,6 +109,7 @@ def resolve(
                 name: [there, error_text(error)] for name, (there, error) in (judged.short if judged else {}).items()
             },
             "passed_over": [[each.step, each.why] for each in choice.passed_over],
+            "newer": list(choice.newer),
         }
         frames = [json.dumps(head).encode(), *(judged.frames if judged else ())]
     sent = comm.broadcast(msgspec.msgpack.encode(frames) if comm.rank == 0 else None)
@@ -123,7 +127,7 @@ def resolve(
         manifest, index = decode_foreign(given, location.url) if head["listed"] else resolved_frames(given, location)
     told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
     passed_over = tuple(SkippedStep(step, why) for step, why in head["passed_over"])
-    return Resolved(location, manifest, index, stored_by(index, told), passed_over)
+    return Resolved(location, manifest, index, stored_by(index, told), passed_over, tuple(head["newer"]))
 
 
 def _judged(location: CheckpointLocation, clock: Clock, *, whole: bool) -> _ResolvedStep:

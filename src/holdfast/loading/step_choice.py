@@ -49,6 +49,11 @@ class StepSelector(Protocol):
         """Steps that were not taken so far."""
         ...
 
+    @property
+    def newer(self) -> Sequence[int]:
+        """Newer steps that are not known to be damaged and were not asked for, ascending."""
+        ...
+
     def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
         """Return the place to load from, None if there is nothing.
 
@@ -71,19 +76,25 @@ class ExactStep:
     falls_back = False
     passed_over: Sequence[SkippedStep] = ()
 
-    def __init__(self, choose: Callable[[], CheckpointLocation | None]) -> None:
+    def __init__(
+        self, choose: Callable[[], CheckpointLocation | None], newer: Callable[[], Sequence[int]] = tuple
+    ) -> None:
         """Ask for nothing yet.
 
         Args:
             choose: Returns its place.
+            newer: Returns the newer steps that exist.
         """
-        self._choose = choose
+        self._choose, self._list_newer = choose, newer
+        self.newer: Sequence[int] = ()
 
     def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
         """Return its place; what is wrong with it is the caller's error."""
         if wrong is not None:
             raise wrong.error
-        return self._choose()
+        place = self._choose()
+        self.newer = self._list_newer()
+        return place
 
     def settle(self) -> None:
         """Note nothing: what was asked for is the caller's to judge."""
@@ -101,6 +112,7 @@ class NewestValid:
     """The steps of a run from the newest down. What is damaged is told, put under quarantine and passed over."""
 
     falls_back = True
+    newer: Sequence[int] = ()
 
     def __init__(self, home: CheckpointLocation, clock: Clock, is_news: Callable[[str], bool]) -> None:
         """Look at nothing yet.

@@ -92,6 +92,9 @@ class Pins:
         self.current_step: int | None = None
         """The step that this process saved or loaded last: wherever it stands among the others, training goes on from
         there."""
+        self.has_gone_back = False
+        """Whether this process loaded a step while newer ones existed. It deletes nothing then: retention would keep
+        the newer steps and delete the step that training continues from."""
         self._going: frozenset[int] = frozenset()
 
     def pin(self, step: int, base: int | None) -> bool:
@@ -163,7 +166,7 @@ class CheckpointGC:
         self._said: set[str] = set()
 
     def collect(self, grace_seconds: float, wait: Wait) -> CollectReport | None:
-        """Remove what nobody needs; return what that was, or None if it was given up while waiting.
+        """Remove what nobody needs; return what that was, or None if it was given up or training went back.
 
         Args:
             grace_seconds: How long what is marked is left in peace, for readers that came before the mark.
@@ -174,6 +177,8 @@ class CheckpointGC:
             UnavailableError: Storage failed; calling again goes on.
         """
         assert self._writer_lease is not None, "only the holder of the epoch removes"
+        if self._pins.has_gone_back:
+            return None
         first = self.survey()
         remove_folders(self._store, first.bare)
         if not first.doomed:
@@ -183,7 +188,7 @@ class CheckpointGC:
         self._forget_marks()
         mark = put_mark(self._store, first.run_id, nonce, self._writer_lease.epoch, first.doomed, is_carried_out=False)
         try:
-            if wait(grace_seconds):
+            if wait(grace_seconds) or self._pins.has_gone_back:
                 return None
             put_mark(self._store, first.run_id, nonce, self._writer_lease.epoch, first.doomed, is_carried_out=True)
             return self._carried_out(first)
@@ -191,7 +196,7 @@ class CheckpointGC:
             # Also where it failed: what stays can be read again.
             remove_marks(self._store, [mark.key])
 
-    def _carried_out(self, first: Inventory) -> CollectReport:
+    def _carried_out(self, first: Inventory) -> CollectReport | None:
         assert self._writer_lease is not None, "only the holder of the epoch removes"
         second = self.survey()
         _require_all_listed(self._store, first, second, self._pins.under_way())
@@ -206,6 +211,9 @@ class CheckpointGC:
                 to_delete, steps={s: d for s, d in to_delete.steps.items() if manifest_digest(self._store, s) == d}
             )
             self._writer_lease.require()
+            # Checked again: the listings above take a while, and training may go back meanwhile.
+            if self._pins.has_gone_back:
+                return None
             remove(self._store, to_delete)
         finally:
             self._pins.release_for_removal(frozenset())

@@ -62,6 +62,10 @@ class PreemptionHandler:
         self._last = _Begun(step, handle, self._job.clock.monotonic_seconds())
         self._under_way = [*self._unfinished(), self._last]
 
+    def forget_last(self) -> None:
+        """Forget the last save: after going back, the loop has another state at the step of that save."""
+        self._last = None
+
     def should_stop(self, step: int) -> bool:
         """Return whether all ranks leave at this call of the loop.
 

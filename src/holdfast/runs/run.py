@@ -23,9 +23,9 @@ from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
 from holdfast.ports.framework import Collected, Framework, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id
+from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid
-from holdfast.repository.quarantine import supersede
+from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.removal import marks
 from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
 from holdfast.runs.preemption import PreemptionHandler, owed_bytes
@@ -66,6 +66,8 @@ class Run:
         self._latest = _Link(None, None)
         self._previous: BaseStep | None = None
         self._loaded: int | None = None
+        self._newer: tuple[int, ...] = ()
+        """Newer steps that existed when the last load asked for an older step by number."""
         self._suspect_steps = SuspectSteps(store)
         self._pending: list[SaveHandle] = []
         self._closed = False
@@ -87,7 +89,7 @@ class Run:
         """Begin a save of a step if it is due.
 
         Raises:
-            InvalidError: The run has no policy that says when to save.
+            InvalidError: The run has no policy that says when to save, or went back to an older step.
             Preempted: Some rank was told to end, and all leave at this step.
         """
         self._require_open()
@@ -103,8 +105,10 @@ class Run:
                 self._location_of(step),
                 lambda: self._owed_bytes(state, selection),
                 lambda: self.save(step, state, selection, metrics, is_last=True),
-                is_there=step == self._loaded,
+                # A restart would resume from a newer step than this one.
+                is_there=step == self._loaded and not self._newer,
             )
+        self._require_not_gone_back()
         return self.save(step, state, selection, metrics) if self._schedule.is_due(step) else None
 
     def request_save(self) -> None:
@@ -130,9 +134,14 @@ class Run:
         *,
         is_last: bool = False,
     ) -> SaveHandle:
-        """Begin a save of a step; where it is the last of a job that is told to end, metrics may be missing."""
+        """Begin a save of a step; where it is the last of a job that is told to end, metrics may be missing.
+
+        Raises:
+            InvalidError: The run went back to an older step; every rank raises it, for all know it from the load.
+        """
         self._require_open()
         require_step(step)
+        self._require_not_gone_back()
         self._loaded = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
@@ -161,7 +170,8 @@ class Run:
             if self._job.comm.rank == 0:
                 tag_saved(self._store, self._job.clock, step, names)
                 self._pins.unpin(step, is_committed=True)
-                self._pins.current_step = step
+                if not self._pins.has_gone_back:
+                    self._pins.current_step = step
                 if self._collecting is not None:
                     self._collecting.want()
 
@@ -199,7 +209,7 @@ class Run:
         choice: StepSelector = NewestValid(self._home, job.clock, job.is_news)
         if step is not None:
             require_step(step)
-            choice = ExactStep(partial(self._choose, step))
+            choice = ExactStep(partial(self._choose, step), partial(self._newer_than, step))
         with GcPause() as pause:
             done = load(
                 job.comm,
@@ -216,7 +226,10 @@ class Run:
             return None
         location, manifest, self.load_report = done.location, done.manifest, done.report
         if location.step is not None:
-            self._loaded = location.step
+            self._loaded, self._newer = location.step, done.newer
+            self._pins.has_gone_back = bool(self._newer)
+            if self._newer and self._preemption is not None:
+                self._preemption.forget_last()
             self._previous = previous_of(manifest, done.index, done.filled)
             self._pins.current_step = location.step
             self._latest = _Link(Parent(manifest.run_id, location.step, manifest.digest), None)
@@ -321,6 +334,40 @@ class Run:
         if is_fenced:
             raise fenced_error(f"{location.url}/{MANIFEST_FILE}")
         return location
+
+    def _newer_than(self, step: int) -> tuple[int, ...]:
+        """Return the steps that a resume would prefer to this one, and those that a save may still commit."""
+        fence, damaged = current_fence(self._store), list_records(self._store)
+
+        def is_candidate(newer: int) -> bool:
+            identities = [identity for step, identity in damaged if step == newer]
+            try:
+                return is_valid(self._store, fence, newer) and not (
+                    identities and identity_at(self._store, newer) in identities
+                )
+            except (MissingError, InvalidError):
+                return False  # A resume passes it over as well.
+            except CheckpointError:
+                # An unreadable newer step must not fail the load of this one. Saves are then refused.
+                return True
+
+        found = {each for each in step_folders(self._store) if each > step and is_candidate(each)}
+        return tuple(sorted(found | {each for each in self._pins.under_way() if each > step}))
+
+    def _require_not_gone_back(self) -> None:
+        """Refuse to save after going back: a resume would load a newer step, and retention delete the saved one."""
+        if not self._newer:
+            return
+        assert self._loaded is not None, "nothing is saved in between"
+        count, url = len(self._newer), self._location_of(self._loaded).url
+        there = "a newer step exists" if count == 1 else f"{count} newer steps exist"
+        named = ", ".join(map(str, self._newer[:3])) + (", …" if count > 3 else "")
+        raise InvalidError(
+            f"{self._store.url}: step {self._loaded} was loaded, and {there} ({named}); going back within a root is "
+            f"not yet supported. Nothing was saved. To continue from step {self._loaded}, make a "
+            f'CheckpointManager(new_root), call holdfast.load("{url}", state), and save with that manager. To continue '
+            "from the newest step, call manager.load(state)"
+        )
 
     def _require_open(self) -> None:
         if self._closed:

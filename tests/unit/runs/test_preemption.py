@@ -19,7 +19,7 @@ from holdfast.checkpoint.location import none_allowed
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.coordination.signals import Signals
-from holdfast.errors import Preempted, UnavailableError
+from holdfast.errors import InvalidError, Preempted, UnavailableError
 from holdfast.loading.load import LoadRequest
 from holdfast.policies import BestN, EveryNSteps
 from holdfast.ports.comm import KeyValueStore
@@ -228,6 +228,31 @@ def test_a_save_under_way_of_that_very_step_is_waited_for_and_no_other_begun() -
 
     assert ends(world.play(part)) == {(85, 2)}
     assert committed_steps(world.store) == [2]
+
+
+@pytest.mark.parametrize("told", [2, 3, 6])
+def test_after_going_back_no_exit_code_says_that_a_step_is_saved(told: int) -> None:
+    world = World(2)
+
+    def part(rank: Rank) -> None:
+        # Step 2 is loaded, 6 was saved last and is of another history, 3 is neither.
+        for step in (1, 2, 6):
+            rank.run.save(step, state_of(step, rank.size), ANYTHING).wait()
+        rank.run.maybe_save(7, state_of(7, rank.size), ANYTHING)
+        state = {"p": plain(0.0, count=3000)}
+        assert rank.run.load(LoadRequest(state, ANYTHING, False, False), 2) == 2
+        with pytest.raises(InvalidError, match="going back"):
+            rank.run.maybe_save(3, state_of(3, rank.size), ANYTHING)
+        rank.signals.tell()
+        # The loop goes on in spite of the refusal, and takes the signal all the same.
+        for _ in range(10_000):
+            with suppress(InvalidError):
+                rank.run.maybe_save(told, state_of(told, rank.size), ANYTHING)
+
+    outcomes = world.play(part)
+    assert ends(outcomes) == {(86, told)}
+    assert all("step 2 was loaded, and a newer step exists (6)" in str(each.why) for each in outcomes)  # type: ignore[attr-defined]
+    assert world.loaded() == (6, 6.0) and committed_steps(world.store) == [1, 2, 6]
 
 
 def test_a_rank_that_is_gone_leaves_the_others_with_what_is_committed() -> None:
