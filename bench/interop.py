@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ print(json.dumps({"bench": 1, "peak_mib": int(peak_kib) / 1024}))
 
 RANKS = {"zero1": 4, "zero1_tiny": 4, "dcp": 2, "dcp_hf": 2}
 MASTER_PORT = "29517"
+ME = [sys.executable, "-m", "bench.interop"]
 
 
 def made(kind: str, folder: Path) -> Path:
@@ -84,7 +86,7 @@ def environment() -> dict[str, str]:
 class Contender:
     """A command, or several one after the other, and the folder that they write."""
 
-    def __init__(self, *commands: Sequence[str], writes: Path | None = None) -> None:
+    def __init__(self, *commands: Sequence[str | Path], writes: Path | None = None) -> None:
         self._commands, self._writes = commands, writes
         self.said: dict[str, float] = {}
         """What the last of them printed as JSON."""
@@ -204,18 +206,45 @@ def _bytes_read() -> int:
     raise AssertionError("the kernel counts no reads")
 
 
+def our_load(kind: str, source: Path) -> Contender:
+    """Return Holdfast's load of a DeepSpeed checkpoint in place."""
+    return Contender([*ME, "--work", "load_ours", kind, source])
+
+
+def our_export(source: Path, target: Path) -> Contender:
+    """Return Holdfast's export to safetensors."""
+    return Contender([sys.executable, "-c", EXPORT_OURS, source, target, str(EXPORT_MEMORY_MIB)], writes=target)
+
+
+def measure_ours(folder: Path, times: int) -> dict[str, float]:
+    """Measure Holdfast alone; return the median of each key."""
+    found: list[Round] = []
+    for _ in range(times):
+        this: Round = {}
+        for kind in SHAPES:
+            load = our_load(kind, made(kind, folder))
+            this[f"load_{kind}_seconds"] = load.seconds(folder / kind) - load.said["built_seconds"]
+            this[f"load_{kind}_read_amplification"] = load.said["read_amplification"]
+        for kind in ("zero1", "dcp"):
+            export = our_export(made(kind, folder), folder / "exported")
+            this[f"export_{kind}_seconds"] = export.seconds(folder / kind)
+            this[f"export_{kind}_peak_mib"] = export.peak_mib
+        found.append(this)
+    shutil.rmtree(folder / "exported", ignore_errors=True)
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+
+
 def measure_loads(kind: str, folder: Path, rounds: int) -> list[Round]:
     """Measure the time to the first usable load of a DeepSpeed checkpoint."""
     source, converted = made(kind, folder), folder / "universal"
-    me = [sys.executable, "-m", "bench.interop"]
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     tag = next(source.glob("global_step*"))
     theirs = Contender(
         [*convert, "--input_folder", tag, "--output_folder", converted / tag.name],
-        [*me, "--work", "load_theirs", kind, converted],
+        [*ME, "--work", "load_theirs", kind, converted],
         writes=converted,
     )
-    ours = Contender([*me, "--work", "load_ours", kind, source])
+    ours = our_load(kind, source)
     found = []
     for number in range(rounds):
         this: Round = {}
@@ -234,7 +263,7 @@ def measure_exports(
 ) -> list[Round]:
     """Measure exports to safetensors beside the rivals'."""
     source, target = made(kind, folder), folder / "exported"
-    ours = Contender([sys.executable, "-c", EXPORT_OURS, source, target, str(EXPORT_MEMORY_MIB)], writes=target)
+    ours = our_export(source, target)
     found = []
     for number in range(rounds):
         this: Round = {}
@@ -253,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.interop", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "interop")
+    parser.add_argument("--ours", type=int, metavar="TIMES", help="measure only Holdfast; print the medians as JSON")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.work:
@@ -261,6 +291,9 @@ def main() -> None:
         return
     chosen.folder.mkdir(parents=True, exist_ok=True)
     compileall.compile_dir(Path(holdfast.__file__).parent, quiet=1)
+    if chosen.ours:
+        print(json.dumps(measure_ours(chosen.folder, chosen.ours)))
+        return
     zero, dcp_hf = made("zero1", chosen.folder), made("dcp_hf", chosen.folder)
     dcp = made("dcp", chosen.folder)
     python = sys.executable
@@ -271,7 +304,7 @@ def main() -> None:
 
     def dcp_consolidate(target: Path) -> dict[str, Contender]:
         to_torch = [python, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", dcp, target / "all.pt"]
-        merge = [python, "-m", "bench.interop", "--work", "consolidate", dcp_hf, target]
+        merge = [*ME, "--work", "consolidate", dcp_hf, target]
         return {
             "dcp_to_torch": Contender(["mkdir", target], to_torch, writes=target),
             "dcp_consolidate": Contender(merge, writes=target),
