@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from bench.device import VARIABLE
@@ -19,9 +19,26 @@ ROOT = Path(__file__).parents[1]
 RESULT = "measured.json"
 
 
-def run(part: Part, params: Params, folder: Path, device: str = "cpu") -> Measured:
+def run(
+    part: Part,
+    params: Params,
+    folder: Path,
+    device: str = "cpu",
+    *,
+    root: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
+    progress: bool = True,
+) -> Measured:
     """Run the ranks of one part in an empty folder, states on `device`; return what rank 0 measured.
 
+    Args:
+        part: What to measure.
+        params: Sizes and counts.
+        folder: Where to work; removed afterwards.
+        device: Where states are stored.
+        root: Folder whose `bench` the ranks run.
+        variables: Environment variables for the ranks, in addition to those of this process.
+        progress: Whether rank 0 prints a line per round.
     Raises:
         SystemExit: A rank failed; its error is on the screen.
     """
@@ -34,11 +51,11 @@ def run(part: Part, params: Params, folder: Path, device: str = "cpu") -> Measur
     ranks = [
         subprocess.Popen(
             command,
-            cwd=ROOT,
-            stdout=None if rank == 0 else subprocess.DEVNULL,
+            cwd=root,
+            stdout=None if rank == 0 and progress else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=_environment(part, rank, port) | {VARIABLE: device},
+            env=_environment(part, rank, port) | {VARIABLE: device} | dict(variables or {}),
         )
         for rank in range(part.ranks)
     ]
