@@ -6,6 +6,8 @@
 #   make bench   the benchmark (20 to 30 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
+#   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
+#                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
 #                   saving, collecting, fencing and repairing (ext4; XFS where xfsprogs is installed);
@@ -18,7 +20,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale fuzz campaign clean
+.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign clean
 
 TORCH := torch==2.13.0
 VENV := .venv
@@ -29,6 +31,8 @@ FUZZ_TARGETS ?=
 ROUNDS ?= 100
 QUICK ?=
 ONLY ?=
+BEFORE ?=
+AFTER ?= .
 
 # Candidates are run, not only found: a version manager's shim may lie on the path and lead nowhere.
 CANDIDATES := python3 python3.11 python3.12 python3.13 python3.14 python
@@ -77,6 +81,13 @@ bench-interop: $(READY)
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale
+
+# ROUNDS has another default for `campaign`.
+bench-compare: $(READY)
+	@test -n "$(BEFORE)" || { echo "holdfast: which checkout to compare with? BEFORE=path/to/checkout" >&2; exit 2; }
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,interop]'
+	@$(PY) -m bench.compare "$(BEFORE)" "$(AFTER)" --only "$(ONLY)" $(if $(QUICK),--quick) \
+	    --rounds $(if $(filter file,$(origin ROUNDS)),7,$(ROUNDS)) --markdown runs/compare/table.md
 
 # atheris is installed for this target alone: it is large, and no test needs it.
 fuzz: $(READY)

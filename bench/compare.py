@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None, measurements: Mapping[str, Meas
     rows = comparison.rows(names)
     print("\n".join(_lines(rows)))
     if chosen.markdown:
+        chosen.markdown.parent.mkdir(parents=True, exist_ok=True)
         chosen.markdown.write_text("\n".join(_markdown(comparison, rows)) + "\n")
     return int(any(row.verdict in FAILED for row in rows))
 
