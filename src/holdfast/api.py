@@ -156,7 +156,7 @@ def _begin(
     require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
     store = wiring.store_at(path, settings)
-    return save_checkpoint(job, wiring.framework_of(job.comm), store, state, selection, pause)
+    return save_checkpoint(job, store, state, selection, pause)
 
 
 def load(
@@ -193,10 +193,10 @@ def load(
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
     require_state(state, "load(path, state)")
-    comm = wiring.comm_of(process_group)
+    job = wiring.loading_job(process_group, settings)
     location = wiring.location_at(path, settings)
     request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
-    return load_checkpoint(comm, wiring.clock(), settings, wiring.framework_of(comm), location, request)
+    return load_checkpoint(job, location, request)
 
 
 def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:

@@ -153,7 +153,7 @@ def run_at(
     if preemption is not None:
         preemption_handler = PreemptionHandler(job, Signals(preemption.signals, job.clock), preemption.grace_seconds)
     references = References(settings.allowed_roots)
-    return Run(store, job, framework_of(job.comm), references, policies, observers, preemption_handler)
+    return Run(store, job, references, policies, observers, preemption_handler)
 
 
 @cache
@@ -287,7 +287,14 @@ def framework_of(comm: Comm) -> Framework:
 
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return a job of its own over a group; a collective of its ranks."""
-    return Job(comm_of(process_group), clock(), settings)
+    comm = comm_of(process_group)
+    return Job(comm, clock(), settings, framework_of(comm))
+
+
+def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
+    """Return a job over a group that loads and never saves; no collective."""
+    comm = comm_of(process_group)
+    return Job(comm, clock(), settings, framework_of(comm), saves=False)
 
 
 def imported(
@@ -329,7 +336,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     key = _ALONE if isinstance(comm, SoloComm) else group_of(process_group)
     jobs = _jobs.setdefault(key, {})
     if settings not in jobs or jobs[settings].is_inherited:
-        jobs[settings] = Job(comm, clock(), settings)
+        jobs[settings] = Job(comm, clock(), settings, framework_of(comm))
     return jobs[settings]
 
 

@@ -48,7 +48,7 @@ def run_over(root: str, lease_seconds: float, *, is_stopped: bool = False) -> Ru
     store: Store = LocalStore(root, settings=settings)
     if is_stopped:
         store = FaultyStore(store, Faults(StopAtTheManifest(), names={"put_if_absent"}, lasting=True))
-    return Run(store, Job(AloneComm(), SystemClock(), settings), NumpyFramework(0))
+    return Run(store, Job(AloneComm(), SystemClock(), settings, NumpyFramework(0)))
 
 
 def state_of(number: int) -> dict[str, object]:

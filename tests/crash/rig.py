@@ -123,7 +123,7 @@ def run_at(store: Store, board_faults: Faults | None = None, settings: Settings 
     """Return a run as the manager builds it."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
-    return Run(store, Job(comm, SystemClock(), settings), TorchFramework(ranks))
+    return Run(store, Job(comm, SystemClock(), settings, TorchFramework(ranks)))
 
 
 def committed_at(root: Path, *steps: int) -> None:

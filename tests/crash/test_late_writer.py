@@ -199,7 +199,7 @@ def test_one_that_publishes_while_the_new_one_writes_the_same_step_does_not_win(
 
     faults = Faults(let_go_on, names={"upload"})
     store = FaultyStore(LocalStore(root, settings=SETTINGS), faults)
-    run = Run(store, Job(AloneComm(), SystemClock(), SETTINGS), NumpyFramework(0))
+    run = Run(store, Job(AloneComm(), SystemClock(), SETTINGS, NumpyFramework(0)))
     run.save(LATE, writer_state(7), Selection()).wait()
     assert faults.met == 1
     assert run.steps() == [FIRST, LATE]

@@ -50,8 +50,8 @@ def resumed_by(*stores: Store) -> list[tuple[int | None, str] | Exception]:
     group = ThreadGroup(len(stores))
 
     def rank(number: int) -> tuple[int | None, str] | Exception:
-        job = Job(ThreadComm(group, number), SystemClock(), SETTINGS)
-        run = Run(stores[number], job, TorchFramework(Ranks(number, len(stores), lambda each: each)))
+        framework = TorchFramework(Ranks(number, len(stores), lambda each: each))
+        run = Run(stores[number], Job(ThreadComm(group, number), SystemClock(), SETTINGS, framework))
         state = training_state(99)
         try:
             return run.load(LoadRequest(state, EVERYTHING, strict=True, cast=False), None), fingerprint(state)

@@ -129,7 +129,7 @@ def run_with(
         if key_value_store is not None
         else real
     )
-    return Run(inner, Job(comm, wiring.clock(), settings), wiring.framework_of(real))
+    return Run(inner, Job(comm, wiring.clock(), settings, wiring.framework_of(real)))
 
 
 def state_of(step: int, elements: int = 30_000) -> dict[str, object]:

@@ -88,7 +88,7 @@ def saved_by_ranks(path: Path, whole: Mapping[str, torch.Tensor], ranks: int) ->
 
     def work(comm: ThreadComm) -> None:
         framework = TorchFramework(Ranks(comm.rank, comm.world_size, lambda rank: rank))
-        run = Run(LocalStore(path, settings=SMALL), Job(comm, SystemClock(), SMALL), framework)
+        run = Run(LocalStore(path, settings=SMALL), Job(comm, SystemClock(), SMALL, framework))
         state: dict[str, object] = {}
         for name, tensor in whole.items():
             if name.startswith("flat"):

@@ -186,7 +186,7 @@ def kept_by(policy: KeepPolicy | SavePolicy, steps: Mapping[int, Held], tagged: 
 
 def run_on(store: Store, settings: Settings = SETTINGS) -> Run:
     """Return a manager of a process alone."""
-    return Run(store, Job(AloneComm(), CLOCK, settings), NumpyFramework(0))
+    return Run(store, Job(AloneComm(), CLOCK, settings, NumpyFramework(0)))
 
 
 def lived_by_another(store: Store, step: int, content: Content, loads: int | None) -> CheckpointError | None:

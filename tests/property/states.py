@@ -149,7 +149,7 @@ def empty(store: MemoryStore) -> None:
 
 def run_of(comm: ThreadComm, store: MemoryStore, settings: Settings = SETTINGS) -> Run:
     """A run as the public verbs would build it, over threads and numpy."""
-    return Run(store, Job(comm, SystemClock(), settings), NumpyFramework(comm.rank))
+    return Run(store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)))
 
 
 def state_on(tensors: tuple[Tensor, ...], view: Callable[[Tensor], GlobalTensor]) -> Mapping[str, object]:

@@ -164,8 +164,8 @@ def require_equal(made: Made, store: Store, *roots: Path) -> None:
         fqn: GlobalTensor(spec.dtype, np.zeros(spec.global_shape, DTYPES[spec.dtype].numpy))
         for fqn, spec in made.listing.tensors.items()
     }
-    job = Job(AloneComm(), SystemClock(), made.settings)
-    run = Run(store, job, NumpyFramework(0), References([str(root) for root in roots]))
+    job = Job(AloneComm(), SystemClock(), made.settings, NumpyFramework(0))
+    run = Run(store, job, References([str(root) for root in roots]))
     assert run.load(LoadRequest(state, Selection(), strict=False, cast=False), None) == STEP
     run.close()
     for fqn, each in state.items():

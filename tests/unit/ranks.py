@@ -37,7 +37,7 @@ def fresh_store() -> MemoryStore:
 
 
 def run_of(comm: ThreadComm, store: Store, settings: Settings = PATIENT, observers: Sequence[Observer] = ()) -> Run:
-    return Run(store, Job(comm, SystemClock(), settings), NumpyFramework(comm.rank), observers=observers)
+    return Run(store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)), observers=observers)
 
 
 def plain(value: float, *, role: Role = Role.PARAMETER, count: int = 100) -> GlobalTensor:

@@ -14,39 +14,86 @@ from holdfast.clock import Clock
 from holdfast.engine.arena import Arena
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
-from holdfast.plan.plan_cache import Plans
+from holdfast.plan.plan_cache import PlanCache
 from holdfast.ports.comm import Comm, KeyValueStore
+from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
 
 _TELL_SECONDS = 1.0
 """How long a call to the board may take in any case, so that others hear of an end that has come."""
 
 
-class Job:
-    """A group of ranks with a nonce of its own, so that no key of an earlier life is ever mistaken for ours.
+class BackgroundQueue:
+    """Runs calls one after the other on a thread of its own; interpreter exit waits for them."""
 
-    Construction is a collective: rank 0's nonce goes to every rank.
+    def __init__(self, thread_name: str) -> None:
+        """Start no thread yet: the first call does."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=thread_name)
+        self._last: weakref.ref[Future[None]] | None = None
+
+    def submit(self, work: Callable[..., object], *arguments: object) -> Future[None]:
+        """Run a call after those submitted before it."""
+        future: Future[None] = self._executor.submit(work, *arguments)  # type: ignore[arg-type]
+        # Weakly: the exception of a failed call would keep everything alive that its frames refer to.
+        self._last = weakref.ref(future)
+        return future
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every call so far is over, so that the next one starts at once."""
+        last = None if self._last is None else self._last()
+        return last is None or last.done()
+
+    def close(self) -> None:
+        """Wait for the calls submitted so far, then end the thread."""
+        self._executor.shutdown(wait=True)
+
+
+class Job:
+    """The ranks that save and load together, and what they share for the life of the process.
+
+    Both paths take it. A nonce keeps its keys apart from those of an earlier job on the same key-value store.
+    Construction is a collective: rank 0 sends the nonce to every rank.
     """
 
-    def __init__(self, comm: Comm, clock: Clock, settings: Settings) -> None:
-        self.comm, self.clock, self.settings = comm, clock, settings
-        nonce = clock.random_bytes(8) if comm.rank == 0 else None
-        self.nonce = comm.broadcast(nonce).hex()
+    def __init__(
+        self, comm: Comm, clock: Clock, settings: Settings, framework: Framework | None = None, *, saves: bool = True
+    ) -> None:
+        """Agree on the nonce.
+
+        Args:
+            comm: The ranks.
+            clock: Time and randomness.
+            settings: How the job saves and loads.
+            framework: Takes states apart and fills them; None for a job that only moves stored bytes.
+            saves: False for a job that only loads: it needs no keys, so construction is no collective then.
+        """
+        self.comm, self.clock, self.settings, self._framework = comm, clock, settings, framework
+        self.nonce = ""
+        if saves:
+            self.nonce = comm.broadcast(clock.random_bytes(8) if comm.rank == 0 else None).hex()
         self._process = os.getpid()
         self.ends_at: float | None = None
-        """When the job will be gone, on the monotonic clock, where that is known: nobody waits longer for others."""
+        """Monotonic time at which the process will be gone, where that is known: no wait for other ranks is longer."""
         self.sequence = 0
-        """Number of the next opening; ranks that fell behind catch up there."""
+        """Number of the next save; ranks that fell behind catch up there."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
         """Memory for copies of what is being saved."""
-        self._said: set[str] = set()
-        self.plans = Plans()
+        self.plan_cache = PlanCache()
         """Plans of earlier saves."""
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
-        self._commits = ThreadPoolExecutor(1, thread_name_prefix="holdfast-commit")
-        self._last: weakref.ref[Future[None]] | None = None
+        self.copies = BackgroundQueue("holdfast-copy")
+        """Copies of states. One queue: two saves at once could take all buffers between them, and neither go on."""
+        self.commits = BackgroundQueue("holdfast-commit")
+        """Writes, votes and commits of saves, away from the training thread."""
+        self._logged: set[str] = set()
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
+
+    @property
+    def framework(self) -> Framework:
+        """What takes states apart and fills them."""
+        assert self._framework is not None, "this job moves stored bytes only"
+        return self._framework
 
     @property
     def key_value_store(self) -> KeyValueStore:
@@ -62,41 +109,20 @@ class Job:
         return short_digest_of(self.nonce.encode(), str(sequence).encode(), str(step).encode()).hex()
 
     def deadline(self) -> float:
-        """Return when a wait for other ranks that begins now ends, on the monotonic clock."""
+        """Return when a wait for other ranks that begins now ends, in monotonic seconds."""
         now = self.clock.monotonic_seconds()
-        patience = self.settings.commit_timeout_seconds
-        return now + (patience if self.ends_at is None else min(patience, max(self.ends_at - now, _TELL_SECONDS)))
+        timeout = self.settings.commit_timeout_seconds
+        return now + (timeout if self.ends_at is None else min(timeout, max(self.ends_at - now, _TELL_SECONDS)))
 
     def left(self, deadline: float) -> float:
         """Return the seconds left until a deadline, at least a few milliseconds."""
         return max(deadline - self.clock.monotonic_seconds(), 0.005)
 
-    def in_background(self, work: object, *arguments: object) -> Future[None]:
-        """Run the rest of saves one after the other, away from the training thread; interpreter exit waits for them."""
-        assert callable(work)
-        last = self._commits.submit(work, *arguments)
-        # Weakly: what failed would keep all that it was about.
-        self._last = weakref.ref(last)
-        return last
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no save is in the background: the next one need not wait its turn."""
-        last = None if self._last is None else self._last()
-        return last is None or last.done()
-
-    def copy_in_background(self, work: Callable[[], None]) -> None:
-        """Have copies made, those of one save after those of the one before.
-
-        Beside each other two saves could take all buffers between them, and neither go on.
-        """
-        self._copies.submit(work)
-
-    def is_news(self, said: str) -> bool:
-        """Return whether something is said for the first time."""
-        if said in self._said:
+    def is_news(self, message: str) -> bool:
+        """Return whether a message has not been logged yet, and take note of it."""
+        if message in self._logged:
             return False
-        self._said.add(said)
+        self._logged.add(message)
         return True
 
     def remember(self, sequence: int, keys: Sequence[str]) -> None:
@@ -105,11 +131,11 @@ class Job:
             self._keys += [(sequence, key) for key in keys]
 
     def forget_before(self, sequence: int) -> None:
-        """Remove this rank's keys of saves before one that is committed, so that the board stays small.
+        """Remove this rank's keys of saves before a committed one, so that the key-value store stays small.
 
-        A commit carries every rank's vote, and a rank votes only when it is done with the saves before:
-        nobody can be waiting on those keys any more. Nothing weaker would do, for a rank that finds an
-        outcome gone would take the attempt for undecided and abort it.
+        A commit carries every rank's vote, and a rank votes only when it is done with the saves before. So no rank
+        can still wait on those keys. No weaker rule would do: a rank that finds an outcome gone would take the
+        attempt for undecided, and abort it.
         """
         with self._keys_lock:
             old = [key for number, key in self._keys if number < sequence]
@@ -117,14 +143,14 @@ class Job:
         self.key_value_store.delete(old)
 
     def close(self) -> None:
-        """Wait for saves under way and end the thread that carries them."""
-        self._copies.shutdown(wait=True)
-        self._commits.shutdown(wait=True)
+        """Wait for saves in the background, then end their threads and free the arena."""
+        self.copies.close()
+        self.commits.close()
         self.arena.close()
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process was forked after the job was made: its thread is not here, its memory is shared."""
+        """Whether this process was forked after the job was made: the job's threads do not exist here."""
         return os.getpid() != self._process
 
 

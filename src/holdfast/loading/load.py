@@ -15,8 +15,7 @@ from holdfast.checkpoint.coverage import RequireStored
 from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.per_rank import per_rank_values
-from holdfast.clock import Clock
-from holdfast.coordination.job import error_text, raise_together
+from holdfast.coordination.job import Job, error_text, raise_together
 from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
@@ -32,7 +31,7 @@ from holdfast.loading.same_content import same_content
 from holdfast.loading.step_choice import ExactStep, StepDamage, StepSelector, damage_in
 from holdfast.plan.reads import load_plan
 from holdfast.ports.comm import Comm
-from holdfast.ports.framework import Catalog, Framework, Restoration, Selection
+from holdfast.ports.framework import Catalog, Restoration, Selection
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.operation import OperationTrace
@@ -84,10 +83,7 @@ class Loaded:
 
 
 def load(
-    comm: Comm,
-    clock: Clock,
-    settings: Settings,
-    framework: Framework,
+    job: Job,
     home: CheckpointLocation,
     choice: StepSelector,
     request: LoadRequest,
@@ -97,10 +93,7 @@ def load(
     """Fill a state from a checkpoint; a collective of every rank.
 
     Args:
-        comm: The ranks that load together.
-        clock: For the report.
-        settings: Windows in flight, and whether ranks exchange what they read.
-        framework: Fills the state.
+        job: The ranks that load together.
         home: Where checkpoints lie, on every rank.
         choice: Asked on rank 0 for the place there to load from.
         request: What and how.
@@ -116,14 +109,14 @@ def load(
     """
     wrong: StepDamage | None = None
     filling: set[str] = set()
-    trace = OperationTrace("load", home.step, home.url, comm, clock, dispatcher or EventDispatcher((), clock))
-    with reader_lease(clock, settings.lease_seconds) as lease:
+    trace = OperationTrace(
+        "load", home.step, home.url, job.comm, job.clock, dispatcher or EventDispatcher((), job.clock)
+    )
+    with reader_lease(job.clock, job.settings.lease_seconds) as lease:
         while True:
             try:
                 pause.begin()
-                done = _load(
-                    comm, clock, settings, framework, home, choice, request, pause, wrong, trace, lease, filling
-                )
+                done = _load(job, home, choice, request, pause, wrong, trace, lease, filling)
                 choice.settle()
                 return done
             except _Damaged as damaged:
@@ -149,10 +142,7 @@ class _Damaged(Exception):
 
 
 def _load(
-    comm: Comm,
-    clock: Clock,
-    settings: Settings,
-    framework: Framework,
+    job: Job,
     home: CheckpointLocation,
     choice: StepSelector,
     request: LoadRequest,
@@ -162,6 +152,7 @@ def _load(
     lease: ReaderLease,
     filling: set[str],
 ) -> Loaded | None:
+    comm, clock, settings, framework = job.comm, job.clock, job.settings, job.framework
     with trace.phase("resolve"):
         resolved = resolve(comm, clock, home, choice, wrong, lease)
     if resolved is None:
@@ -239,17 +230,10 @@ def _load(
     return Loaded(location, report, manifest, stored, filled, resolved.newer)
 
 
-def load_checkpoint(
-    comm: Comm,
-    clock: Clock,
-    settings: Settings,
-    framework: Framework,
-    location: CheckpointLocation,
-    request: LoadRequest,
-) -> LoadReport:
+def load_checkpoint(job: Job, location: CheckpointLocation, request: LoadRequest) -> LoadReport:
     """Fill a state from the one checkpoint at a place. Arguments and errors as `load`."""
     with GcPause() as pause:
-        done = load(comm, clock, settings, framework, location, ExactStep(lambda: location), request, pause)
+        done = load(job, location, ExactStep(lambda: location), request, pause)
         assert done is not None, "a place was chosen"
         report = done.report
         del done

@@ -71,7 +71,7 @@ def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...], large_bytes_min: i
     return SavePlan(packs, sum(item.bytes for item in items), len({item.tensor.fqn for item in items}), large)
 
 
-class Plans:
+class PlanCache:
     """The plans of the layouts saved last.
 
     A plan depends on this rank's shards and on who else holds its plain tensors, and on nothing else. Both are

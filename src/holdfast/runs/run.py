@@ -20,7 +20,7 @@ from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.leases.writer import WriterLease
 from holdfast.loading.load import LoadRequest, load
 from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
-from holdfast.ports.framework import Collected, Framework, Selection
+from holdfast.ports.framework import Collected, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id, step_folders
@@ -51,7 +51,6 @@ class Run:
         self,
         store: Store,
         job: Job,
-        framework: Framework,
         references: Packs = none_allowed,
         policies: Policies = Policies(),  # noqa: B008 - frozen
         observers: Sequence[Observer] = (),
@@ -59,7 +58,7 @@ class Run:
     ) -> None:
         require_no_checkpoint(store)
         self._dispatcher = EventDispatcher(observers, job.clock)
-        self._store, self._job, self._framework = store, job, framework
+        self._store, self._job = store, job
         self._home = CheckpointLocation(store, "", None, references=references, root=store)
         self._writer = PackWriter(store, job.settings)
         self._writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
@@ -154,7 +153,7 @@ class Run:
             # Here, so that what is wrong on one rank is refused on all.
             told.update(checked_metrics(metrics))
             names.extend(checked_tags(tags))
-            return self._framework.collect(state, selection)
+            return self._job.framework.collect(state, selection)
 
         def claim(location: CheckpointLocation) -> dict[str, object]:
             if not is_last:
@@ -211,17 +210,7 @@ class Run:
             require_step(step)
             choice = ExactStep(partial(self._choose, step), partial(self._newer_than, step))
         with GcPause() as pause:
-            done = load(
-                job.comm,
-                job.clock,
-                job.settings,
-                self._framework,
-                self._home,
-                choice,
-                request,
-                pause,
-                self._dispatcher,
-            )
+            done = load(job, self._home, choice, request, pause, self._dispatcher)
         if done is None:
             return None
         location, manifest, self.load_report = done.location, done.manifest, done.report
@@ -317,7 +306,7 @@ class Run:
         """Return what this rank has to write of a state at least, as far as that is known before it is looked at."""
         if self._previous is not None and self._job.settings.deduplicate:
             return 0  # Any of it may be as it was.
-        return owed_bytes(self._framework.collect(state, selection).shards, self._job.comm.world_size)
+        return owed_bytes(self._job.framework.collect(state, selection).shards, self._job.comm.world_size)
 
     def _location_of(self, step: int) -> CheckpointLocation:
         return replace(self._home, folder=step_folder(step), step=step)

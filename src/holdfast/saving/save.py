@@ -25,7 +25,7 @@ from holdfast.format.part import RankPart, encode_part
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.plan.plan_cache import SavePlan, save_plan
-from holdfast.ports.framework import Collected, Framework, Selection
+from holdfast.ports.framework import Collected, Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.epochs import require_counted
@@ -171,9 +171,9 @@ class Save:
                 return self._write_part(agreement, part_of(packs, transfer.written()))
 
             self._queued_seconds = self._trace.seconds
-            if not self._job.is_idle:
+            if not self._job.commits.is_idle:
                 self._pause.end()
-            self._job.in_background(self._finish, turn, commit_vote, agreement, vote_of, report_of)
+            self._job.commits.submit(self._finish, turn, commit_vote, agreement, vote_of, report_of)
         except BaseException as error:
             if turn.acquire(blocking=False):
                 if transfer is not None:
@@ -198,7 +198,7 @@ class Save:
             packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
             return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings.unchanged_bytes_min)
 
-        return self._job.plans.of(digests.shards, holders, plan)
+        return self._job.plan_cache.of(digests.shards, holders, plan)
 
     def _packs(self, plan: SavePlan, agreement: Agreement) -> list[PlannedPack]:
         provenance = self._provenance(agreement)
@@ -437,7 +437,6 @@ class Save:
 
 def save_checkpoint(
     job: Job,
-    framework: Framework,
     store: Store,
     state: Mapping[str, object],
     selection: Selection,
@@ -446,7 +445,7 @@ def save_checkpoint(
     """Begin to save the one checkpoint that `store` is to hold.
 
     Args:
-        job, framework: Who saves.
+        job: Who saves.
         store: Where.
         state, selection: What.
         pause: Of who awaits the commit whatever comes, as for `Save`; None if nobody does.
@@ -461,7 +460,7 @@ def save_checkpoint(
     location = CheckpointLocation(store, "", None)
     writer = PackWriter(store, job.settings)
     save = Save(job, location, writer, claim, lambda: None, lambda *_: None, awaited=pause is not None, pause=pause)
-    return save.begin(lambda: framework.collect(state, selection))
+    return save.begin(lambda: job.framework.collect(state, selection))
 
 
 def _abandon(commit_vote: CommitVote, transfer: Transfer, error: CheckpointError) -> None:

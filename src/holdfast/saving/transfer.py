@@ -212,7 +212,7 @@ class Transfer:
 
         self._is_copying = True
         try:
-            self._job.copy_in_background(copy)
+            self._job.copies.submit(copy)
         except BaseException:
             self._is_copying = False
             raise

@@ -75,7 +75,7 @@ def test_one_that_is_forgotten_ends() -> None:
 def test_a_save_that_waits_its_turn_holds_it_off_no_more(tmp_path: Path) -> None:
     """Whatever is saved before it may take minutes, and other threads leave garbage meanwhile."""
     settings, go_on = Settings(), threading.Event()
-    shared_job(False, settings).in_background(go_on.wait)
+    shared_job(False, settings).commits.submit(go_on.wait)
     state = {"a": torch.ones(4)}
     saving = threading.Thread(target=holdfast.save, args=(tmp_path / "c", state), kwargs={"process_group": False})
     saving.start()

@@ -30,7 +30,7 @@ def declared(tensor: object, shape: Sequence[int], **layout: object) -> Sharded:
 
 def run_of(comm: ThreadComm, store: MemoryStore) -> Run:
     framework = TorchFramework(Ranks(comm.rank, comm.world_size, lambda rank: rank))
-    return Run(store, Job(comm, SystemClock(), SMALL), framework)
+    return Run(store, Job(comm, SystemClock(), SMALL, framework))
 
 
 def save_on(world_size: int, store: MemoryStore, step: int, state_of: Callable[[int], State]) -> list[object]:

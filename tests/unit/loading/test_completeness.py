@@ -51,7 +51,7 @@ def test_a_byte_that_no_plan_fills_is_refused_everywhere() -> None:
         state["b"].array[:] = -1
 
     def load(comm: ThreadComm) -> None:
-        run = Run(store, Job(comm, SystemClock(), PATIENT), Forgetful(comm.rank))
+        run = Run(store, Job(comm, SystemClock(), PATIENT, Forgetful(comm.rank)))
         try:
             run.load(LoadRequest(states[comm.rank], ANYTHING, strict=True, cast=False), None)
         finally:

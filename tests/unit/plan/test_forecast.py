@@ -103,7 +103,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def run_on(comm: ThreadComm, store: MemoryStore) -> Run:
-    return Run(store, Job(comm, SystemClock(), SETTINGS), NumpyFramework(comm.rank))
+    return Run(store, Job(comm, SystemClock(), SETTINGS, NumpyFramework(comm.rank)))
 
 
 def laid_out(mesh: DescribedMesh) -> dict[str, object]:

@@ -23,8 +23,8 @@ STATE = {"a": plain(1.0)}
 
 def run_at(store: Store, keep: KeepPolicy | None = None, comm: ThreadComm | None = None) -> Run:
     comm = comm or ThreadComm(ThreadGroup(1), 0)
-    job = Job(comm, SystemClock(), PATIENT)
-    return Run(store, job, NumpyFramework(comm.rank), policies=Policies(keep=keep))
+    job = Job(comm, SystemClock(), PATIENT, NumpyFramework(comm.rank))
+    return Run(store, job, policies=Policies(keep=keep))
 
 
 def test_tags_come_with_the_commit_and_a_taken_one_refuses_the_save() -> None:
@@ -107,9 +107,9 @@ class WanderingClock(SystemClock):
 
 def test_a_wall_clock_that_is_set_changes_nothing() -> None:
     store = fresh_store()
-    job = Job(ThreadComm(ThreadGroup(1), 0), WanderingClock(), PATIENT)
+    job = Job(ThreadComm(ThreadGroup(1), 0), WanderingClock(), PATIENT, NumpyFramework(0))
     policies = Policies(AnyOf(EveryNSteps(2), EverySeconds(3600)), AnyOf(LatestN(2), Tagged()))
-    run = Run(store, job, NumpyFramework(0), policies=policies)
+    run = Run(store, job, policies=policies)
     saved = [step for step in range(1, 13) if run.maybe_save(step, STATE, ANYTHING) is not None]
     run.wait()
     assert saved == [2, 4, 6, 8, 10, 12] == run.steps()

@@ -90,13 +90,12 @@ class World:
         """Return what each rank's part returned, or how it left."""
 
         def work(comm: ThreadComm) -> object:
-            job = Job(comm, SystemClock(), self.settings)
+            job = Job(comm, SystemClock(), self.settings, NumpyFramework(comm.rank))
             signals = Told()
             departure = PreemptionHandler(job, signals, self.grace_seconds)
             run = Run(
                 self.stores.get(comm.rank, self.store),
                 job,
-                NumpyFramework(comm.rank),
                 none_allowed,
                 Policies(EveryNSteps(self.every), self.keep),
                 preemption_handler=departure,
@@ -124,7 +123,7 @@ class World:
         """Return the newest step, and what its tensor holds, as one process finds it."""
 
         def work(comm: ThreadComm) -> tuple[int | None, float]:
-            run = Run(self.store, Job(comm, SystemClock(), self.settings), NumpyFramework(comm.rank))
+            run = Run(self.store, Job(comm, SystemClock(), self.settings, NumpyFramework(comm.rank)))
             state = {"p": plain(0.0, count=3000)}
             step = run.load(LoadRequest(state, ANYTHING, False, False), None)
             run.close()

@@ -200,20 +200,20 @@ def test_a_save_that_is_not_handed_on_is_lost_at_once(error: BaseException) -> N
     world = World(2, settings=ONE_SAVE)
 
     def part(rank: int, run: Run) -> object:
-        submit = run._job.in_background
+        submit = run._job.commits.submit
 
         def refuse(*_: object) -> object:
             raise error
 
         if rank == 0:
-            run._job.in_background = refuse  # type: ignore[method-assign, assignment]
+            run._job.commits.submit = refuse  # type: ignore[method-assign, assignment]
             if isinstance(error, Exception):
                 failed = saved(run, 1, state(1.0))
             else:
                 with pytest.raises(KeyboardInterrupt):
                     run.save(1, state(1.0), ANYTHING)
                 failed = run._pending
-            run._job.in_background = submit  # type: ignore[method-assign]
+            run._job.commits.submit = submit  # type: ignore[method-assign]
         else:
             failed = saved(run, 1, state(1.0))
         arena = run._job.arena

@@ -59,8 +59,8 @@ def played(store: MemoryStore, settings: Settings, roots: dict[int, list[str]]) 
             "model.whole": GlobalTensor("int64", np.zeros(9000, np.int64)),
             "model.tiny": GlobalTensor("uint8", np.zeros(3, np.uint8)),
         }
-        job = Job(comm, SystemClock(), settings)
-        run = Run(store, job, NumpyFramework(comm.rank), References(roots.get(comm.rank, [])))
+        job = Job(comm, SystemClock(), settings, NumpyFramework(comm.rank))
+        run = Run(store, job, References(roots.get(comm.rank, [])))
         try:
             assert run.load(LoadRequest(state, ANYTHING, strict=False, cast=False), None) == STEP
         finally:
