@@ -247,8 +247,8 @@ def test_a_save_that_commits_after_training_went_back_has_nothing_collected() ->
     slow = FaultyStore(store, Faults(stall, names=("put_if_absent",), lasting=True))
 
     def work(comm: ThreadComm) -> None:
-        job = Job(comm, SystemClock(), replace(PATIENT, collect_grace_seconds=0.0))
-        run = Run(slow, job, NumpyFramework(0), policies=Policies(keep=LatestN(2)))
+        job = Job(comm, SystemClock(), replace(PATIENT, collect_grace_seconds=0.0), NumpyFramework(0))
+        run = Run(slow, job, policies=Policies(keep=LatestN(2)))
         for step in (1, 2):
             saved(run, step, {"p": plain(float(step))})
         handle = run.save(3, {"p": plain(3.0)}, ANYTHING)
