@@ -74,7 +74,7 @@ def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Se
     holders = agreement.holders_of_each([each.tensor.fqn for each in shards if each.holders is None])
     owned = owned_by(rank, shards, holders, settings.chunk_bytes)
     provenance = {"step": str(STEP), "attempt": agreement.attempt, "rank": str(rank)}
-    packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
+    packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max)
     return [(plan, header_of(plan, provenance)) for plan in packs]
 
 

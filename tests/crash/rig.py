@@ -32,15 +32,13 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultySyscalls
+from tests.tuned import tuned
 
-SETTINGS = Settings(
-    chunk_bytes=PAGE_BYTES,
-    window_bytes=2 * PAGE_BYTES,
-    windows_in_flight=3,
+SETTINGS = tuned(
+    Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=3, commit_timeout_seconds=5.0),
     # Headers this small make several packs of one small state.
     pack_header_bytes_max=3 * PAGE_BYTES,
     unchanged_bytes_min=PAGE_BYTES,
-    commit_timeout_seconds=5.0,
 )
 LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, verify_lazy_copy=True)
 """Copies wait for writes, and writes for copies."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,8 +35,9 @@ from tests.crash.rig import (
     training_state,
 )
 from tests.crash.test_resume import resumed
+from tests.tuned import tuned
 
-SPLIT = replace(SETTINGS, index_chunks_max=8)
+SPLIT = tuned(SETTINGS, index_chunks_max=8)
 
 
 def repair(store: Store, step: int = NEW, **options: bool) -> StepRepair:

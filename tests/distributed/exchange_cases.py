@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,10 +20,13 @@ from holdfast.ports.comm import Comm
 from holdfast.settings import Settings
 from holdfast.testing.comm import CommSuite
 from tests.distributed.launch import World
+from tests.tuned import tuned
 
 Buffers = Mapping[int, Sequence[memoryview]]
 
-ROUNDS_OF_32_KIB = Settings(chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10)
+ROUNDS_OF_32_KIB = tuned(
+    Settings(chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384), exchange_bytes_max=128 << 10
+)
 """Small enough that a few hundred KiB take many rounds and many chunks."""
 
 SHAPES = {
@@ -64,9 +68,7 @@ def save(world: World, path: str, layout: str) -> None:
 
 def load(world: World, path: str, layout: str, exchange: str) -> list[int]:
     """Load, compare every bit, and return bytes read and bytes given by others."""
-    settings = Settings(
-        chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10, share_reads=exchange
-    )
+    settings = replace(ROUNDS_OF_32_KIB, share_reads=exchange)
     target = laid_out({name: torch.zeros_like(tensor) for name, tensor in whole_state().items()}, layout)
     report = holdfast.load(path, target, settings=settings)
     for name, expected in laid_out(whole_state(), layout).items():

@@ -17,6 +17,7 @@ import holdfast
 from holdfast.errors import InvalidError
 from tests.distributed.launch import World
 from tests.distributed.networks import NormNet, adamw, digest, digests, plain, sharded, train
+from tests.tuned import tuned
 
 
 def _grid(mesh: list[int] | None) -> DeviceMesh | None:
@@ -33,7 +34,7 @@ def save_fsdp(
     optimizer = adamw(net)
     train(net, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    settings = holdfast.Settings(index_chunks_max=index_chunks_max)
+    settings = tuned(holdfast.Settings(), index_chunks_max=index_chunks_max)
     state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "batches": 2}
     holdfast.save(path, state, settings=settings)
     return digests(net, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ from torch.distributed.tensor import DTensor
 import holdfast
 from tests.distributed.launch import World
 from tests.distributed.networks import digest
+from tests.tuned import tuned
 
-SETTINGS = holdfast.Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=1024)
+SETTINGS = tuned(holdfast.Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min=1024)
 ROWS = 60
 """Cut evenly for two ranks and for three, so that every piece lies elsewhere on the other number of ranks."""
 
@@ -63,7 +65,7 @@ class Training:
 def train_and_save(world: World, root: str, first: int, steps: int, resume: bool, lazily: bool) -> dict[str, object]:
     """Save after each step of training; return what was written, and what each step was saved with."""
     staging = "lazy" if lazily else "copy"
-    settings = holdfast.Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=1024, staging=staging)
+    settings = replace(SETTINGS, staging=staging)
     training = Training(1 if not resume else 2)
     said: dict[str, object] = {}
     with holdfast.CheckpointManager(Path(root), settings=settings) as manager:

@@ -24,6 +24,7 @@ import holdfast
 from tests.exit_path.writer import RANKS, STEP, expected_tensors
 
 WRITER = Path(__file__).with_name("writer.py")
+REPOSITORY = WRITER.parents[2]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two real gloo processes saved."""
     folder = tmp_path_factory.mktemp("exit")
     source = Path(holdfast.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(source), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{REPOSITORY}", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
             [sys.executable, WRITER, str(rank), folder],

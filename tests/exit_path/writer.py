@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast import Settings
 from holdfast.geometry.dtype import DTYPES
+from tests.tuned import tuned
 
 RANKS = 2
 STEP = 7
@@ -31,7 +32,7 @@ SHAPES = {
     "point": ((), Replicate()),
 }
 EMPTY = (4, 0, 3)
-SETTINGS = Settings(chunk_bytes=4096, pack_header_bytes_max=16 * 1024)
+SETTINGS = tuned(Settings(chunk_bytes=4096), pack_header_bytes_max=16 * 1024)
 """So small that the state of every dtype takes several packs per rank."""
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from tests.format import state
 from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, description
+from tests.tuned import tuned
 
 WORLD_SIZE = 2
 
@@ -45,7 +46,7 @@ def make_unhealthy() -> None:
 
 def make_reusing() -> None:
     """Save steps of which each but the first refers to packs of others; the format has that since 1.2."""
-    settings = holdfast.Settings(chunk_bytes=4096, unchanged_bytes_min=1)
+    settings = tuned(holdfast.Settings(chunk_bytes=4096), unchanged_bytes_min=1)
     with holdfast.CheckpointManager(FOLDER / "reusing", settings=settings) as manager:
         for step in (2, 4):
             manager.save(step, state.partly_frozen(step)).wait()
@@ -95,7 +96,7 @@ def save_share() -> None:
                 copy_share(found, value, f"{name} {key}")
     shares = {"model": model, "optimizer": optimizer, "seen": whole["seen"]}
     holdfast.save(FOLDER / "sharded", shares)
-    holdfast.save(FOLDER / "split", shares, settings=holdfast.Settings(index_chunks_max=8))
+    holdfast.save(FOLDER / "split", shares, settings=tuned(holdfast.Settings(), index_chunks_max=8))
     dist.destroy_process_group()
 
 

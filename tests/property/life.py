@@ -32,16 +32,19 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
+from tests.tuned import tuned
 
-SETTINGS = Settings(
-    chunk_bytes=PAGE_BYTES,
-    window_bytes=2 * PAGE_BYTES,
-    windows_in_flight=2,
+SETTINGS = tuned(
+    Settings(
+        chunk_bytes=PAGE_BYTES,
+        window_bytes=2 * PAGE_BYTES,
+        windows_in_flight=2,
+        arena_bytes_max=1 << 20,
+        # Only one process is here, and who is gone is seen at once.
+        lease_seconds=600.0,
+        collect_grace_seconds=0.0,
+    ),
     unchanged_bytes_min=1,
-    arena_bytes_max=1 << 20,
-    # Only one process is here, and who is gone is seen at once.
-    lease_seconds=600.0,
-    collect_grace_seconds=0.0,
 )
 EVERYTHING = Selection()
 CLOCK = SystemClock()

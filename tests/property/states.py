@@ -22,9 +22,11 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.property.held import Held, any_held, meshes
+from tests.tuned import tuned
 
-SETTINGS = Settings(
-    chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, zero_copy_bytes_min=1, commit_timeout_seconds=20.0
+SETTINGS = tuned(
+    Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0),
+    zero_copy_bytes_min=1,
 )
 WORLD_SIZE_MAX = 16
 

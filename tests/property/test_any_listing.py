@@ -38,6 +38,7 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 from tests.property.held import flat_runs, guillotine
+from tests.tuned import tuned
 
 STEP = 3
 
@@ -116,6 +117,9 @@ def made(draw: st.DrawFn) -> Made:
         window_bytes=8192,
         read_window_bytes=4096 * draw(st.integers(1, 5)),
         windows_in_flight=2,
+    )
+    settings = tuned(
+        settings,
         index_chunks_max=draw(st.sampled_from([1, 8, 1 << 17])),
     )
     listing = ForeignListing(

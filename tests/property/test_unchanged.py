@@ -21,9 +21,10 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
+from tests.tuned import tuned
 
 EVERYTHING = Selection()
-ANY_SIZE = replace(SETTINGS, unchanged_bytes_min=1)
+ANY_SIZE = tuned(SETTINGS, unchanged_bytes_min=1)
 """The smallest pieces are compared too."""
 
 Changes = tuple[Mapping[int, int | None], ...]
@@ -59,7 +60,7 @@ def histories(draw: st.DrawFn) -> History:
 def test_every_step_reads_as_it_was_saved(history: History) -> None:
     store = fresh_store()
     contents = contents_of(history)
-    own = replace(ANY_SIZE, index_chunks_max=history.index_chunks_max)
+    own = tuned(ANY_SIZE, index_chunks_max=history.index_chunks_max)
     split = len(history.before)
 
     def first_job(comm: ThreadComm) -> list[tuple[int, int]]:

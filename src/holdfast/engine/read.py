@@ -56,7 +56,7 @@ def execute(
 
     def read(run: ReadRun, buffers: BufferPool = buffers) -> None:
         with buffers.lent() as buffer:
-            _RunRead(run, packs(run.pack), targets, settings.zero_copy_bytes_min, copying).execute(buffer)
+            _RunRead(run, packs(run.pack), targets, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
         if moved is not None:
             moved(run.stop - run.start)
 

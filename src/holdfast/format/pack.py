@@ -52,7 +52,7 @@ class HeaderBody:
         if padded > HEADER_BYTES_MAX:
             raise InvalidError(
                 f"pack {self.pack}: header of {padded} bytes for {self.pieces} pieces; expected at most "
-                f"{HEADER_BYTES_MAX}. Lower settings.pack_header_bytes_max"
+                f"{HEADER_BYTES_MAX}. Give its tensors shorter names"
             )
         return struct.pack("<Q", padded) + text.ljust(padded)
 

@@ -69,7 +69,7 @@ def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size:
     """Return what this rank says of its reads."""
     if settings.share_reads == "never" or world_size == 1:
         return Offer()
-    round_bytes, forced = settings.exchange_bytes_max // 4, settings.share_reads == "always"
+    round_bytes, forced = settings._tuning.exchange_bytes_max // 4, settings.share_reads == "always"
     described = description_of(plan, _numbers(manifest), round_bytes, world_size, forced=forced)
     return Offer(settings.share_reads, round_bytes, described)
 

@@ -160,7 +160,7 @@ def written_index(
         whole: Whether it goes into one file, however large.
     """
     with GcPause():
-        indexes, overview = ([index], None) if whole else _files_of(index, settings.index_chunks_max)
+        indexes, overview = ([index], None) if whole else _files_of(index, settings._tuning.index_chunks_max)
     folder = f"{location.folder}{attempt}/"
 
     def put(file: tuple[str, Callable[[], bytes]]) -> FileRecord:

@@ -183,7 +183,7 @@ class Deduplicator:
         self._own[name] = replace(written.record, name=name)
         for item, digests in zip(pack.plan.items, written.digests, strict=True):
             # There may be thousands that are too small to ever be compared.
-            if item.bytes >= self._settings.unchanged_bytes_min:
+            if item.bytes >= self._settings._tuning.unchanged_bytes_min:
                 offset = len(pack.header) + item.data_offset
                 piece = Piece(item.tensor, item.region, name, offset, digests, self._settings.chunk_bytes)
                 self._written[_key(item)] = piece

@@ -66,7 +66,7 @@ class StateFingerprint:
         """Return everything that a plan depends on, the same on every rank of a class."""
         settings = self._settings
         lines = [
-            repr((settings.chunk_bytes, settings.pack_header_bytes_max)),
+            repr((settings.chunk_bytes, settings._tuning.pack_header_bytes_max)),
             repr(sorted(self._collected.aliases.items())),
         ]
         # Thousands of tensors lie in a few ways, of which each is written once.
@@ -100,7 +100,8 @@ class StateFingerprint:
                 yield each.shard.tensor.fqn, (each.shard.role, self._sample(each))
 
     def _sample(self, each: LocalShard) -> bytes:
-        return short_digest_of(each.source.sample(self._settings.sample_blocks, self._settings.sample_block_bytes))
+        tuning = self._settings._tuning
+        return short_digest_of(each.source.sample(tuning.sample_blocks, tuning.sample_block_bytes))
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:

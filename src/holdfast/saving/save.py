@@ -195,8 +195,8 @@ class Save:
 
         def plan() -> SavePlan:
             owned = owned_by(rank, shards, holders, settings.chunk_bytes)
-            packs = packs_of(rank, shards, owned, settings.pack_header_bytes_max)
-            return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings.unchanged_bytes_min)
+            packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max)
+            return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
         return self._job.plan_cache.of(digests.shards, holders, plan)
 

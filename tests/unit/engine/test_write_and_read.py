@@ -38,6 +38,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.plan import Piece, PlannedPack
+from tests.tuned import tuned
 
 KEY = "0123456789abcdef/r00000.safetensors"
 SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=1)
@@ -174,7 +175,7 @@ def test_any_part_of_a_run_may_lie_at_hand(zero_copy_bytes_min: int) -> None:
     written = write(store, shards, SMALL)
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
-    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, zero_copy_bytes_min=zero_copy_bytes_min)
+    chosen = tuned(replace(SMALL, window_bytes=8 * PAGE_BYTES), zero_copy_bytes_min=zero_copy_bytes_min)
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     assert len(plan.runs) == 1
     for count in range(0, plan.bytes + 500, 499):
@@ -200,7 +201,7 @@ def test_targets_that_overlap_are_no_damage() -> None:
     shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES])
     written = write(store, shards, SMALL)
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
-    chosen = replace(SMALL, window_bytes=8 * PAGE_BYTES, zero_copy_bytes_min=1)
+    chosen = tuned(replace(SMALL, window_bytes=8 * PAGE_BYTES), zero_copy_bytes_min=1)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
@@ -222,7 +223,7 @@ def test_damage_in_what_lies_at_hand_is_found() -> None:
     with pytest.raises(CorruptError, match=r"t0.*r00000\.safetensors: bytes .* hash to"):
         execute(
             plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", shards[0].shard.pieces[0])],
-            replace(SMALL, zero_copy_bytes_min=1),
+            tuned(SMALL, zero_copy_bytes_min=1),
         )  # fmt: skip
 
 

@@ -34,10 +34,11 @@ from holdfast.types.exchange import ExchangePlan, Throughput
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import LoadPlan
 from holdfast.types.reports import LoadReport
+from tests.tuned import tuned
 from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, run_of, sharded
 
 RANKS = 3
-ALWAYS = replace(PATIENT, share_reads="always", exchange_bytes_max=256 << 10)
+ALWAYS = tuned(replace(PATIENT, share_reads="always"), exchange_bytes_max=256 << 10)
 ROUNDS = 16
 """Rounds that a load of these copies with these settings takes, about; faults are put all over them."""
 
@@ -147,7 +148,7 @@ def test_memory_is_bounded_by_rounds(store: MemoryStore) -> None:
     )
     assert isinstance(found[1][0], LoadReport)
     assert sum(arrived) == found[1][0].exchanged_bytes
-    assert max(arrived) <= ALWAYS.exchange_bytes_max // 4
+    assert max(arrived) <= ALWAYS._tuning.exchange_bytes_max // 4
 
 
 def small() -> dict[str, object]:
@@ -187,7 +188,7 @@ def test_all_memory_of_a_load_is_within_the_setting(store: MemoryStore, monkeypa
     reports = run_ranks(2, load, group=group)
     assert all(report is not None and report.exchanged_bytes for report in reports)
     assert len(taken) == 2 * 4, "two areas for each direction"
-    assert sum(taken) <= 2 * ALWAYS.exchange_bytes_max
+    assert sum(taken) <= 2 * ALWAYS._tuning.exchange_bytes_max
 
 
 def test_where_nothing_is_wanted_twice_nothing_is_said_twice(store: MemoryStore) -> None:
@@ -222,8 +223,8 @@ def test_one_rank_that_says_never_is_enough(store: MemoryStore, unwilling: int) 
 
 
 def test_rank_0s_word_counts_where_settings_differ(store: MemoryStore) -> None:
-    others = replace(ALWAYS, share_reads="auto", exchange_bytes_max=64 << 10)
-    for report, state, _ in loaded(store, [ALWAYS, others, replace(others, exchange_bytes_max=1 << 20)]):
+    others = tuned(replace(ALWAYS, share_reads="auto"), exchange_bytes_max=64 << 10)
+    for report, state, _ in loaded(store, [ALWAYS, others, tuned(others, exchange_bytes_max=1 << 20)]):
         assert isinstance(report, LoadReport)
         assert report.bytes + report.exchanged_bytes == STATE_BYTES
         assert report.exchanged_bytes > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,9 +27,10 @@ from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from holdfast.testing.framework import GlobalTensor
+from tests.tuned import tuned
 from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, plain, run_of, sharded
 
-SPLIT = replace(PATIENT, index_chunks_max=8)
+SPLIT = tuned(PATIENT, index_chunks_max=8)
 FOLDER = step_folder(1)
 WRITERS = 8
 
@@ -296,7 +296,7 @@ def test_tensors_of_a_short_pack_are_refused_by_name_and_no_others(missing_bytes
 
 
 def test_a_short_pack_under_thousands_of_tensors_is_told_in_the_time_of_a_load() -> None:
-    store, settings = fresh_store(), replace(PATIENT, index_chunks_max=500)
+    store, settings = fresh_store(), tuned(PATIENT, index_chunks_max=500)
     names = [f"layers.{number:04d}" for number in range(4000)]
 
     def work(comm: ThreadComm) -> None:
@@ -322,7 +322,7 @@ def test_a_short_pack_under_thousands_of_tensors_is_told_in_the_time_of_a_load()
 
 def test_reading_a_tensor_reads_the_index_files_that_list_it_and_the_whole_is_read_at_most_twice() -> None:
     store = fresh_store()
-    save(store, replace(SPLIT, index_chunks_max=2))
+    save(store, tuned(SPLIT, index_chunks_max=2))
     files = {name for name, *_ in document_of(store)["indexes"]}
     wanted = state(1, filled=True)
     watched = Watched(store)

@@ -30,8 +30,9 @@ from holdfast.runs.garbage_collection import CheckpointGC, Pins
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.removal import Unreferenced
+from tests.tuned import tuned
 
-SMALL = Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, collect_grace_seconds=0.0)
+SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)
 State = dict[str, object]
 
 

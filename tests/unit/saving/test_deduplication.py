@@ -25,9 +25,10 @@ from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.reports import SaveReport
+from tests.tuned import tuned
 
 MIB = 1 << 20
-SMALL = Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096)
+SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min=4096)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -90,10 +91,8 @@ def test_of_a_frozen_model_and_its_adapter_the_second_save_writes_little_more_th
 
 @pytest.mark.parametrize("how", ["copy", "lazy", "awaited"])
 def test_in_every_way_of_taking_a_state(tmp_path: Path, how: str) -> None:
-    settings = Settings(
-        chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, staging="lazy" if how == "lazy" else "copy",
-        arena_bytes_max=0 if how == "awaited" else None,
-    )  # fmt: skip
+    staging, arena_bytes_max = ("lazy" if how == "lazy" else "copy"), (0 if how == "awaited" else None)
+    settings = replace(SMALL, staging=staging, arena_bytes_max=arena_bytes_max)
     trained = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     base = weights(0)
@@ -177,7 +176,7 @@ def test_small_pieces_are_written_every_time(tmp_path: Path) -> None:
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    settings = Settings(chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, deduplicate=False)
+    settings = replace(SMALL, deduplicate=False)
     with manager_at(tmp_path, settings) as manager:
         saved(manager, 1, weights(1))
         assert saved(manager, 2, weights(1)).unchanged_bytes == 0
@@ -204,9 +203,7 @@ def test_a_manager_that_loaded_nothing_refers_to_nothing(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("index_chunks_max", [1 << 17, 2], ids=["one index file", "several"])
 def test_what_was_loaded_is_referred_to(tmp_path: Path, index_chunks_max: int) -> None:
-    settings = Settings(
-        chunk_bytes=4096, window_bytes=8192, unchanged_bytes_min=4096, index_chunks_max=index_chunks_max
-    )
+    settings = tuned(SMALL, index_chunks_max=index_chunks_max)
     state = weights(1, 12)
     with manager_at(tmp_path, settings) as manager:
         saved(manager, 1, state)
@@ -513,7 +510,9 @@ def test_what_an_import_by_reference_holds_is_written_once_it_is_saved(tmp_path:
     state = weights(1)
     save_file(state, foreign)
     holdfast.import_checkpoint(foreign, tmp_path / "run", step=1)
-    settings = Settings(chunk_bytes=MIB, window_bytes=MIB, unchanged_bytes_min=4096, allowed_roots=(str(tmp_path),))
+    settings = tuned(
+        Settings(chunk_bytes=MIB, window_bytes=MIB, allowed_roots=(str(tmp_path),)), unchanged_bytes_min=4096
+    )
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with manager_at(tmp_path / "run", settings) as manager:
         assert manager.load({"model": loaded}) == 1

@@ -22,6 +22,7 @@ from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.events import Began, Ended, Entered, Event, Failed, Phase, Progress, RankReport
 from holdfast.types.reports import LoadReport, SaveReport
+from tests.tuned import tuned
 from tests.unit.ranks import ANYTHING, HASTY, PATIENT, World, plain, saved, sharded
 from tests.unit.telemetry.traced import require_sound
 
@@ -108,7 +109,7 @@ def test_every_rank_reports_a_save_and_a_load() -> None:
 
 def test_bytes_that_ranks_pass_on_are_told_of_and_timed() -> None:
     heard = Heard()
-    world = World(2, replace(PATIENT, share_reads="always", exchange_bytes_max=16384), observers=(heard,))
+    world = World(2, tuned(replace(PATIENT, share_reads="always"), exchange_bytes_max=16384), observers=(heard,))
 
     def part(rank: int, run: Run) -> object:
         saved(run, 1, {"w": plain(3.0, count=50_000)})
