@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from holdfast.foreign.dcp.nesting import nested_of, tree_of
 from holdfast.foreign.dcp.reader import METADATA, DcpFormat
 from holdfast.foreign.pickles.objects import DTypeRef, OpaqueObject
 from holdfast.format.index.foreign_index import index_foreign
-from holdfast.ports.store import Entry
+from holdfast.ports.store import Buffers, Entry, OnBytes
 from holdfast.types.values import TensorRef
 
 DATA = "__0_0.distcp"
@@ -50,13 +50,7 @@ class Held:
             found.append(view)
         return found
 
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Keep nothing at hand."""
         return 0
 

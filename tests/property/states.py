@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Layout, Role
+from holdfast.ports.store import Buffers, OnBytes
 from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
@@ -118,13 +119,7 @@ def jobs(draw: st.DrawFn) -> Job2Job:
 class PartlyCached(MemoryStore):
     """A store that has some bytes at hand, as a page cache does, and leaves rubbish behind them."""
 
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Fill the buffers from the front with as much as the key and the place say."""
         wanted = sum(buffer.nbytes for buffer in buffers)
         share = (wanted, wanted // 2, 0)[zlib.crc32(f"{key} {start}".encode()) % 3]
@@ -133,8 +128,8 @@ class PartlyCached(MemoryStore):
         for buffer in buffers:
             buffer[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
-            if arrived is not None:
-                arrived(buffer[:left])
+            if on_bytes is not None:
+                on_bytes(buffer[:left])
             left = max(left - buffer.nbytes, 0)
         return share
 

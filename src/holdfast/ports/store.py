@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,19 @@ class Entry:
 
     bytes: int
     """Its size."""
+
+
+ByteRanges = Sequence[tuple[int, int]]
+"""Half-open byte ranges of one object."""
+
+Buffers = Sequence[memoryview]
+"""Memory to read into."""
+
+OnRange = Callable[[int, memoryview], None]
+"""Takes the number and the bytes of a range that was read."""
+
+OnBytes = Callable[[memoryview], None]
+"""Takes bytes that were read."""
 
 
 class Upload(Protocol):
@@ -75,52 +90,40 @@ class Readable(Protocol):
         ...
 
     def get_ranges(
-        self,
-        key: str,
-        ranges: Sequence[tuple[int, int]],
-        buffers: Sequence[memoryview],
-        arrived: Callable[[int, memoryview], None] | None = None,
+        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
     ) -> list[memoryview]:
         """Read byte ranges of one object.
 
         Args:
             key: The object.
-            ranges: Half-open byte ranges.
-            buffers: One writable, page-aligned buffer per range, at least two pages longer than the range, so
-                that a store may read whole pages around it. The same one may serve several ranges where `arrived`
-                takes them.
-            arrived: Told the number and the bytes of each range once it is there, in order, before the next is read:
-                memory that is filled again and again stays in the processor's cache.
+            ranges: What to read.
+            buffers: One writable, page-aligned buffer per range, at least two pages longer than the range, so that a
+                store may read whole pages around it. Ranges may share a buffer if `on_range` is given.
+            on_range: Called for each range, in order, before the next one is read: memory that is filled again and
+                again stays in the processor's cache.
         Returns:
-            For each range a view of exactly its bytes, somewhere inside its buffer; of ranges that share one, all but
-            the last show other bytes by then.
+            For each range a view of exactly its bytes inside its buffer. Where ranges share a buffer, only the view
+            of the last one still shows its own bytes.
         Raises:
             MissingError: No such key.
             CorruptError: The object ends before a range does.
         """
         ...
 
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
-        """Read what needs no wait for storage, from `start` on, into one buffer after the other.
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
+        """Read what is in memory already, from `start` on, into one buffer after the other.
 
-        What lies in memory already is copied once, straight to where it is wanted; the rest is for `get_ranges`,
-        which needs buffers of its own shape.
+        Cached bytes are copied once, straight to their destination. `get_ranges` reads the rest; it needs page-aligned
+        buffers.
 
         Args:
             key: The object.
             start: First byte.
-            buffers: Writable memory for the bytes that follow one another from there, however aligned.
-            arrived: Told of every piece as it comes, in order: what was copied a moment ago can be hashed out of the
-                processor's cache.
+            buffers: Writable memory for the consecutive bytes from there, of any alignment.
+            on_bytes: Called with every run of bytes as it is copied, in order, so that the caller hashes it while the
+                processor's cache holds it.
         Returns:
-            How many bytes came, from the front; what lies in the buffers beyond them is undefined. 0 where a store
-            keeps nothing in memory.
+            Bytes read, counted from `start`; buffer contents beyond them are undefined. 0 if the store caches nothing.
         Raises:
             MissingError: No such key.
             CorruptError: The object ends before the last buffer does.
@@ -217,3 +220,82 @@ class Store(Readable, Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error. Follows no links."""
         ...
+
+
+class ForwardingReadable:
+    """Passes every call on to `inner`: the base of wrappers, which override the methods they change.
+
+    It is here beside the port because stores, foreign formats, `testing/` and `offline/` all wrap stores and may not
+    import each other.
+    """
+
+    def __init__(self, inner: Readable) -> None:
+        """Wrap `inner`."""
+        self._inner = inner
+
+    def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
+        """Make one call of a method about a key or prefix; override this to change every call alike."""
+        return call()
+
+    @property
+    def url(self) -> str:
+        """The inner store's URL."""
+        return self._inner.url
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object."""
+        return self._around("size", key, lambda: self._inner.size(key))
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole."""
+        return self._around("get", key, lambda: self._inner.get(key, bytes_max))
+
+    def get_ranges(
+        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
+    ) -> list[memoryview]:
+        """Read byte ranges of one object."""
+        return self._around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, buffers, on_range))
+
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
+        """Read what is in memory already."""
+        return self._around("get_cached", key, lambda: self._inner.get_cached(key, start, buffers, on_bytes))
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders under a prefix."""
+        return self._around("folders", prefix, lambda: self._inner.folders(prefix))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield every object under a prefix."""
+        return self._around("list", prefix, lambda: self._inner.list(prefix))
+
+
+class ForwardingStore(ForwardingReadable):
+    """Passes every call on to the store `inner`; see `ForwardingReadable`."""
+
+    _inner: Store
+
+    def __init__(self, inner: Store) -> None:
+        """Wrap `inner`."""
+        super().__init__(inner)
+
+    @property
+    def failed_calls_are_over(self) -> bool:
+        """What the inner store says."""
+        return self._inner.failed_calls_are_over
+
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Store a small object whole, replacing what was there."""
+        self._around("put", key, lambda: self._inner.put(key, data, durable=durable))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Store a small object whole unless the key exists."""
+        self._around("put_if_absent", key, lambda: self._inner.put_if_absent(key, data))
+
+    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+        """Begin an object that must not exist yet."""
+        return self._around("upload", key, lambda: self._inner.upload(key, total_bytes, part_bytes))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; absent keys are no error."""
+        listed = tuple(keys)
+        self._around("delete", ",".join(listed), lambda: self._inner.delete(listed))

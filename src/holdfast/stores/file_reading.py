@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from holdfast.errors import CorruptError
+from holdfast.ports.store import Buffers, ByteRanges, OnBytes, OnRange
 from holdfast.stores.local_ranges import read_ranges, take_cached
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import check_buffers, check_ranges
@@ -41,27 +41,17 @@ class FileReading:
             return bytes(data)
 
     def get_ranges(
-        self,
-        key: str,
-        ranges: Sequence[tuple[int, int]],
-        buffers: Sequence[memoryview],
-        arrived: Callable[[int, memoryview], None] | None = None,
+        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
     ) -> list[memoryview]:
         """Read byte ranges of one object, through the page cache where they already are, else directly."""
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_ranges(where, size, ranges, buffers)
-            return read_ranges(self._syscalls, fd, ranges, buffers, where, arrived)
+            return read_ranges(self._syscalls, fd, ranges, buffers, where, on_range)
 
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read what the page cache holds, from `start` on, into one buffer after the other."""
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_buffers(where, size, start, buffers)
-            return take_cached(self._syscalls, fd, start, buffers, where, arrived)
+            return take_cached(self._syscalls, fd, start, buffers, where, on_bytes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
 
 from holdfast.errors import CorruptError
+from holdfast.ports.store import Buffers, ByteRanges, OnBytes, OnRange
 from holdfast.settings import KIB, PAGE_BYTES
 from holdfast.stores.oserrors import translate
 from holdfast.stores.syscalls import Syscalls
@@ -22,10 +22,10 @@ longer)."""
 def read_ranges(
     syscalls: Syscalls,
     fd: int,
-    ranges: Sequence[tuple[int, int]],
-    buffers: Sequence[memoryview],
+    ranges: ByteRanges,
+    buffers: Buffers,
     where: str,
-    arrived: Callable[[int, memoryview], None] | None = None,
+    on_range: OnRange | None = None,
 ) -> list[memoryview]:
     """Return for each range a view of its bytes inside its buffer.
 
@@ -35,22 +35,22 @@ def read_ranges(
         ranges: Half-open byte ranges within the file.
         buffers: One writable buffer per range, two pages longer; page-aligned, or direct reading is refused.
         where: Store and key, for messages.
-        arrived: Told number and bytes of each range once it is there, in order, before the next is read.
+        on_range: Called with number and bytes of each range, in order, before the next one is read.
     """
     reads = [_RangeRead(syscalls, fd, bounds, buffer, where) for bounds, buffer in zip(ranges, buffers, strict=True)]
-    if arrived is None:
+    if on_range is None:
         # All cached bytes first: reading directly needs a flag on the descriptor, which is then set once.
         for read in reads:
             read.take_cached()
     direct: bool | None = None
     for number, read in enumerate(reads):
-        if arrived is not None and direct is None:
+        if on_range is not None and direct is None:
             # Until one is not cached: the next will not be either, and asking would have it read ahead.
             read.take_cached(PAGE_BYTES if number == 0 else _QUESTION_BYTES_MAX)
         if not read.whole:
             direct = read.take_rest(direct=_try_direct(syscalls, fd) if direct is None else direct)
-        if arrived is not None:
-            arrived(number, read.view)
+        if on_range is not None:
+            on_range(number, read.view)
     return [read.view for read in reads]
 
 
@@ -68,9 +68,9 @@ def take_cached(
     syscalls: Syscalls,
     fd: int,
     start: int,
-    buffers: Sequence[memoryview],
+    buffers: Buffers,
     where: str,
-    arrived: Callable[[memoryview], None] | None = None,
+    on_bytes: OnBytes | None = None,
     question_bytes: int = PAGE_BYTES,
 ) -> int:
     """Read from `start` on what the page cache holds into one buffer after the other; return how many bytes came.
@@ -92,8 +92,8 @@ def take_cached(
                 raise translate(error, "read", where, writing=False) from error
             taken += count
             position += count
-            if arrived is not None and count:
-                arrived(question[:count])
+            if on_bytes is not None and count:
+                on_bytes(question[:count])
             if count < question.nbytes:
                 return position - start
             question_bytes = min(2 * question_bytes, _QUESTION_BYTES_MAX)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Entry
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
 from holdfast.stores.keys import split_key, split_prefix
 from holdfast.stores.parts import PartLedger, check_buffers, check_ranges
 
@@ -81,11 +81,7 @@ class MemoryStore:
         return data
 
     def get_ranges(
-        self,
-        key: str,
-        ranges: Sequence[tuple[int, int]],
-        buffers: Sequence[memoryview],
-        arrived: Callable[[int, memoryview], None] | None = None,
+        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
     ) -> list[memoryview]:
         """Read byte ranges of one object to the front of each buffer."""
         data = memoryview(self._object(key))
@@ -95,17 +91,11 @@ class MemoryStore:
             view = buffer.cast("B")[: stop - start]
             view[:] = data[start:stop]
             views.append(view)
-            if arrived is not None:
-                arrived(number, view)
+            if on_range is not None:
+                on_range(number, view)
         return views
 
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: like an object store, it hands out what it is asked for and keeps nothing near."""
         check_buffers(f"{self.url}/{key}", len(self._object(key)), start, buffers)
         return 0

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast.errors import CheckpointError
 from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.store import Entry, Store, Upload
+from holdfast.ports.store import ForwardingStore, Store, Upload
 
 _Result = TypeVar("_Result")
 
@@ -186,77 +186,23 @@ class FaultySyscalls:
         return f"{above}/{first}" if above else str(first)
 
 
-class FaultyStore:
-    """A store with a fault. Operations: the port's methods, and `upload.write`, `.complete` and `.abort`."""
+class FaultyStore(ForwardingStore):
+    """A store with a fault. Operations: the port's methods, and `upload.write`, `.complete` and `.abort`.
+
+    A fault at `list` is met at the call, not at the first entry.
+    """
 
     def __init__(self, inner: Store, faults: Faults) -> None:
         """Wrap `inner`."""
-        self._inner = inner
+        super().__init__(inner)
         self._faults = faults
 
-    @property
-    def url(self) -> str:
-        """Return the inner store's."""
-        return self._inner.url
-
-    @property
-    def failed_calls_are_over(self) -> bool:
-        """Return the inner store's."""
-        return self._inner.failed_calls_are_over
-
-    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """As the port says."""
-        self._faults.around("put", key, lambda: self._inner.put(key, data, durable=durable))
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        """As the port says."""
-        self._faults.around("put_if_absent", key, lambda: self._inner.put_if_absent(key, data))
+    def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
+        return self._faults.around(name, subject, call)
 
     def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
-        """As the port says; the upload meets the same fault."""
-        inner = self._faults.around("upload", key, lambda: self._inner.upload(key, total_bytes, part_bytes))
-        return _FaultyUpload(inner, key, self._faults)
-
-    def size(self, key: str) -> int:
-        """As the port says."""
-        return self._faults.around("size", key, lambda: self._inner.size(key))
-
-    def get(self, key: str, bytes_max: int) -> bytes:
-        """As the port says."""
-        return self._faults.around("get", key, lambda: self._inner.get(key, bytes_max))
-
-    def get_ranges(
-        self,
-        key: str,
-        ranges: Sequence[tuple[int, int]],
-        buffers: Sequence[memoryview],
-        arrived: Callable[[int, memoryview], None] | None = None,
-    ) -> list[memoryview]:
-        """As the port says."""
-        return self._faults.around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, buffers, arrived))
-
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
-        """As the port says."""
-        return self._faults.around("get_cached", key, lambda: self._inner.get_cached(key, start, buffers, arrived))
-
-    def folders(self, prefix: str = "") -> list[str]:
-        """As the port says."""
-        return self._faults.around("folders", prefix, lambda: self._inner.folders(prefix))
-
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """As the port says; the fault is met at the call, not at the first entry."""
-        return self._faults.around("list", prefix, lambda: self._inner.list(prefix))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """As the port says."""
-        wanted = tuple(keys)
-        self._faults.around("delete", ",".join(wanted), lambda: self._inner.delete(wanted))
+        """Begin an upload that meets the same fault."""
+        return _FaultyUpload(super().upload(key, total_bytes, part_bytes), key, self._faults)
 
 
 class _FaultyUpload:

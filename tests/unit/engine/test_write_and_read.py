@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.ports.framework import LocalShard, Selection
-from holdfast.ports.store import packs_under
+from holdfast.ports.store import Buffers, OnBytes, packs_under
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
@@ -150,19 +150,13 @@ class AtHand(MemoryStore):
 
     count = 0
 
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         data, left = self.get(key, 1 << 30)[start:], self.count
         for buffer in buffers:
             came = max(min(left, buffer.nbytes), 0)
             buffer[:] = data[:came] + b"?" * (buffer.nbytes - came)
-            if arrived is not None:
-                arrived(buffer[:came])
+            if on_bytes is not None:
+                on_bytes(buffer[:came])
             data, left = data[buffer.nbytes :], left - came
         return min(self.count, sum(buffer.nbytes for buffer in buffers))
 

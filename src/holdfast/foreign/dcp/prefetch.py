@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from holdfast.ports.store import Entry, Readable
+from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnRange, Readable
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 
 END_BYTES = 2 * KIB
@@ -20,7 +20,7 @@ _WINDOWS_BYTES_MAX = 16 * MIB
 """What is held at once."""
 
 
-class TailPrefetch:
+class TailPrefetch(ForwardingReadable):
     """Files of which some byte ranges are held in memory, and everything else is read as it is asked for."""
 
     def __init__(self, files: Readable) -> None:
@@ -29,7 +29,7 @@ class TailPrefetch:
         Args:
             files: Where everything lies.
         """
-        self._files = files
+        super().__init__(files)
         self._key = ""
         self._starts: list[int] = []
         self._held: list[bytes] = []
@@ -51,7 +51,7 @@ class TailPrefetch:
             for each in ranges:
                 buffers.append(whole[at : at + _buffer_bytes(each)])
                 at += _buffer_bytes(each)
-            for found in self._files.get_ranges(key, ranges, buffers):
+            for found in self._inner.get_ranges(key, ranges, buffers):
                 self._held.append(bytes(found))
                 found.release()
             for buffer in buffers:
@@ -66,58 +66,27 @@ class TailPrefetch:
         found = self._held[number][first : first + stop - start]
         return found if len(found) == stop - start else b""
 
-    @property
-    def url(self) -> str:
-        """Return where the files are."""
-        return self._files.url
-
     def size(self, key: str) -> int:
         """Return the bytes of a file, asked once."""
         if key not in self._sizes:
-            self._sizes[key] = self._files.size(key)
+            self._sizes[key] = self._inner.size(key)
         return self._sizes[key]
 
-    def get(self, key: str, bytes_max: int) -> bytes:
-        """Return a small file whole."""
-        return self._files.get(key, bytes_max)
-
     def get_ranges(
-        self,
-        key: str,
-        ranges: Sequence[tuple[int, int]],
-        buffers: Sequence[memoryview],
-        arrived: Callable[[int, memoryview], None] | None = None,
+        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
     ) -> list[memoryview]:
         """Return byte ranges of a file, out of what is held where it holds them all."""
         held = [self.held(start, stop) for start, stop in ranges] if key == self._key else [b""]
         if not all(held):
-            return self._files.get_ranges(key, ranges, buffers, arrived)
+            return self._inner.get_ranges(key, ranges, buffers, on_range)
         found = []
         for number, (data, buffer) in enumerate(zip(held, buffers, strict=True)):
             view = buffer[: len(data)]
             view[:] = data
             found.append(view)
-            if arrived is not None:
-                arrived(number, view)
+            if on_range is not None:
+                on_range(number, view)
         return found
-
-    def get_cached(
-        self,
-        key: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> int:
-        """Read what lies in the page cache."""
-        return self._files.get_cached(key, start, buffers, arrived)
-
-    def folders(self, prefix: str = "") -> list[str]:
-        """Return the folders under a prefix."""
-        return self._files.folders(prefix)
-
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield the files under a prefix."""
-        return self._files.list(prefix)
 
 
 def _buffer_bytes(bounds: tuple[int, int]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from holdfast.foreign.torch.archive_reader import StoredTensor, read_torch_file
+from holdfast.ports.store import Buffers, ByteRanges, OnRange
 from holdfast.stores.foreign import ForeignFiles
 from tests.hostile.torch_files import Entry, archive, named, number, numbers, tensor
 
@@ -22,15 +22,11 @@ class Counted(ForeignFiles):
     calls = 0
 
     def get_ranges(
-        self,
-        key: str,
-        ranges: Sequence[tuple[int, int]],
-        buffers: Sequence[memoryview],
-        arrived: Callable[[int, memoryview], None] | None = None,
+        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
     ) -> list[memoryview]:
         self.read_bytes += sum(stop - start for start, stop in ranges)
         self.calls += 1
-        return super().get_ranges(key, ranges, buffers, arrived)
+        return super().get_ranges(key, ranges, buffers, on_range)
 
 
 def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
