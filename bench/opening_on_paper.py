@@ -17,9 +17,10 @@ from holdfast.format.pack import header_of
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected
+from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.settings import Settings
-from holdfast.testing.comm import ThreadComm, ThreadGroup, ThreadKeyValueStore
+from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.types.plan import PackPlan
 
 STEP = 1000
@@ -29,10 +30,10 @@ class Left(Exception):
     """A rank that is not measured left the opening where it would have waited."""
 
 
-class LeavingBoard(ThreadKeyValueStore):
+class LeavingBoard(InProcessKeyValueStore):
     """The board as a rank sees it that leaves at one of its waits."""
 
-    def __init__(self, board: ThreadKeyValueStore, waits: int) -> None:
+    def __init__(self, board: InProcessKeyValueStore, waits: int) -> None:
         """Share the keys of `key_value_store`, and leave once `waits` waits are over."""
         self._values, self._changed = board._values, board._changed
         self._waits = waits

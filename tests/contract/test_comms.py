@@ -10,15 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.errors import UnavailableError
-from holdfast.frameworks.alone import OwnKeyValueStore
+from holdfast.frameworks.alone import AloneComm
 from holdfast.frameworks.torch.comm import SoloComm, TorchKeyValueStore
 from holdfast.ports.comm import Comm, KeyValueStore
+from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.testing.comm import (
     BoardSuite,
     CommSuite,
     ThreadComm,
     ThreadGroup,
-    ThreadKeyValueStore,
     outcomes_of_ranks,
     run_ranks,
 )
@@ -27,13 +27,13 @@ from holdfast.testing.comm import (
 class TestThreadBoard(BoardSuite):
     @pytest.fixture
     def key_value_store(self) -> KeyValueStore:
-        return ThreadKeyValueStore()
+        return InProcessKeyValueStore()
 
 
 class TestOwnBoard(BoardSuite):
     @pytest.fixture
     def key_value_store(self) -> KeyValueStore:
-        return OwnKeyValueStore()
+        return AloneComm().key_value_store
 
 
 class TestTorchBoardOverHashStore(BoardSuite):

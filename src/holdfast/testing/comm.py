@@ -15,75 +15,11 @@ import pytest
 
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.ports.comm import Comm, KeyValueStore
+from holdfast.ports.in_process import InProcessKeyValueStore
 
 _Result = TypeVar("_Result")
 
 _TIMEOUT_SECONDS = 30.0
-
-
-class ThreadKeyValueStore:
-    """A key-value store that all threads of a process share."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
-        """As the port says."""
-        with self._changed:
-            self._values[key] = bytes(value)
-            self._changed.notify_all()
-
-    def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
-        """As the port says."""
-        with self._changed:
-            self._wait(keys, timeout_seconds)
-            return [self._values[key] for key in keys]
-
-    def present(self, key: str) -> bool:
-        """As the port says."""
-        with self._changed:
-            return key in self._values
-
-    def add(self, key: str, amount: int, timeout_seconds: float) -> int:
-        """As the port says."""
-        with self._changed:
-            total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            self._changed.notify_all()
-            return total
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
-        """As the port says."""
-        # A store over a network takes ASCII text here: callers must keep to it.
-        expected.decode("ascii")
-        desired.decode("ascii")
-        with self._changed:
-            if self._values.get(key, b"") == expected:
-                self._values[key] = bytes(desired)
-                self._changed.notify_all()
-            return self._values.get(key, b"")
-
-    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        """As the port says."""
-        with self._changed:
-            self._wait(keys, timeout_seconds)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """As the port says."""
-        with self._changed:
-            for key in keys:
-                self._values.pop(key, None)
-
-    def keys(self) -> list[str]:
-        """Return every key that is set, sorted."""
-        with self._changed:
-            return sorted(self._values)
-
-    def _wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_seconds):
-            absent = [key for key in keys if key not in self._values]
-            raise TimeoutError(f"{absent[0]}: not set within {timeout_seconds} s")
 
 
 class ThreadGroup:
@@ -92,7 +28,7 @@ class ThreadGroup:
     def __init__(self, world_size: int, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         """Make a group of `world_size` ranks, none of which waits for the others longer than the timeout."""
         self.world_size = world_size
-        self.key_value_store = ThreadKeyValueStore()
+        self.key_value_store = InProcessKeyValueStore()
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._rounds: list[dict[int, object]] = []

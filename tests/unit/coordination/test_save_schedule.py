@@ -18,8 +18,9 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.policies import AllOf, AnyOf, EveryNSteps, EverySeconds, OnRequest, SavePolicy
 from holdfast.ports.comm import KeyValueStore
+from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.settings import Settings
-from holdfast.testing.comm import ThreadComm, ThreadGroup, ThreadKeyValueStore, outcomes_of_ranks
+from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
 
 
@@ -223,7 +224,7 @@ def test_steps_alone_put_nothing_on_the_board_and_announcements_do_not_pile_up()
         return step_through(schedule, list(range(20_000)))
 
     group = ThreadGroup(2)
-    key_value_store: ThreadKeyValueStore = group.key_value_store
+    key_value_store: InProcessKeyValueStore = group.key_value_store
     played(2, EveryNSteps(10_000), part, group=group)
     assert not [key for key in key_value_store.keys() if "schedule" in key]  # noqa: SIM118 - a method of ours
 
