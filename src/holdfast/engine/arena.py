@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from holdfast.clock import Clock
 from holdfast.engine.buffers import QUARANTINED, allocate_aligned
-from holdfast.engine.host import ranks_on_host
-from holdfast.engine.memory_limits import free_memory_bytes
+from holdfast.engine.memory_limits import free_memory_bytes, ranks_on_host
 from holdfast.ports.framework import Pin, Unpin
 from holdfast.settings import MIB
 

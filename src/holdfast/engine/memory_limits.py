@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the host has free, within the limits of its control groups."""
+"""How much memory this process may still take: free memory of the host, the limits of its control groups, its ranks."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def free_memory_bytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int
         if (headroom := _headroom_bytes(version, folder)) is not None
     ]
     return max(min([free, *headrooms]), 0)
+
+
+def ranks_on_host() -> int:
+    """Return how many ranks share the host, as torchrun states in LOCAL_WORLD_SIZE; 1 if nothing states it."""
+    stated = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(stated), 1) if stated.isdigit() else 1
 
 
 def _headroom_bytes(version: _Version, folder: Path) -> int | None:

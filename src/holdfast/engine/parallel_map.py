@@ -1,4 +1,4 @@
-"""Several small calls at a store at once, their results in order."""
+"""Several small calls at once, their results in order; and the threads that make them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 CALLS_AT_ONCE = 16
-"""Enough to hide what a disk or a network takes to answer, few enough for a pool of connections."""
+"""Enough to hide the latency of a disk or a network, few enough for a pool of connections."""
 
 
 def ordered_parallel_map(
@@ -23,7 +23,7 @@ def ordered_parallel_map(
 ) -> Iterator[_Result]:
     """Yield what `act` returns for each item, in their order, with several calls at once and as many results waiting.
 
-    One item is acted on by the caller's own thread.
+    The caller's own thread handles a single item.
 
     Raises:
         Exception: What the first call that failed raised; calls that had not begun by then are not made.
@@ -33,72 +33,88 @@ def ordered_parallel_map(
     if len(first) < 2:
         yield from map(act, first)
         return
-    calls = _Calls(act, calls_at_once)
-    under_way = deque(map(calls.begin, first))
+    threads = WorkerThreads(calls_at_once, "holdfast-store")
+
+    def begin(item: _Item) -> Future[_Result]:
+        future: Future[_Result] = Future()
+        threads.begin(lambda: _complete(future, act, item))
+        return future
+
+    under_way = deque(map(begin, first))
     try:
-        under_way.extend(map(calls.begin, islice(waiting, 2 * calls_at_once)))
+        under_way.extend(map(begin, islice(waiting, 2 * calls_at_once)))
         while under_way:
             yield under_way.popleft().result()
-            under_way.extend(map(calls.begin, islice(waiting, 1)))
+            under_way.extend(map(begin, islice(waiting, 1)))
     finally:
-        for each in under_way:
-            each.cancel()
-        calls.end()
+        for future in under_way:
+            future.cancel()
+        threads.end()
 
 
-class _Calls(Generic[_Item, _Result]):
-    """Threads that make calls, as many as there are calls to make at once; whoever asks for results outlives them.
+def _complete(future: Future[_Result], act: Callable[[_Item], _Result], item: _Item) -> None:
+    """Make a call and store its result or error in `future`, unless that was cancelled."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(act(item))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
 
-    Threads of our own rather than an executor's: those take no work once the interpreter is about to exit, and a save
-    under way is to be finished then.
+
+class WorkerThreads:
+    """Threads that make calls: one for each unfinished call, up to a maximum.
+
+    Not an executor: its threads take no work once the interpreter is about to exit, and a save under way must be
+    finished then. The threads are daemons, so an iterator that is dropped half-way cannot keep the interpreter from
+    exiting; a caller that needs every call to be made calls `join`. One thread calls `begin`, `end` and `join`.
     """
 
-    def __init__(self, act: Callable[[_Item], _Result], calls_at_once: int) -> None:
-        self._act, self._calls_at_once = act, calls_at_once
+    def __init__(self, threads_max: int, name: str) -> None:
+        """Start no thread yet."""
+        self._threads_max, self._name = threads_max, name
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[_Item, Future[_Result]] | None] = queue.SimpleQueue()
-        self._threads = self._idle = 0
+        self._unfinished = 0
 
-    def begin(self, item: _Item) -> Future[_Result]:
-        """Have a call made; return what will hold its result."""
-        call: Future[_Result] = Future()
+    def begin(self, call: Callable[[], None]) -> None:
+        """Have a call made, which must not raise."""
         with self._lock:
-            self._waiting.put((item, call))
-            if self._waiting.qsize() <= self._idle or self._threads == self._calls_at_once:
-                return call
-            self._threads += 1
-            self._idle += 1
+            self._unfinished += 1
+            needed = min(self._unfinished, self._threads_max)
+        self._calls.put(call)
+        if len(self._threads) >= needed:
+            return
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
-            threading.Thread(target=self._work, name="holdfast-store", daemon=True).start()
+            thread.start()
         except RuntimeError:
-            # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then).
-            with self._lock:
-                self._threads -= 1
-                self._idle -= 1
-            # Threads that could be started may take it, and what came before it, at any time.
+            # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then): this
+            # thread makes the calls that no other one has taken.
             with suppress(queue.Empty):
-                while not call.done():
-                    self._make(self._waiting.get_nowait())
-        return call
+                while True:
+                    self._make(self._calls.get_nowait())
+        else:
+            self._threads.append(thread)
 
     def end(self) -> None:
-        """Have every thread end once it is done with what it has begun."""
-        for _ in range(self._threads):
-            self._waiting.put(None)
+        """Let every thread end once all calls are made."""
+        for _ in self._threads:
+            self._calls.put(None)
+
+    def join(self) -> None:
+        """Return once all calls are made and all threads have ended; later calls get new threads."""
+        self.end()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
     def _work(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            with self._lock:
-                self._idle -= 1
-            self._make(waiting)
-            with self._lock:
-                self._idle += 1
+        while (call := self._calls.get()) is not None:
+            self._make(call)
 
-    def _make(self, waiting: tuple[_Item, Future[_Result]] | None) -> None:
-        assert waiting is not None, "nothing begins once all is over"
-        item, call = waiting
-        if call.set_running_or_notify_cancel():
-            try:
-                call.set_result(self._act(item))
-            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-                call.set_exception(error)
+    def _make(self, call: Callable[[], None] | None) -> None:
+        assert call is not None, "no call begins after the end"
+        call()
+        with self._lock:
+            self._unfinished -= 1

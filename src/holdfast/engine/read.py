@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from holdfast.engine.buffers import BufferPool
-from holdfast.engine.host import ranks_on_host
+from holdfast.engine.memory_limits import ranks_on_host
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import digest_of, new_digest
 from holdfast.geometry.box import Box

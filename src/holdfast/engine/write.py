@@ -6,14 +6,13 @@ stream, filled in one pass and hashed in the same one or in a later one.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.nonfinite import NonFinite
+from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.engine.staging import Staging
 from holdfast.engine.stream import Scratch, stream
 from holdfast.format.pack import pack_digest
@@ -105,7 +104,7 @@ class PackWriter:
         nonfinite = NonFinite() if settings.count_nonfinite else None
         upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes)
         try:
-            with _Written(upload, take, give, settings, written) as windows:
+            with _WrittenWindows(upload, take, give, settings, written) as windows:
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
             upload.complete()
@@ -116,8 +115,8 @@ class PackWriter:
         return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts)
 
 
-class _Written:
-    """Windows that are written as soon as they are full."""
+class _WrittenWindows:
+    """Windows that other threads write as soon as they are full; each buffer goes back once it is written."""
 
     def __init__(
         self,
@@ -127,108 +126,61 @@ class _Written:
         settings: Settings,
         written: Callable[[int], None] | None,
     ) -> None:
-        self._take, self._window_bytes = take, settings.window_bytes
-        self._writers = _Writers(upload, give, settings.windows_in_flight, written)
-        self._give = give
+        self._upload, self._take, self._give, self._written = upload, take, give, written
+        self._window_bytes = settings.window_bytes
+        self._threads = WorkerThreads(settings.windows_in_flight, "holdfast-write")
+        self._failures: list[BaseException] = []
+        self._given_up = False
         self._buffer: memoryview | None = None
         self._offset = self._filled = 0
 
-    def __enter__(self) -> _Written:
+    def __enter__(self) -> _WrittenWindows:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._writers.end(give_up=kind is not None)
+        self._given_up |= kind is not None
+        self._threads.join()
         if self._buffer is not None:
             self._give(self._buffer)
 
     def room(self) -> memoryview:
         if self._buffer is None:
             # The first failed window ends the pack: nothing more is copied for it.
-            self._writers.raise_failure()
+            self._raise_failure()
             self._buffer, self._filled = self._take(), 0
         return self._buffer[self._filled : self._window_bytes]
 
     def advance(self, count: int) -> None:
         self._filled += count
         if self._filled == self._window_bytes:
-            self._write()
+            self._begin_write()
 
     def close(self) -> None:
         """Write what is left and wait for every write."""
         if self._filled:
-            self._write()
-        self._writers.end(give_up=False)
-        self._writers.raise_failure()
+            self._begin_write()
+        self._threads.join()
+        self._raise_failure()
 
-    def _write(self) -> None:
+    def _begin_write(self) -> None:
         assert self._buffer is not None
         buffer, count, offset = self._buffer, self._filled, self._offset
         self._buffer, self._filled, self._offset = None, 0, offset + count
-        self._writers.write(offset, buffer, count)
+        self._threads.begin(lambda: self._write(offset, buffer, count))
 
-
-class _Writers:
-    """Threads that write windows and give their buffers back.
-
-    Threads of our own rather than an executor's: those take no work once the interpreter is about to exit, and a save
-    under way is to be finished then.
-    """
-
-    def __init__(
-        self,
-        upload: Upload,
-        give: Callable[[memoryview], None],
-        threads: int,
-        written: Callable[[int], None] | None,
-    ) -> None:
-        self._upload, self._give, self._written = upload, give, written
-        self._windows: queue.SimpleQueue[tuple[int, memoryview, int] | None] = queue.SimpleQueue()
-        self._failures: list[BaseException] = []
-        self._given_up = False
-        self._threads_max = threads
-        self._threads: list[threading.Thread] = []
-
-    def write(self, offset: int, buffer: memoryview, count: int) -> None:
-        """Have the first bytes of a buffer written; the buffer is given back whatever comes of it."""
-        if len(self._threads) < self._threads_max:
-            thread = threading.Thread(target=self._work, name="holdfast-write")
-            try:
-                thread.start()
-            except RuntimeError:
-                # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then).
-                self._threads_max = len(self._threads)
-            else:
-                self._threads.append(thread)
-        if self._threads:
-            self._windows.put((offset, buffer, count))
-        else:
-            self._settle(offset, buffer, count)
-
-    def raise_failure(self) -> None:
-        """Raise what the first failed window met."""
-        if self._failures:
-            raise self._failures[0]
-
-    def end(self, *, give_up: bool) -> None:
-        """Return once nothing is under way any more; what is still queued is written, or given up."""
-        self._given_up |= give_up
-        for _ in self._threads:
-            self._windows.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _work(self) -> None:
-        while (window := self._windows.get()) is not None:
-            self._settle(*window)
-
-    def _settle(self, offset: int, buffer: memoryview, count: int) -> None:
+    def _write(self, offset: int, buffer: memoryview, count: int) -> None:
+        """Write the first bytes of a buffer, unless the pack has failed, and give the buffer back in any case."""
         try:
             if not self._given_up and not self._failures:
                 self._upload.write(offset, buffer[:count])
                 if self._written is not None:
                     self._written(count)
-        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+        except BaseException as error:  # noqa: BLE001 - `room` and `close` raise it on the thread that copies
             self._failures.append(error)
         finally:
             self._give(buffer)
+
+    def _raise_failure(self) -> None:
+        """Raise what the first failed window met."""
+        if self._failures:
+            raise self._failures[0]
