@@ -6,7 +6,7 @@ import dataclasses
 
 import holdfast
 
-OLDER_NAMES = {"deduplicate": "deduplicate", "share_reads": "exchange"}
+OLDER_NAMES = {"deduplicate": "reuse_unchanged", "share_reads": "exchange"}
 """Settings that were renamed: today's name, and the name before."""
 
 
