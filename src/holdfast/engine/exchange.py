@@ -51,13 +51,25 @@ class ExchangeProbe:
     """Rounds that are measured first."""
 
     goes_on: Callable[[Sequence[Throughput]], bool]
-    """Whether the rest is to be exchanged too, by the paces of all ranks; otherwise every rank reads its own."""
+    """Whether to exchange the rest too, by the throughput of all ranks; otherwise every rank reads its own."""
 
 
-def carry_out_exchange(
-    planned: Callable[[], ExchangePlan],
-    round_count: int,
-    weighing: ExchangeProbe | None,
+@dataclass(frozen=True, slots=True)
+class PlannedExchange:
+    """One rank's view of an exchange that the ranks agreed on."""
+
+    plan: Callable[[], ExchangePlan]
+    """Returns this rank's plan. If it raises, this rank has failed, and the others stop with it."""
+
+    round_count: int
+    """Rounds of the plan; the same on every rank."""
+
+    probe: ExchangeProbe | None
+    """Whether exchanging may end before the last round; None: never. The same on every rank."""
+
+
+def execute_exchange(
+    exchange: PlannedExchange,
     comm: Comm,
     clock: Clock,
     packs: Packs,
@@ -70,11 +82,9 @@ def carry_out_exchange(
     A receiver checks every chunk again: it must not trust memory and wires that the reader's check never saw.
 
     Args:
-        planned: Returns this rank's plan; what it raises is this rank's failure, and the others hear of it.
-        round_count: Rounds of the plan, on every rank.
-        weighing: Whether exchanging may end before; None: never.
+        exchange: What this rank exchanges.
         comm: The ranks.
-        clock: For the paces.
+        clock: Measures throughput.
         packs: Where from.
         targets: Where to, by wanted number.
         settings: Reads in flight.
@@ -86,8 +96,9 @@ def carry_out_exchange(
     start = clock.monotonic_seconds()
     with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
         try:
-            passing = _Passing(threads, clock, packs, targets, weighing.after_rounds if weighing else 0, moved)
-            rest = _exchange(planned, round_count, weighing, comm, passing)
+            probe_rounds = exchange.probe.after_rounds if exchange.probe else 0
+            passing = _Passing(threads, clock, packs, targets, probe_rounds, moved)
+            rest = _exchange(exchange, comm, passing)
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
             raise
@@ -102,21 +113,20 @@ def carry_out_exchange(
     return TransferStats(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds)
 
 
-def _exchange(
-    planned: Callable[[], ExchangePlan], round_count: int, weighing: ExchangeProbe | None, comm: Comm, passing: _Passing
-) -> tuple[list[ReadRun], int, int] | None:
+def _exchange(exchange: PlannedExchange, comm: Comm, passing: _Passing) -> tuple[list[ReadRun], int, int] | None:
     """Go through the rounds; return what is left to read, bytes read and bytes received, or None if a rank failed."""
     own: Exception | None = None
+    probe = exchange.probe
     rounds: Sequence[ExchangeRound] = ()
     alone = LoadPlan(())
     try:
-        plan = planned()
+        plan = exchange.plan()
         rounds, alone = plan.rounds, plan.alone
         passing.begin(rounds)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         own = error
     number = 0
-    for number in range(round_count):
+    for number in range(exchange.round_count):
         if own is None:
             try:
                 passing.prepare(number)
@@ -127,18 +137,14 @@ def _exchange(
             raise own
         if any(word[0] for word in words):
             return None
-        if (
-            weighing
-            and number == weighing.after_rounds
-            and not weighing.goes_on([Throughput(*word[1:]) for word in words])
-        ):
+        if probe and number == probe.after_rounds and not probe.goes_on([Throughput(*word[1:]) for word in words]):
             break
         try:
             passing.exchange(number, comm)
         except Exception as error:  # noqa: BLE001 - the next word tells the other ranks, or what ends the load
             own = error
     else:
-        number = round_count
+        number = exchange.round_count
     if own is not None:
         raise own
     passing.finish()

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from holdfast.clock import Clock
-from holdfast.engine.exchange import ExchangeProbe, TransferStats, carry_out_exchange
+from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.read import execute
 from holdfast.plan.exchange import (
@@ -106,9 +106,10 @@ def carried_out(
         execute(plan, packs, targets, settings, moved=moved)
         return TransferStats(plan.bytes, 0)
     job = agreed.job
-    weighing = None if agreed.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, job.left))
+    probe = None if agreed.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, job.left))
     planned = partial(_planned, job, comm.rank, plan, _numbers(manifest))
-    return carry_out_exchange(planned, job.round_count, weighing, comm, clock, packs, targets, settings, moved)
+    exchange = PlannedExchange(planned, job.round_count, probe)
+    return execute_exchange(exchange, comm, clock, packs, targets, settings, moved)
 
 
 def _planned(job: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:

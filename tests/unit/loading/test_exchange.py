@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.exchange import ExchangeProbe, TransferStats, carry_out_exchange
+from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.format.names import step_folder
 from holdfast.geometry.box import Box
@@ -346,10 +346,9 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
         assert agreed is not None
         numbers = {record.name: number for number, record in enumerate(manifest.packs)}
         targets = [Filled() for _ in fqns]
-        moved = carry_out_exchange(
-            partial(agreed.job.plan_of, comm.rank, plan, numbers),
-            agreed.job.round_count,
-            ExchangeProbe(after_rounds, goes_on),
+        planned = partial(agreed.job.plan_of, comm.rank, plan, numbers)
+        moved = execute_exchange(
+            PlannedExchange(planned, agreed.job.round_count, ExchangeProbe(after_rounds, goes_on)),
             comm,
             SystemClock(),
             packs_under(store, f"{step_folder(1)}{manifest.attempt}/"),
@@ -383,8 +382,8 @@ def test_a_rank_that_cannot_plan_stops_all(store: MemoryStore) -> None:
         def planned() -> ExchangePlan:
             raise InvalidError("no memory")
 
-        count = agreed.job.round_count
-        return carry_out_exchange(planned, count, None, comm, SystemClock(), packs, targets, ALWAYS)
+        exchange = PlannedExchange(planned, agreed.job.round_count, None)
+        return execute_exchange(exchange, comm, SystemClock(), packs, targets, ALWAYS)
 
     first, second, third = outcomes_of_ranks(RANKS, load)
     assert isinstance(second, InvalidError)
