@@ -19,6 +19,10 @@ class Clock(Protocol):
         """Return wall-clock seconds since 1970, for people to read."""
         ...
 
+    def sleep(self, seconds: float) -> None:
+        """Return after this many seconds."""
+        ...
+
     def random_bytes(self, count: int) -> bytes:
         """Return `count` unpredictable bytes."""
         ...
@@ -34,6 +38,10 @@ class SystemClock:
     def unix_seconds(self) -> float:
         """Return wall-clock seconds since 1970."""
         return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Return after this many seconds; other threads run meanwhile."""
+        time.sleep(seconds)
 
     def random_bytes(self, count: int) -> bytes:
         """Return `count` bytes from the operating system."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -51,7 +50,7 @@ def _is_held(store: Store, clock: Clock, epoch: int) -> bool:
             return True
         seen, start = read_heartbeat(store, epoch), clock.monotonic_seconds()
         while clock.monotonic_seconds() - start <= record.holder.lease_seconds:
-            time.sleep(record.holder.lease_seconds / _LOOKS_PER_LEASE)
+            clock.sleep(record.holder.lease_seconds / _LOOKS_PER_LEASE)
             if (heartbeat := read_heartbeat(store, epoch)) != seen:
                 return heartbeat != RELEASED
     except (CorruptError, InvalidError):

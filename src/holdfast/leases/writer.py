@@ -7,12 +7,11 @@ import gc
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.clock import Clock
+from holdfast.clock import Clock, SystemClock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.format.names import EPOCH_MAX
 from holdfast.leases.process import is_gone, is_this_process, this_process
@@ -219,12 +218,13 @@ _living: dict[str, _Heartbeat] = {}
 @atexit.register
 def _release_all() -> None:
     """Let the next one in at once, where a process ends without closing its managers."""
-    last = time.monotonic() + _RELEASE_SECONDS_MAX
+    clock = SystemClock()  # An exit hook has no caller that could pass one.
+    last = clock.monotonic_seconds() + _RELEASE_SECONDS_MAX
     pulses = list(_living.values())
     for pulse in pulses:
         pulse.stop()
     for pulse in pulses:
-        pulse.end(max(last - time.monotonic(), 0.0))
+        pulse.end(max(last - clock.monotonic_seconds(), 0.0))
 
 
 @contextmanager
@@ -288,7 +288,7 @@ def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float
             raise _taken(store, number, "it gives signs of life")
         if heartbeat == RELEASED or waited >= lease_seconds:
             break
-        time.sleep(lease_seconds / _LOOKS_PER_LEASE)
+        clock.sleep(lease_seconds / _LOOKS_PER_LEASE)
     logger.warning("epoch %d is taken over after %.1f s", number, waited)
 
 

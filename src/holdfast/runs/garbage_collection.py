@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -368,11 +367,11 @@ def collected(
     with held(store, clock, lease_seconds, _require_run(store)) as writer_lease:
 
         def wait(seconds: float) -> bool:
-            time.sleep(seconds)
+            clock.sleep(seconds)
             return False
 
         collector = CheckpointGC(store, clock, keep, writer_lease)
-        collector.await_readers(time.sleep)
+        collector.await_readers(clock.sleep)
         report = collector.collect(grace_seconds, wait)
         assert report is not None, "nobody gives it up"
         return report

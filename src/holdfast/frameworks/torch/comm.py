@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from holdfast.clock import SystemClock
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.alone import AloneComm
 
@@ -35,6 +35,7 @@ class TorchKeyValueStore:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._local = threading.local()
         self._cloning = threading.Lock()
+        self._clock = SystemClock()
 
     def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
         """Set a key; idempotent."""
@@ -82,7 +83,7 @@ class TorchKeyValueStore:
     @contextmanager
     def _call(self, verb: str, key: str, timeout_seconds: float) -> Iterator[Store]:
         """Lend this thread's connection and translate what c10d raises."""
-        start = time.monotonic()
+        start = self._clock.monotonic_seconds()
         try:
             store = getattr(self._local, "store", None)
             if store is None:
@@ -96,7 +97,7 @@ class TorchKeyValueStore:
         except RuntimeError as error:
             # A connection that failed once may hold half a reply: the next call opens another.
             self._local.store = None
-            if time.monotonic() - start >= 0.9 * timeout_seconds:
+            if self._clock.monotonic_seconds() - start >= 0.9 * timeout_seconds:
                 raise TimeoutError(f"{verb} {key}: nothing within {timeout_seconds:.1f} s") from error
             raise UnavailableError(
                 f"the job's key-value store failed at {verb} {key} ({error}). "
