@@ -205,13 +205,13 @@ def test_batches_are_sized_by_the_wider_side(tmp_path: Path, monkeypatch: pytest
     a = saved(tmp_path / "a", {"w": narrow})
     b = saved(tmp_path / "b", {"w": narrow.to(torch.float64)})
     read: list[int] = []
-    carry_out = windows.carry_out
+    execute = windows.execute
 
     def counted(plan: Any, packs: Any, targets: Any, settings: Settings) -> None:
         read.append(sum(target.array.nbytes for target in targets))
-        carry_out(plan, packs, targets, settings)
+        execute(plan, packs, targets, settings)
 
-    monkeypatch.setattr(windows, "carry_out", counted)
+    monkeypatch.setattr(windows, "execute", counted)
     for pair in ((a, b), (b, a)):
         read.clear()
         assert api.diff(*pair, cast=True).equal
