@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation, is_step_folder
+from holdfast.checkpoint.location import CheckpointLocation, ForeignPath, is_step_folder
 from holdfast.clock import Clock, SystemClock
 from holdfast.coordination.job import Job
 from holdfast.coordination.signals import Signals
@@ -100,25 +100,16 @@ def formats() -> tuple[Format, ...]:
     )
 
 
-class _Foreign:
-    """What lies at a path of a file system and Holdfast did not write."""
+def foreign_at(path: str) -> ForeignPath:
+    """Return the files at a path of a file system, whoever wrote them."""
+    name = os.path.basename(path) if os.path.isfile(path) else ""
+    files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if name else path)
 
-    def __init__(self, path: str) -> None:
-        self.name = os.path.basename(path) if os.path.isfile(path) else ""
-        self.files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if self.name else path)
+    def listing() -> ForeignListing | None:
+        known = next((each for each in formats() if each.recognises(files, name)), None)
+        return None if known is None else known.listing(files, name)
 
-    def listing(self) -> ForeignListing | None:
-        """Return what it holds; None if no format knows it."""
-        known = next((each for each in formats() if each.recognises(self.files, self.name)), None)
-        return None if known is None else known.listing(self.files, self.name)
-
-    def stamps(self, keys: Collection[str]) -> Mapping[str, str]:
-        """Return what files looked like when each was first read."""
-        return self.files.stamps(keys)
-
-    def require_unchanged(self, keys: Collection[str]) -> None:
-        """Refuse files that were written again since they were first read."""
-        self.files.require_unchanged(keys)
+    return ForeignPath(files, name, listing, files.stamps, files.require_unchanged)
 
 
 def location_at(path: object, settings: Settings) -> CheckpointLocation:
@@ -131,7 +122,7 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     foreign, root = None, None
     if isinstance(store, LocalStore):
         lies = store.url.removeprefix("file://")
-        foreign = _Foreign(lies)
+        foreign = foreign_at(lies)
         # A step may refer to packs of others beside it; a link to it, such as people make, leads there too.
         above, name = os.path.split(os.path.realpath(lies))
         root = LocalStore(above, settings=settings) if is_step_folder(name) else None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_folder, step_of_pack
-from holdfast.ports.foreign import Foreign
-from holdfast.ports.store import Packs, Store, Stored, packs_under
+from holdfast.ports.store import Packs, Readable, Store, Stored, packs_under
 from holdfast.repository.catalog import (
     check_size,
     exists,
@@ -20,6 +20,7 @@ from holdfast.repository.catalog import (
     step_folders,
 )
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid, is_valid_manifest
+from holdfast.types.listing import ForeignListing
 from holdfast.types.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,28 @@ def none_allowed(url: str) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignPath:
+    """Files at the path of a checkpoint that another system may have written."""
+
+    files: Readable
+    """The folder that was named, or the folder of the file that was named."""
+
+    name: str
+    """Key of the file that was named, which is then no checkpoint of ours; empty for a folder."""
+
+    listing: Callable[[], ForeignListing | None]
+    """Returns what the checkpoint holds; None if no format knows it. Raises `CheckpointError` if it is unreadable."""
+
+    stamps: Callable[[Collection[str]], Mapping[str, str]]
+    """Returns a text for each of these files, and for files read in the same folders, that changes if it is rewritten.
+    """
+
+    require_unchanged: Callable[[Collection[str]], None]
+    """Raises `ConflictError` or `MissingError` if one of these files, or a file read in the same folders, was rewritten
+    or removed since it was first read."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointLocation:
     """One checkpoint's place."""
 
@@ -47,7 +70,7 @@ class CheckpointLocation:
     step: int | None
     """Its step; None for a checkpoint saved by path."""
 
-    foreign: Foreign | None = None
+    foreign: ForeignPath | None = None
     """What another system may have left there instead."""
 
     references: Packs = none_allowed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from holdfast.ports.store import Readable
@@ -54,47 +54,5 @@ class Writer(Protocol):
 
         Raises:
             InvalidError: The format cannot hold a tensor, name or value; the message names it, and what to do.
-        """
-        ...
-
-
-class Foreign(Protocol):
-    """What lies at a path and Holdfast did not write, if anything."""
-
-    @property
-    def files(self) -> Readable:
-        """The files of it."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Key of the file, where the path is that of one and so of no checkpoint of Holdfast's; else empty."""
-        ...
-
-    def listing(self) -> ForeignListing | None:
-        """Return what it holds; None if no format knows it.
-
-        Raises:
-            CheckpointError: A format knows it, and it cannot be read.
-        """
-        ...
-
-    def stamps(self, keys: Collection[str]) -> Mapping[str, str]:
-        """Return what files looked like when each was first read, by key: another text for one that was written again,
-        as far as can be told without reading it.
-
-        Args:
-            keys: Where tensors lie; what was read beside them, in the same folders, is told too.
-        """
-        ...
-
-    def require_unchanged(self, keys: Collection[str]) -> None:
-        """Refuse files that were written again since they were first read.
-
-        Args:
-            keys: Where tensors lie; what was read beside them, in the same folders, counts too.
-        Raises:
-            ConflictError: One was; the message names it.
-            MissingError: One is no longer there.
         """
         ...

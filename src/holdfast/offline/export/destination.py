@@ -1,4 +1,4 @@
-"""The destination: where another system's files are made, out of sight until they are whole."""
+"""What an export asks of its destination: files of another system, invisible until all of them are complete."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Protocol
 
 
 class OutputFile(Protocol):
-    """One file being made, by several threads and processes."""
+    """One file that several threads and processes write."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write a run of it; page-aligned memory at a page-aligned offset is written without a copy."""
+        """Write a range of the file; page-aligned memory at a page-aligned offset is written without a copy."""
         ...
 
     def sync(self) -> None:
         """Make durable what was written so far.
 
         Raises:
-            UnavailableError: It could not be; what was written since the last call must be written again.
+            UnavailableError: It failed; what was written since the last call must be written again.
         """
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the file."""
         ...
 
 
 class Journal(Protocol):
-    """A file that is only added to."""
+    """An append-only file."""
 
     def append(self, data: bytes) -> None:
-        """Add bytes; durable on return. After a call that failed, every further one does."""
+        """Append bytes, durable on return. After one call fails, every later one does."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the file."""
         ...
 
 
 class Destination(Protocol):
-    """A path at which nothing stands yet, and the unfinished work that is to appear there.
+    """A path that does not exist yet, and the unfinished work that will appear there.
 
-    The work outlives the process: notes and journals beside it tell a later one what was done. Every call may be made
-    from any thread, and but for `claimed`, `begin`, `clear` and `publish` by several processes at once. Implementations
-    translate what they meet into the five errors.
+    The work outlives the process: notes and journals beside it record what was done. Any thread may make any call.
+    Several processes may call at once, except `claimed`, `begin`, `clear` and `publish`. An implementation raises only
+    the five errors of `holdfast.errors`. `stores/destination.py` implements it; `offline/` may not import stores.
     """
 
     @property
@@ -54,34 +54,34 @@ class Destination(Protocol):
 
     @property
     def work_url(self) -> str:
-        """Where the unfinished work lies, for messages."""
+        """Where the unfinished work is stored, for messages."""
         ...
 
     @property
     def exists(self) -> bool:
-        """Whether something stands at the path."""
+        """Whether the path exists."""
         ...
 
     @property
     def is_moved(self) -> bool:
-        """Whether there is work of which the files are gone, so that nothing of it is of use any more."""
+        """Whether there is work whose files are gone, so that its notes and journals are useless."""
         ...
 
     def claimed(self) -> AbstractContextManager[None]:
-        """Keep other processes from the same work for the length of a block.
+        """Lock the work against other processes for the length of a block.
 
         Raises:
-            ConflictError: Another process is at it.
+            ConflictError: Another process holds the lock.
             InvalidError: The folder around the path does not exist.
         """
         ...
 
     def is_begun(self, sizes: dict[str, int]) -> bool:
-        """Return whether every file is there, by name, as long as it was made."""
+        """Return whether every file, by name, exists and has its full length."""
         ...
 
     def begin(self, sizes: dict[str, int]) -> None:
-        """Make every file, by name, and reserve room for it, where no work is; if that fails nothing is left of it.
+        """Create every file, by name, and reserve its space, where there is no work yet; if that fails, leave nothing.
 
         Raises:
             UnavailableError: There is not enough room.
@@ -89,29 +89,29 @@ class Destination(Protocol):
         ...
 
     def open(self, name: str) -> OutputFile:
-        """Return a file that was begun."""
+        """Open a file that `begin` created."""
         ...
 
     def note(self, data: bytes) -> None:
-        """Keep a few bytes beside the work; durable on return. Noted anew, they are others."""
+        """Store a few bytes beside the work, replacing earlier ones; durable on return."""
         ...
 
     def noted(self) -> bytes | None:
-        """Return what was noted; None if nothing was."""
+        """Return the note; None if there is none."""
         ...
 
     def published(self) -> bytes | None:
-        """Return what was noted of work that was published, by a process that died just then; None where what stands
-        at the path is anything else.
+        """Return the note of published work whose process died before it removed the note; None if the path holds
+        anything else.
         """
         ...
 
     def journals(self) -> Mapping[str, bytes]:
-        """Return what was written to journals, by name."""
+        """Return the content of all journals, by name."""
         ...
 
     def journal(self, name: str) -> Journal:
-        """Return a journal, new or to be added to."""
+        """Open a journal to append to; create it if needed."""
         ...
 
     def clear(self) -> None:
@@ -119,11 +119,11 @@ class Destination(Protocol):
         ...
 
     def publish(self) -> None:
-        """Have the files appear at the path, all at once and durable; then remove notes and journals.
+        """Make the files appear at the path, all at once and durable; then remove notes and journals.
 
-        Where `is_moved`, removes those.
+        If `is_moved`, only remove notes and journals.
 
         Raises:
-            ConflictError: Something stands there by now; it was not touched, and the work is kept.
+            ConflictError: The path exists by now; it was not touched, and the work is kept.
         """
         ...

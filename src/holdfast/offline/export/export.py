@@ -19,10 +19,10 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, InvalidError
 from holdfast.offline.export.crc32 import joined_crc32
+from holdfast.offline.export.destination import Destination, OutputFile
 from holdfast.offline.export.window_writer import WINDOWS, DoneWindow, ExportSource, WindowWriter
 from holdfast.offline.export.windows import FilePlan, share_of, windows_of
 from holdfast.plan.reads import WantedBoxes
-from holdfast.ports.destination import Destination, OutputFile
 from holdfast.ports.foreign import Writer
 from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings

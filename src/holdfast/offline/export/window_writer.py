@@ -20,7 +20,7 @@ from holdfast.engine.read import execute
 from holdfast.errors import CheckpointError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.destination import OutputFile
+from holdfast.offline.export.destination import OutputFile
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
