@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from holdfast.errors import CorruptError
 from holdfast.format.index.columns import packed, unpacked
-from holdfast.format.names import WORLD_SIZE_MAX
-from holdfast.format.values import values
+from holdfast.format.sealed_json import RankNumber, Text, convert
 from holdfast.types.health import Counted, Expectation, Health, ReplicaGroup, Replicas
 
 _COUNT_MAX = 1 << 62
@@ -30,74 +30,38 @@ def encode_health(health: Health) -> dict[str, object]:
     return document
 
 
+class _HealthDocument(msgspec.Struct):
+    nonfinite: dict[Text, Annotated[int, msgspec.Meta(ge=1, le=_COUNT_MAX)]] | None = None
+    new: dict[Text, Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MAX)]] | None = None
+    divergent: dict[Text, Annotated[tuple[RankNumber, ...], msgspec.Meta(min_length=1)]] | None = None
+    undecided: tuple[Text, ...] = ()
+    hosts: dict[Annotated[str, msgspec.Meta(pattern=r"\A(0|[1-9][0-9]{0,4})\Z")], Text] = {}
+
+    def __post_init__(self) -> None:
+        counts, divergent = self.nonfinite or {}, self.divergent or {}
+        if not all(before < counts.get(fqn, 0) for fqn, before in (self.new or {}).items()):
+            raise ValueError(f"new is {str(self.new)[:80]!r}; expected smaller counts than nonfinite has")
+        if not all(rank < later for ranks in divergent.values() for rank, later in itertools.pairwise(ranks)):
+            raise ValueError(f"divergent is {str(divergent)[:80]!r}; expected ascending ranks")
+        if not divergent.keys() >= set(self.undecided):
+            raise ValueError(f"undecided is {str(self.undecided)[:80]!r}; expected FQNs of divergent tensors")
+
+
 def decode_health(entry: object, where: str) -> Health | None:
-    """Return the health that a manifest holds, None if nothing was looked at.
+    """Return the health that a manifest records; None if nothing was checked.
 
     Raises:
-        CorruptError: It says something impossible.
+        CorruptError: A field is impossible.
     """
     if entry is None:
         return None
-    if not isinstance(entry, dict):
-        raise CorruptError(f"{where}: health is {str(entry)[:80]!r}; expected an object")
-    nonfinite = _whole_by_name(entry, "nonfinite", where, lowest=1)
-    new = _whole_by_name(entry, "new", where, lowest=0) or {}
-    divergent = entry.get("divergent")
-    if divergent is not None and (
-        not isinstance(divergent, dict)
-        or not all(map(_is_name, divergent))
-        or not all(map(_are_ranks, divergent.values()))
-    ):
-        raise CorruptError(f"{where}: divergent is {str(divergent)[:80]!r}; expected lists of ranks by FQN")
-    undecided = entry.get("undecided", [])
-    if not isinstance(undecided, list) or not all(_is_name(fqn) and fqn in (divergent or {}) for fqn in undecided):
-        raise CorruptError(f"{where}: undecided is {str(undecided)[:80]!r}; expected FQNs of divergent tensors")
-    if not all(had < (nonfinite or {}).get(fqn, 0) for fqn, had in new.items()):
-        raise CorruptError(f"{where}: new is {str(new)[:80]!r}; expected less than what was counted of each")
+    document = convert(entry, _HealthDocument, f"{where}: health")
     return Health(
-        nonfinite=nonfinite,
-        new=new,
-        divergent=None if divergent is None else {fqn: tuple(ranks) for fqn, ranks in divergent.items()},
-        undecided=tuple(undecided),
-        hosts=_hosts(entry.get("hosts", {}), where),
-    )
-
-
-def _whole_by_name(entry: dict[object, object], name: str, where: str, *, lowest: int) -> dict[str, int] | None:
-    found = entry.get(name)
-    if found is None:
-        return None
-    if isinstance(found, dict) and all(
-        _is_name(fqn) and type(count) is int and lowest <= count <= _COUNT_MAX for fqn, count in found.items()
-    ):
-        return found
-    raise CorruptError(f"{where}: {name} is {str(found)[:80]!r}; expected whole numbers from {lowest} by FQN")
-
-
-def _hosts(found: object, where: str) -> dict[int, str]:
-    if isinstance(found, dict):
-        numbers = {rank: _rank_in(rank) for rank in found}
-        if all(_is_name(host) for host in found.values()) and None not in numbers.values():
-            return {number: str(found[rank]) for rank, number in numbers.items() if number is not None}
-    raise CorruptError(f"{where}: hosts is {str(found)[:80]!r}; expected names by rank")
-
-
-def _rank_in(text: object) -> int | None:
-    if not isinstance(text, str) or not text.isascii() or not text.isdecimal() or len(text) > 9:
-        return None
-    return int(text) if str(int(text)) == text and int(text) < WORLD_SIZE_MAX else None
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and values.is_json_scalar(name)
-
-
-def _are_ranks(found: object) -> bool:
-    return (
-        isinstance(found, list)
-        and bool(found)
-        and all(type(rank) is int and 0 <= rank < WORLD_SIZE_MAX for rank in found)
-        and all(one < two for one, two in itertools.pairwise(found))
+        nonfinite=document.nonfinite,
+        new=document.new or {},
+        divergent=document.divergent,
+        undecided=document.undecided,
+        hosts={int(rank): host for rank, host in document.hosts.items()},
     )
 
 

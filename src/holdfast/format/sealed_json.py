@@ -1,28 +1,45 @@
-"""JSON documents that end in their own digest, and their fields, each checked for its type."""
+"""JSON documents that end in their own digest, decoded into typed structs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.digest import hex_digest_of
-from holdfast.format.values import values
-from holdfast.types.manifest import FORMAT_MAJOR
+from holdfast.format.names import EPOCH_MAX, STEP_MAX, WORLD_SIZE_MAX
+from holdfast.format.values.json_text import dumps, loads
+from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
-_CLOSING = re.compile(rb'(.*),\n "digest": "([0-9a-f]{32})"\n}\n', re.DOTALL)
+Text = Annotated[str, msgspec.Meta(pattern=r"\A[^\ud800-\udfff]*\Z")]
+"""Text without surrogates: `dumps` refuses surrogates, so a document that holds one could not be written again."""
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+StepNumber = Annotated[int, msgspec.Meta(ge=0, le=STEP_MAX)]
+EpochNumber = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
+WorldSize = Annotated[int, msgspec.Meta(ge=0, le=WORLD_SIZE_MAX)]
+RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
 
-_ENDING = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
-
+_SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{32})"\n}\n', re.DOTALL)
+_SEAL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
+_PATH = re.compile(r"\$\.(\w+)")
+_MISSING = re.compile(r"required field `(\w+)`")
 
 _T = TypeVar("_T")
 
 
+def header(kind: str, minor: int = FORMAT_MINOR_RUN) -> dict[str, object]:
+    """Return the first field of a document: the version of the format that it needs, and its kind."""
+    return {"holdfast": {"format": [FORMAT_MAJOR, minor], "kind": kind}}
+
+
 def sealed(document: Mapping[str, object]) -> bytes:
     """Return a JSON object as text whose last field, `digest`, is the xxh3-128 of everything before it."""
-    text = values.dumps(dict(document), indent=1)
+    text = dumps(dict(document), indent=1)
     assert text.endswith(b"\n}"), "an object of at least one field, indented by one"
     body = text[:-2]
     return body + b',\n "digest": "' + hex_digest_of(body).encode() + b'"\n}\n'
@@ -32,68 +49,75 @@ def unsealed(data: bytes, where: str) -> tuple[dict[str, object], str]:
     """Return the JSON object of a sealed text, and its digest.
 
     Raises:
-        CorruptError: The text is not whole, or not what its digest says.
+        CorruptError: The text is truncated, or differs from its digest.
     """
-    match = _CLOSING.fullmatch(data)
+    match = _SEALED.fullmatch(data)
     if match is None:
         raise CorruptError(f"{where}: does not end in its own digest; it is truncated, damaged or not ours")
-    body, stated = match[1], match[2].decode()
-    found = hex_digest_of(body)
-    if found != stated:
-        raise CorruptError(f"{where}: bytes 0–{len(body)} hash to {found}; expected {stated}. Read another copy")
-    document = values.loads(body + b"\n}")
+    body, expected = match[1], match[2].decode()
+    actual = hex_digest_of(body)
+    if actual != expected:
+        raise CorruptError(f"{where}: bytes 0–{len(body)} hash to {actual}; expected {expected}. Read another copy")
+    document = loads(body + b"\n}")
     if not isinstance(document, dict) or "digest" in document:
-        raise CorruptError(f"{where}: not a JSON object with one digest")
-    return document, stated
+        raise CorruptError(f"{where}: not a JSON object with one digest; it is damaged or not ours")
+    return document, expected
 
 
 def stated_digest(data: bytes) -> str | None:
-    """Return the digest that a sealed text ends in, whether it is true or not; None if it ends in none."""
-    match = _ENDING.search(data)
+    """Return the digest at the end of a sealed text, unverified; None if there is none."""
+    match = _SEAL.search(data)
     return match[1].decode() if match else None
 
 
-def check_format(document: Mapping[str, object], kind: str, where: str) -> None:
+def decode_sealed(data: bytes, kind: str, into: type[_T], where: str) -> tuple[_T, str]:
+    """Return a sealed document as a typed struct, and its digest. Unknown fields are ignored.
+
+    Args:
+        data: The text.
+        kind: The kind of document that is expected, as its header names it.
+        into: A `msgspec.Struct` with the types and limits of the fields.
+        where: The file, for messages.
+    Raises:
+        CorruptError: The text is damaged, or a field is outside its limits.
+        InvalidError: The document is of another major version or kind.
+    """
+    document, digest = unsealed(data, where)
+    _check_format(document, kind, where)
+    return convert(document, into, where), digest
+
+
+def convert(document: object, into: type[_T], where: str) -> _T:
+    """Return a JSON document as a typed struct. Strict: true is no number, 1.0 is no whole number.
+
+    Raises:
+        CorruptError: A field is missing or outside its limits; the message names the file and the field.
+    """
+    try:
+        return msgspec.convert(document, into)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # The latter where text has surrogates.
+        problem = str(error)[0].lower() + str(error)[1:]
+        field = _PATH.search(problem) or _MISSING.search(problem)
+        if field is not None and isinstance(document, dict):
+            problem = f"{field[1]} is {str(document.get(field[1]))[:80]!r}; {problem}"
+        raise CorruptError(f"{where}: {problem}. Read another copy") from error
+
+
+def _check_format(document: Mapping[str, object], kind: str, where: str) -> None:
     """Refuse a document of another kind or a newer major version.
 
     Raises:
-        CorruptError: It carries no format.
+        CorruptError: It has no format version.
         InvalidError: It is of another major version or kind.
     """
-    header = document.get("holdfast")
-    version = header.get("format") if isinstance(header, dict) else None
-    if not isinstance(header, dict) or not isinstance(version, list) or list(map(type, version)) != [int, int]:
-        raise CorruptError(f"{where}: carries no Holdfast format version")
+    head = document.get("holdfast")
+    version = head.get("format") if isinstance(head, dict) else None
+    if not isinstance(head, dict) or not isinstance(version, list) or list(map(type, version)) != [int, int]:
+        raise CorruptError(f"{where}: has no Holdfast format version; it is damaged or not ours")
     if version[0] != FORMAT_MAJOR:
         raise InvalidError(
             f"{where}: format {'.'.join(map(str, version))}; this Holdfast reads format {FORMAT_MAJOR}. "
             f"Read it with a Holdfast of major format {version[0]}"
         )
-    if header.get("kind") != kind:
-        raise InvalidError(f"{where}: is a {str(header.get('kind'))[:80]!r}; expected a {kind!r}")
-
-
-class Fields:
-    """Fields of a document, each taken only if it is what it must be."""
-
-    def __init__(self, document: Mapping[str, object], where: str) -> None:
-        self._document, self._where = document, where
-
-    def of(self, name: str, kind: type[_T], allowed: Callable[[_T], bool] = lambda _: True) -> _T:
-        """Return a field of one type."""
-        value = self._document.get(name)
-        if not isinstance(value, kind) or not allowed(value):
-            raise CorruptError(f"{self._where}: {name} is {str(value)[:80]!r}; expected a valid {kind.__name__}")
-        return value
-
-    def texts(self, name: str) -> dict[str, str]:
-        """Return a field that maps texts to texts."""
-
-        def plain_texts(found: dict[object, object]) -> bool:
-            return all(isinstance(each, str) and values.is_json_scalar(each) for pair in found.items() for each in pair)
-
-        return self.of(name, dict, plain_texts)
-
-    def whole(self, name: str, largest: int) -> int:
-        """Return a whole number from 0 on."""
-        return self.of(name, int, lambda number: not isinstance(number, bool) and 0 <= number <= largest)
+    if head.get("kind") != kind:
+        raise InvalidError(f"{where}: is of kind {str(head.get('kind'))[:80]!r}; expected kind {kind!r}")

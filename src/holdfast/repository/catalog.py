@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from typing import Annotated
+
+import msgspec
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.digest import hex_digest_of
@@ -19,11 +22,11 @@ from holdfast.format.names import (
     step_of_folder,
     step_of_pack,
 )
-from holdfast.format.sealed_json import check_format, sealed, stated_digest, unsealed
+from holdfast.format.sealed_json import decode_sealed, header, sealed, stated_digest
 from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.epochs import current_fence, is_valid
 from holdfast.repository.publish import publish
-from holdfast.types.manifest import FORMAT_MAJOR, FileRecord, Manifest
+from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,10 @@ def exists(store: Store, key: str) -> bool:
     return True
 
 
+class _RunDocument(msgspec.Struct):
+    run_id: Annotated[str, msgspec.Meta(min_length=1)]
+
+
 def read_run_id(store: Store) -> str | None:
     """Return the id of the run a root belongs to, or None if it has none yet.
 
@@ -73,14 +80,10 @@ def read_run_id(store: Store) -> str | None:
     """
     where = f"{store.url}/{RUN_FILE}"
     try:
-        document, _ = unsealed(store.get(RUN_FILE, _RUN_BYTES_MAX), where)
+        data = store.get(RUN_FILE, _RUN_BYTES_MAX)
     except MissingError:
         return None
-    check_format(document, "run", where)
-    run_id = document.get("run_id")
-    if not isinstance(run_id, str) or not run_id:
-        raise CorruptError(f"{where}: run_id is {str(run_id)[:80]!r}; expected a name")
-    return run_id
+    return decode_sealed(data, "run", _RunDocument, where)[0].run_id
 
 
 def found_run(store: Store, run_id: str, created: str) -> str:
@@ -88,9 +91,8 @@ def found_run(store: Store, run_id: str, created: str) -> str:
     known = read_run_id(store)
     if known is not None:
         return known
-    header = {"format": [FORMAT_MAJOR, 0], "kind": "run"}
     try:
-        publish(store, RUN_FILE, sealed({"holdfast": header, "run_id": run_id, "created": created}))
+        publish(store, RUN_FILE, sealed({**header("run", minor=0), "run_id": run_id, "created": created}))
     except ConflictError:
         # Founded by another in this moment: it is that run, and whose it is to write to the epochs decide.
         known = read_run_id(store)

@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
-from holdfast.format.holders import decode_holder, encode_holder
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, standing_of
+from holdfast.format.holders import HolderDocument, decode_holder, encode_holder
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, epoch_of_manifest
 from holdfast.format.names import (
-    EPOCH_MAX,
     EPOCHS_FOLDER,
     MANIFEST_FILE,
-    STEP_MAX,
     accepted_key,
     beat_key,
     epoch_key,
     epoch_of_key,
     step_folder,
 )
-from holdfast.format.sealed_json import Fields, check_format, sealed, unsealed
-from holdfast.format.values.values import is_json_scalar
+from holdfast.format.sealed_json import EpochNumber, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
 from holdfast.repository.publish import publish
 from holdfast.settings import MIB
 from holdfast.types.epoch import Epoch, Fence
-from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,29 @@ _RECORD_BYTES_MAX = 1 << 16
 _ACCEPTED_BYTES_MAX = 256 * MIB
 _BEAT_BYTES_MAX = 64
 _TRIES = 10
+
+
+class _OfEpoch(msgspec.Struct):
+    epoch: EpochNumber
+
+
+class _EpochDocument(_OfEpoch):
+    run_id: Text
+    holder: HolderDocument
+
+
+class _AcceptedDocument(_OfEpoch):
+    steps: list[tuple[StepNumber, str | None]]
+
+
+_Document = TypeVar("_Document", bound=_OfEpoch)
+
+
+def _decode(data: bytes, kind: str, into: type[_Document], number: int, where: str) -> _Document:
+    document, _ = decode_sealed(data, kind, into, where)
+    if document.epoch != number:
+        raise CorruptError(f"{where}: is of epoch {document.epoch}; expected {number}, as its name says")
+    return document
 
 
 def newest_epoch(store: Store) -> int:
@@ -61,12 +83,8 @@ def read_epoch(store: Store, number: int) -> Epoch | None:
         data = store.get(key, _RECORD_BYTES_MAX)
     except MissingError:
         return None
-    document, _ = unsealed(data, where)
-    check_format(document, "epoch", where)
-    field = Fields(document, where)
-    if field.whole("epoch", EPOCH_MAX) != number:
-        raise CorruptError(f"{where}: is of epoch {document['epoch']}; expected {number}, as its name says")
-    return Epoch(number, field.of("run_id", str, is_json_scalar), decode_holder(field.of("holder", dict), where))
+    document = _decode(data, "epoch", _EpochDocument, number, where)
+    return Epoch(number, document.run_id, decode_holder(document.holder))
 
 
 def put_epoch(store: Store, epoch: Epoch) -> None:
@@ -76,21 +94,15 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
         ConflictError: Somebody else did.
         UnavailableError: The store failed; it may have begun.
     """
-    document = {
-        **_header("epoch"),
-        "epoch": epoch.number,
-        "run_id": epoch.run_id,
-        "holder": encode_holder(epoch.holder),
-    }
-    publish(store, epoch_key(epoch.number), sealed(document))
+    fields = {"epoch": epoch.number, "run_id": epoch.run_id, "holder": encode_holder(epoch.holder)}
+    publish(store, epoch_key(epoch.number), sealed(header("epoch") | fields))
 
 
 def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, str | None]) -> None:
     """Say which steps of former epochs count from now on; for the holder of the epoch, once."""
     steps = [[step, digest] for step, digest in sorted(accepted.items())]
-    publish(
-        store, accepted_key(number), sealed({**_header("accepted"), "epoch": number, "run_id": run_id, "steps": steps})
-    )
+    fields = {"epoch": number, "run_id": run_id, "steps": steps}
+    publish(store, accepted_key(number), sealed(header("accepted") | fields))
 
 
 def read_heartbeat(store: Store, number: int) -> bytes | None:
@@ -128,12 +140,8 @@ def _current_fence(store: Store) -> Fence:
         key = accepted_key(number)
         where = f"{store.url}/{key}"
         try:
-            document, _ = unsealed(store.get(key, _ACCEPTED_BYTES_MAX), where)
-            check_format(document, "accepted", where)
-            field = Fields(document, where)
-            if field.whole("epoch", EPOCH_MAX) != number:
-                raise CorruptError(f"{where}: is of epoch {document['epoch']}; expected {number}, as its name says")
-            return Fence(number, dict(_accepted(each, where) for each in field.of("steps", list)))
+            data = store.get(key, _ACCEPTED_BYTES_MAX)
+            return Fence(number, dict(_decode(data, "accepted", _AcceptedDocument, number, where).steps))
         except CorruptError as error:
             logger.warning(
                 "what epoch %d accepted cannot be read, what the one before it did counts: %s", number, error
@@ -158,7 +166,7 @@ def is_valid(store: Store, fence: Fence, step: int) -> bool:
 def is_valid_manifest(data: bytes, fence: Fence, where: str) -> bool:
     """Return whether a manifest that was read counts; as `is_valid`."""
     try:
-        step, epoch, digest = standing_of(data, where)
+        step, epoch, digest = epoch_of_manifest(data, where)
     except (CorruptError, InvalidError):
         return True
     return step is None or fence.admits(step, epoch, digest)
@@ -190,7 +198,7 @@ def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int
                 "went on without it would make it count no more. Nothing of it was touched"
             ) from error
         try:
-            named, epoch, digest = standing_of(data, f"{store.url}/{key}")
+            named, epoch, digest = epoch_of_manifest(data, f"{store.url}/{key}")
         except (CorruptError, InvalidError):
             found[step] = None
             continue
@@ -269,15 +277,3 @@ def _numbers(store: Store, key_of: Callable[[int], str]) -> list[int]:
     keys = [entry.key for entry in store.list(EPOCHS_FOLDER)]
     numbers = ((epoch_of_key(key), key) for key in keys)
     return [number for number, key in numbers if number is not None and key == key_of(number)]
-
-
-def _header(kind: str) -> dict[str, object]:
-    return {"holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": kind}}
-
-
-def _accepted(entry: object, where: str) -> tuple[int, str | None]:
-    if isinstance(entry, list) and len(entry) == 2:
-        step, digest = entry
-        if type(step) is int and 0 <= step <= STEP_MAX and (digest is None or isinstance(digest, str)):
-            return step, digest
-    raise CorruptError(f"{where}: {str(entry)[:80]!r}; expected [step, digest or null]")

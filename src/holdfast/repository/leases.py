@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.errors import CorruptError, InvalidError, MissingError
-from holdfast.format.holders import decode_holder, encode_holder
-from holdfast.format.names import STEP_MAX
-from holdfast.format.sealed_json import Fields, check_format, sealed, unsealed
+from holdfast.format.holders import HolderDocument, decode_holder, encode_holder
+from holdfast.format.sealed_json import StepNumber, decode_sealed, header, sealed
 from holdfast.ports.store import Store
 from holdfast.types.epoch import Holder
-from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 READERS_FOLDER = "readers/"
 """Folder of the leases, under the root of a run."""
@@ -37,15 +37,19 @@ class Lease:
     """Who reads; None where the record cannot be read."""
 
 
+class _LeaseDocument(msgspec.Struct):
+    step: StepNumber
+    holder: HolderDocument
+
+
 def put_lease(store: Store, holder: Holder, step: int, count: int) -> str:
     """Say that a step is being read, for the `count`-th time; return the key of the record.
 
     It need not survive a power cut: no reader does.
     """
     key = f"{READERS_FOLDER}{holder.nonce}.json"
-    header = {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "reader"}
-    document = {"holdfast": header, "holder": encode_holder(holder), "step": step, "count": count}
-    store.put(key, sealed(document), durable=False)
+    fields = {"holder": encode_holder(holder), "step": step, "count": count}
+    store.put(key, sealed(header("reader") | fields), durable=False)
     return key
 
 
@@ -66,9 +70,7 @@ def leases(store: Store) -> list[Lease]:
 
 def _decoded(key: str, data: bytes, where: str) -> Lease:
     try:
-        document, _ = unsealed(data, where)
-        check_format(document, "reader", where)
-        field = Fields(document, where)
-        return Lease(key, data, field.whole("step", STEP_MAX), decode_holder(field.of("holder", dict), where))
+        document, _ = decode_sealed(data, "reader", _LeaseDocument, where)
+        return Lease(key, data, document.step, decode_holder(document.holder))
     except (CorruptError, InvalidError):
         return Lease(key, data, None, None)

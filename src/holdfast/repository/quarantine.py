@@ -11,10 +11,9 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, step_folder, step_of_folder
-from holdfast.format.sealed_json import sealed, unsealed
+from holdfast.format.sealed_json import header, sealed, unsealed
 from holdfast.ports.store import Store
 from holdfast.repository.reachable import packs_named_by
-from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> 
         attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
     record = Quarantined(step, identity, why[:_WHY_MAX], found, tuple(attempts))
     document = {
-        "holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "quarantine"},
+        **header("quarantine"),
         "step": step,
         "why": record.why,
         "found": found,

@@ -12,26 +12,26 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.format.names import (
-    EPOCH_MAX,
     MANIFEST_FILE,
-    STEP_MAX,
     is_attempt_file,
     is_attempt_folder,
     is_file_url,
     step_folder,
     step_of_pack,
 )
-from holdfast.format.sealed_json import Fields, check_format, sealed, stated_digest, unsealed
+from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, decode_sealed, header, sealed, stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_in
 from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import MIB
 from holdfast.types.epoch import Fence
-from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN, Manifest
+from holdfast.types.manifest import Manifest
 from holdfast.types.removal import StepFiles, Unreferenced
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ MARKS_FOLDER = "collecting/"
 _REPORTS_FOLDER = "reports"
 _MARK = re.compile(r"collecting/[0-9a-f]{32}\.json", re.ASCII)
 _MARK_BYTES_MAX = 256 * MIB
-_DIGEST = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +139,20 @@ def named_files(manifest: Manifest) -> dict[str, int]:
     }
 
 
+class _MarkDocument(msgspec.Struct):
+    run_id: str
+    epoch: EpochNumber
+    carried_out: bool
+    steps: list[tuple[StepNumber, Digest]]
+
+
 def put_mark(
     store: Store, run_id: str, nonce: str, epoch: int, to_delete: Unreferenced, *, is_carried_out: bool
 ) -> Mark:
     """Say what is about to be removed, or that it is now."""
     mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, to_delete.steps)
     document = {
-        "holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "collecting"},
+        **header("collecting"),
         "run_id": run_id,
         "epoch": epoch,
         "carried_out": is_carried_out,
@@ -176,12 +182,8 @@ def marks(store: Store) -> list[Mark]:
 
 
 def _decoded(key: str, data: bytes, where: str) -> Mark:
-    document, _ = unsealed(data, where)
-    check_format(document, "collecting", where)
-    field = Fields(document, where)
-    steps = dict(_step_of(each, where) for each in field.of("steps", list))
-    epoch, is_carried_out = field.whole("epoch", EPOCH_MAX), field.of("carried_out", bool)
-    return Mark(key, field.of("run_id", str), epoch, is_carried_out, steps)
+    document, _ = decode_sealed(data, "collecting", _MarkDocument, where)
+    return Mark(key, document.run_id, document.epoch, document.carried_out, dict(document.steps))
 
 
 def remove_marks(store: Store, keys: Iterable[str]) -> None:
@@ -214,11 +216,3 @@ def remove_folders(store: Store, steps: Iterable[int]) -> None:
     keys = [f"{step_folder(step)}nothing" for step in steps]
     if keys:
         store.delete(keys)
-
-
-def _step_of(entry: object, where: str) -> tuple[int, str]:
-    if isinstance(entry, list) and len(entry) == 2:
-        step, digest = entry
-        if type(step) is int and 0 <= step <= STEP_MAX and isinstance(digest, str) and _DIGEST.fullmatch(digest):
-            return step, digest
-    raise CorruptError(f"{where}: {str(entry)[:80]!r}; expected [step, digest]")

@@ -6,20 +6,25 @@ They are for people. No reader of a checkpoint needs them, and nothing is decide
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated
+
+import msgspec
 
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.format.names import STEP_MAX, WORLD_SIZE_MAX
-from holdfast.format.sealed_json import check_format, sealed, unsealed
-from holdfast.format.values import values
+from holdfast.format.sealed_json import (
+    Count,
+    RankNumber,
+    StepNumber,
+    Text,
+    WorldSize,
+    decode_sealed,
+    header,
+    sealed,
+)
 from holdfast.ports.store import Readable, Store
-from holdfast.types.events import Fact, Operation, Phase, RankReport, Verb
-from holdfast.types.manifest import FORMAT_MAJOR
-
-FORMAT_MINOR_REPORTS = 2
-"""Minor version that brought reports."""
+from holdfast.types.events import Operation, Phase, RankReport, Verb
 
 REPORTS_FOLDER = "reports/"
 """Folder of the reports, inside that of the checkpoint."""
@@ -45,7 +50,7 @@ def encode_report(report: RankReport) -> bytes:
     operation = report.operation
     return sealed(
         {
-            "holdfast": {"format": [FORMAT_MAJOR, FORMAT_MINOR_REPORTS], "kind": "report"},
+            **header("report"),
             "verb": operation.verb,
             "id": report.id,
             "step": operation.step,
@@ -90,101 +95,44 @@ def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport |
             yield key, report
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+
+
+class _ReportDocument(msgspec.Struct):
+    verb: Verb
+    id: Text
+    rank: RankNumber
+    world_size: WorldSize
+    host: Text
+    pid: Count
+    began_unix_seconds: Seconds
+    seconds: Seconds
+    bytes: Count
+    facts: dict[Text, bool | int | float | Text]
+    phases: Annotated[list[tuple[Text, Seconds, Seconds]], msgspec.Meta(max_length=_PHASES_MAX)]
+    step: StepNumber | None = None
+
+
 def decode_report(data: bytes, where: str, url: str) -> RankReport:
     """Return the report that a text holds.
 
     Args:
         data: The text.
-        where: Where it was read, for messages.
-        url: Where the checkpoint lies.
+        where: The file, for messages.
+        url: URL of the checkpoint.
     Raises:
-        CorruptError: It is damaged, or says something impossible.
+        CorruptError: The text is damaged, or a field is impossible.
         InvalidError: It is of a format that this version does not read.
     """
-    document, _ = unsealed(data, where)
-    check_format(document, "report", where)
-    told = _Told(document, where)
-    step, rank = document.get("step"), told.whole("rank", WORLD_SIZE_MAX - 1)
+    document, _ = decode_sealed(data, "report", _ReportDocument, where)
     return RankReport(
-        operation=Operation(
-            verb=told.verb(),
-            step=None if step is None else told.whole("step", STEP_MAX),
-            url=url,
-            rank=rank,
-            world_size=told.whole("world_size", WORLD_SIZE_MAX),
-        ),
-        id=told.text("id"),
-        host=told.text("host"),
-        pid=told.whole("pid", 1 << 62),
-        began_unix_seconds=told.number("began_unix_seconds"),
-        seconds=told.number("seconds"),
-        phases=tuple(told.phases()),
-        bytes=told.whole("bytes", 1 << 62),
-        facts=told.facts(),
+        operation=Operation(document.verb, document.step, url, document.rank, document.world_size),
+        id=document.id,
+        host=document.host,
+        pid=document.pid,
+        began_unix_seconds=document.began_unix_seconds,
+        seconds=document.seconds,
+        phases=tuple(Phase(*phase) for phase in document.phases),
+        bytes=document.bytes,
+        facts=document.facts,
     )
-
-
-class _Told:
-    """Fields of a report, each taken only if it is what it must be."""
-
-    def __init__(self, document: Mapping[str, object], where: str) -> None:
-        self._document, self._where = document, where
-
-    def verb(self) -> Verb:
-        found = self._document.get("verb")
-        verbs: tuple[Literal["save"], Literal["load"]] = ("save", "load")
-        for verb in verbs:
-            if found == verb:
-                return verb
-        raise self._wrong("verb", found, "save or load")
-
-    def text(self, name: str) -> str:
-        found = self._document.get(name)
-        if not isinstance(found, str) or not values.is_json_scalar(found):
-            raise self._wrong(name, found, "text")
-        return found
-
-    def whole(self, name: str, largest: int) -> int:
-        found = self._document.get(name)
-        if type(found) is not int or not 0 <= found <= largest:
-            raise self._wrong(name, found, "a whole number")
-        return found
-
-    def number(self, name: str) -> float:
-        found = self._document.get(name)
-        if not _is_seconds(found):
-            raise self._wrong(name, found, "a number of seconds")
-        assert isinstance(found, int | float)
-        return float(found)
-
-    def phases(self) -> Iterator[Phase]:
-        found = self._document.get("phases")
-        if not isinstance(found, list) or len(found) > _PHASES_MAX:
-            raise self._wrong("phases", found, f"a list of at most {_PHASES_MAX}")
-        for each in found:
-            if not isinstance(each, list) or len(each) != 3 or not isinstance(each[0], str):
-                raise self._wrong("phases", each, "[name, start, seconds]")
-            if not values.is_json_scalar(each[0]) or not all(map(_is_seconds, each[1:])):
-                raise self._wrong("phases", each, "[name, start, seconds]")
-            yield Phase(each[0], float(each[1]), float(each[2]))
-
-    def facts(self) -> dict[str, Fact]:
-        found = self._document.get("facts")
-        if not isinstance(found, dict):
-            raise self._wrong("facts", found, "an object")
-        facts: dict[str, Fact] = {}
-        for name, fact in found.items():
-            if not values.is_json_scalar(name) or fact is None or not values.is_json_scalar(fact):
-                raise self._wrong("facts", {name: fact}, "numbers, texts and truths by name")
-            assert isinstance(fact, int | float | str | bool), fact
-            facts[name] = fact
-        return facts
-
-    def _wrong(self, name: str, found: object, expected: str) -> CorruptError:
-        return CorruptError(f"{self._where}: {name} is {str(found)[:80]!r}; expected {expected}")
-
-
-def _is_seconds(found: object) -> bool:
-    if not isinstance(found, int | float) or isinstance(found, bool):
-        return False
-    return 0 <= found < 1e12

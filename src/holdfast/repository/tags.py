@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
-from holdfast.format.sealed_json import check_format, sealed, unsealed
-from holdfast.format.values import values
+from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest
 from holdfast.repository.epochs import current_fence, fenced_error
-from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
 from holdfast.types.retention import Tag
 
 TAGS_FOLDER = "tags/"
@@ -90,7 +90,7 @@ def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
     digest = _digest_of(store, step)
     tag = Tag(name, step, digest, created)
     try:
-        store.put_if_absent(_key(name), _encoded(tag))
+        store.put_if_absent(_key(name), _encode(tag))
     except ConflictError as conflict:
         there = _read_or_none(store, name)
         if there is not None and (there.step, there.digest) == (step, digest):
@@ -112,7 +112,7 @@ def given_anew(store: Store, step: int, digest: str) -> dict[str, bytes]:
         digest: That of its manifest now.
     """
     tags = (tag for tag in read_tags(store).whole.values() if tag.step == step and tag.digest != digest)
-    return {_key(tag.name): _encoded(replace(tag, digest=digest)) for tag in tags}
+    return {_key(tag.name): _encode(replace(tag, digest=digest)) for tag in tags}
 
 
 def remove_tag(store: Store, name: str) -> None:
@@ -148,10 +148,15 @@ def _conflict(store: Store, name: str) -> ConflictError:
     )
 
 
-def _encoded(tag: Tag) -> bytes:
-    header = {"format": [FORMAT_MAJOR, FORMAT_MINOR_RUN], "kind": "tag"}
-    named = {"name": tag.name, "step": tag.step, "manifest": tag.digest, "created": tag.created}
-    return sealed({"holdfast": header, **named})
+class _TagDocument(msgspec.Struct):
+    name: str
+    step: StepNumber
+    manifest: Digest
+    created: Text
+
+
+def _encode(tag: Tag) -> bytes:
+    return sealed({**header("tag"), "name": tag.name, "step": tag.step, "manifest": tag.digest, "created": tag.created})
 
 
 def _read_or_none(store: Store, name: str) -> Tag | None:
@@ -163,18 +168,10 @@ def _read_or_none(store: Store, name: str) -> Tag | None:
 
 def _read(store: Store, name: str) -> Tag:
     where = f"{store.url}/{_key(name)}"
-    document, _ = unsealed(store.get(_key(name), _TAG_BYTES_MAX), where)
-    check_format(document, "tag", where)
-    told, step, digest, created = (document.get(each) for each in ("name", "step", "manifest", "created"))
-    if told != name:
-        raise CorruptError(f"{where}: names itself {str(told)[:80]!r}; expected {name!r}. It was copied or renamed")
-    if type(step) is not int or not 0 <= step <= STEP_MAX:
-        raise CorruptError(f"{where}: step is {str(step)[:80]!r}; expected a whole number")
-    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{32}", digest):
-        raise CorruptError(f"{where}: manifest is {str(digest)[:80]!r}; expected its digest")
-    if not isinstance(created, str) or not values.is_json_scalar(created):
-        raise CorruptError(f"{where}: created is {str(created)[:80]!r}; expected a time as text")
-    return Tag(name, step, digest, created)
+    document, _ = decode_sealed(store.get(_key(name), _TAG_BYTES_MAX), "tag", _TagDocument, where)
+    if document.name != name:
+        raise CorruptError(f"{where}: is of tag {document.name[:80]!r}; expected {name!r}. It was copied or renamed")
+    return Tag(name, document.step, document.manifest, document.created)
 
 
 def _key(name: str) -> str:

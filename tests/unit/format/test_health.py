@@ -49,7 +49,7 @@ def test_what_cannot_be_is_refused(name: str) -> None:
         with pytest.raises(CorruptError, match="here: "):
             decode_health({**SAID, name: value}, "here")
     for value in (7, "healthy", [1], True):
-        with pytest.raises(CorruptError, match="expected an object"):
+        with pytest.raises(CorruptError, match="here: health: expected `object`"):
             decode_health(value, "here")
 
 

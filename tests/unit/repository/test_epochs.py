@@ -75,7 +75,7 @@ def test_a_manifest_says_its_epoch_and_the_format_that_brought_it() -> None:
 def test_an_impossible_epoch_is_damage(said: object) -> None:
     document = {"holdfast": {"format": [1, 2], "kind": "checkpoint"}, "step": 3, "epoch": said}
     with pytest.raises(CorruptError, match="epoch is"):
-        epochs.standing_of(sealed(document), "here")
+        epochs.epoch_of_manifest(sealed(document), "here")
 
 
 def test_a_record_reads_back(store: MemoryStore) -> None:
