@@ -87,7 +87,6 @@ def formats() -> tuple[Format, ...]:
     from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
     from holdfast.foreign.huggingface.bin_reader import HuggingFaceBinFormat
     from holdfast.foreign.huggingface.safetensors_reader import SafetensorsFormat
-    from holdfast.foreign.incomplete import RemainsFormat
     from holdfast.foreign.torch.reader import TorchSaveFormat
 
     return (
@@ -96,7 +95,6 @@ def formats() -> tuple[Format, ...]:
         SafetensorsFormat(),
         HuggingFaceBinFormat(),
         TorchSaveFormat(),
-        RemainsFormat(),
     )
 
 
@@ -107,7 +105,12 @@ def foreign_at(path: str) -> ForeignPath:
 
     def listing() -> ForeignListing | None:
         known = next((each for each in formats() if each.recognises(files, name)), None)
-        return None if known is None else known.listing(files, name)
+        if known is not None:
+            return known.listing(files, name)
+        from holdfast.foreign.incomplete import require_complete
+
+        require_complete(files, name)
+        return None
 
     return ForeignPath(files, name, listing, files.stamps, files.require_unchanged)
 

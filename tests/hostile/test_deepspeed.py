@@ -312,7 +312,9 @@ def test_what_is_left_of_a_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=rf"no latest .* found {TAG}"):
         holdfast.open_checkpoint(root)
     (root / TAG / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(MissingError, match=rf"{FIRST}_states\.pt and 1 more, and neither mp_rank_00_model_states"):
+    with pytest.raises(
+        MissingError, match=rf"{FIRST}_states\.pt, {SECOND}_states\.pt, and neither mp_rank_00_model_states"
+    ):
         holdfast.open_checkpoint(root / TAG)
     (root / "latest").write_text(TAG)
     with pytest.raises(MissingError, match=rf"{TAG} holds {FIRST}_states\.pt"):

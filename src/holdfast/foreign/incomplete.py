@@ -1,39 +1,33 @@
-"""What is left of a checkpoint of which the files are missing that the rest is found by: told, never read."""
+"""Detects DeepSpeed and DCP checkpoints whose index files are missing and names what is missing."""
 
 from __future__ import annotations
 
-from holdfast.errors import CheckpointError, MissingError
+from holdfast.errors import CheckpointError, MissingError, first_three
 from holdfast.foreign.dcp.reader import METADATA
 from holdfast.foreign.deepspeed.folder import FIRST_FILES, LATEST, holds_states, tag_in
 from holdfast.foreign.wording import shown
 from holdfast.ports.store import Readable
-from holdfast.types.listing import ForeignListing
 
-_ITEMS = ".distcp"
-_TAGS_MAX = 5
-"""Named in a message."""
+_DCP_DATA_SUFFIX = ".distcp"
 
 
-class RemainsFormat:
-    """Knows checkpoints of DeepSpeed and DCP that lack what tells of them; asked after every other format."""
+def require_complete(files: Readable, name: str) -> None:
+    """Refuse a folder that no format recognises and that holds files of a checkpoint.
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "remains"
-
-    def recognises(self, files: Readable, name: str) -> bool:
-        """Return whether a folder was named that holds some files of a checkpoint."""
-        return not name and _missing(files) is not None
-
-    def listing(self, files: Readable, name: str) -> ForeignListing:
-        """Raise an error that says what is there, and what is not."""
-        raise MissingError(f"{files.url}: {_missing(files)}")
+    Args:
+        files: The folder, or the folder of the named file.
+        name: Key of the named file; empty for a folder. A single file is never refused.
+    Raises:
+        MissingError: The message names the files that are present and the one that is missing.
+    """
+    missing = None if name else _missing(files)
+    if missing is not None:
+        raise MissingError(f"{files.url}: {missing}")
 
 
 def _missing(files: Readable) -> str | None:
-    """Return what is there and what is missing; None where nothing is known."""
-    items: list[str] = []
+    """Return what is present and what is missing; None if the folder holds no files of a checkpoint."""
+    data_files: list[str] = []
     states: dict[str, list[str]] = {}
     tag = tag_in(files, LATEST)
     try:
@@ -41,24 +35,25 @@ def _missing(files: Readable) -> str | None:
             folder, _, name = entry.key.rpartition("/")
             if holds_states(name):
                 states.setdefault(folder, []).append(name)
-            elif not folder and (name.endswith(_ITEMS) or name == METADATA):
-                items.append(name)
+            elif not folder and (name.endswith(_DCP_DATA_SUFFIX) or name == METADATA):
+                data_files.append(name)
     except CheckpointError:
+        # The caller reports that the path holds no checkpoint; a folder that cannot be listed adds nothing to that.
         return None
-    if items and METADATA not in items:
+    if data_files and METADATA not in data_files:
         return (
-            f"{len(items)} files of torch.distributed.checkpoint ({min(items)}) and no {METADATA}, which a save writes "
-            "last; expected both. The save did not finish, or not all of it was copied: choose another checkpoint"
+            f"{len(data_files)} files of torch.distributed.checkpoint ({min(data_files)}) and no {METADATA}, which a "
+            "save writes last; expected both. The save did not finish, or the copy is partial. Choose another "
+            "checkpoint"
         )
     for folder in ("", tag or ""):
         if folder in states:
-            found = states[folder]
             return (
-                f"{folder or 'the folder'} holds {min(found)}{f' and {len(found) - 1} more' if found[1:] else ''}, and "
-                f"neither {FIRST_FILES[0]} nor {FIRST_FILES[1]}; expected the model states of rank 0. Copy the rest"
+                f"{folder or 'the folder'} holds {first_three(sorted(states[folder]))}, and neither {FIRST_FILES[0]} "
+                f"nor {FIRST_FILES[1]}; expected the model states of rank 0. Copy the missing files"
             )
     tags = sorted(states)
-    there = f"found {', '.join(tags[:_TAGS_MAX])}{', …' if len(tags) > _TAGS_MAX else ''}" if tags else "found no tag"
+    present = f"found {first_three(tags)}" if tags else "found no tag"
     if tag:
-        return f"{LATEST} names {shown(tag)}, and no files of it are there; {there}. Copy it, or name a tag's folder"
-    return f"no {LATEST} that names a tag of DeepSpeed's; {there}. Name one of these folders" if tags else None
+        return f"{LATEST} names {shown(tag)}, which holds no files; {present}. Copy that tag, or name a tag's folder"
+    return f"no {LATEST} file names a DeepSpeed tag; {present}. Name one of these folders" if tags else None
