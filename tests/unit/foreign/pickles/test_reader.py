@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.foreign.pickles.reader import Instance, unpickled
+from holdfast.foreign.pickles.reader import OpaqueObject, unpickled
 from tests.unit.foreign.plain_values import types_in, values
 
 PROTOCOLS = range(6)
@@ -66,7 +66,7 @@ def test_a_default_dict_is_a_dict(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_object_of_a_known_class_is_inert(protocol: int) -> None:
     found = unpickled(pickle.dumps(argparse.Namespace(lr=0.1, name="x"), protocol), "here")
-    assert isinstance(found, Instance)
+    assert isinstance(found, OpaqueObject)
     assert found.qualname == "argparse.Namespace"
     assert found.state == {"lr": 0.1, "name": "x"}
 
@@ -81,10 +81,10 @@ class Settings:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_object_of_another_class_is_refused_by_name_unless_named(protocol: int) -> None:
     data = pickle.dumps(Settings(), protocol)
-    with pytest.raises(InvalidError, match=r"over there.*test_pickled\.Settings"):
+    with pytest.raises(InvalidError, match=r"over there.*test_reader\.Settings"):
         unpickled(data, "over there")
     found = unpickled(data, "here", also={f"{Settings.__module__}.Settings"})
-    assert isinstance(found, Instance)
+    assert isinstance(found, OpaqueObject)
     assert found.attribute("lr") == 1.0
 
 
