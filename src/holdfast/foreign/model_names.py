@@ -71,6 +71,14 @@ def model_names(content: ExportContent) -> ModelNames:
     return ModelNames(found.names, found.aliases, key, part)
 
 
+def model_names_if_any(content: ExportContent) -> ModelNames | None:
+    """Return the model by its names, or None if the state has none."""
+    try:
+        return model_names(content)
+    except InvalidError:
+        return None
+
+
 def _model_part(tree: Group) -> tuple[str, Part]:
     """Return the key that is taken off the model's names, and which those are."""
     groups = {key: value.kind for key, value in tree.items.items() if isinstance(value, Group)}

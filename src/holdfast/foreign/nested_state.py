@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import InvalidError
 from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
-from holdfast.foreign.model_names import exported_dtype, model_names
+from holdfast.foreign.model_names import exported_dtype, model_names, model_names_if_any
 from holdfast.foreign.values import below
 from holdfast.types.export import ExportContent, ExportOptions
 from holdfast.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value
@@ -50,20 +50,14 @@ def nested_state(content: ExportContent, options: ExportOptions, *, flat_optimiz
         flat_optimizers: Whether an optimizer has `state.<fqn>.<key>` and `param_groups.<fqn>.<key>` by themselves, as
             `torch.distributed.checkpoint.state_dict` gives it flattened, and not as nested dicts.
     """
-    building = _Building(content, options.dtype, _names_if_any(content))
+    model = model_names_if_any(content)
+    building = _Building(content, options.dtype, model.names if model else {})
     state = building.state()
     building.tell()
     if flat_optimizers:
         for holder, key in building.optimizers:
             holder[key] = _flat(holder[key])
     return state
-
-
-def _names_if_any(content: ExportContent) -> Mapping[str, str]:
-    try:
-        return model_names(content).names
-    except InvalidError:
-        return {}
 
 
 class _Building:

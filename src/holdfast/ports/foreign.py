@@ -13,11 +13,6 @@ from holdfast.types.listing import ForeignListing
 class Format(Protocol):
     """A layout on storage that Holdfast lists without converting it."""
 
-    @property
-    def name(self) -> str:
-        """What it is called on the command line, e.g. `dcp`."""
-        ...
-
     def recognises(self, files: Readable, name: str) -> bool:
         """Return whether this is a checkpoint of the format, from names and sizes of files and a few of their bytes.
 

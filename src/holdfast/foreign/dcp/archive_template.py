@@ -1,108 +1,94 @@
-"""Archives that are alike but for the elements in them, so that of thousands only a few need be taken apart.
+"""Recognises archives that differ only in the elements of their tensor, so that most need no parsing.
 
-What torch.save writes of two tensors of one shape differs in their elements, in check sums and in an id made of those.
-Where all else is the same byte for byte, what is read out of the one stands at the same place in the other.
+torch.save writes two tensors of one shape as archives that differ in the elements, in checksums, and in an id derived
+from them. If all other bytes are equal, the value of one archive holds for the other, at another place.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 
 from holdfast.foreign.dcp.metadata import Item
 from holdfast.foreign.dcp.prefetch import TailPrefetch
 from holdfast.foreign.pickles.tensors import StoredTensor
-from holdfast.foreign.torch.zip_reader import ZipEntry, zip_entries
+from holdfast.foreign.torch.zip_reader import CHECKSUM_IN_RECORD, ZipEntry, zip_entries
 
 UNKNOWN = object()
-"""Said of an archive that is like none before it."""
+"""Returned for an archive that equals no learned archive."""
 
-_END = struct.Struct("<4s4H2LH")
-_RECORD_BYTES, _SUM_AT, _LENGTHS_AT, _LOCAL_AT = 46, 16, 28, 42
+_CHECKSUM_BYTES = 4
 _KNOWN_MAX, _LAYOUTS_MAX = 4096, 4
 
 _Ranges = tuple[tuple[int, int], ...]
+"""Byte ranges from the start of an archive."""
 
 
 class ArchiveTemplate:
-    """Values of archives by every byte of them that is looked at."""
+    """Values of archives, by all bytes that decide the value."""
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start without any archive."""
         self._layouts: dict[int, list[_Ranges]] = {}
         self._known: dict[tuple[_Ranges, bytes], tuple[object, int]] = {}
 
     def value(self, windows: TailPrefetch, item: Item) -> object:
-        """Return what an item's archive holds if one like it was learned, `UNKNOWN` if not."""
+        """Return the value of an item's archive if an equal archive was learned, else `UNKNOWN`."""
         for ranges in self._layouts.get(item.stop - item.start, ()):
-            found = self._known.get((ranges, _frame(windows, item, ranges)))
-            if found is not None:
-                value, start = found
+            known = self._known.get((ranges, _deciding_bytes(windows, item, ranges)))
+            if known is not None:
+                value, start = known
                 if isinstance(value, StoredTensor):
                     return replace(value, file=item.file, offset=value.offset - start + item.start)
                 return value
         return UNKNOWN
 
     def learn(self, windows: TailPrefetch, item: Item, value: object) -> None:
-        """Remember what an archive holds; nothing of one that is not as torch.save writes it.
+        """Remember the value of an archive, if its layout is the one of torch.save.
 
         Args:
-            windows: Holds its ends.
-            item: Where it lies.
-            value: What it holds; only a tensor by itself or a plain value is remembered.
+            windows: Holds both ends of the archive.
+            item: The archive.
+            value: Its value. Only a single tensor or a plain value is remembered.
         """
         layouts = self._layouts.setdefault(item.stop - item.start, [])
         if len(self._known) >= _KNOWN_MAX or not (isinstance(value, StoredTensor) or _is_plain(value)):
             return
-        ranges = _looked_at(windows, item, zip_entries(windows, item.file, item.start, item.stop).values())
+        ranges = _deciding_ranges(windows, item, zip_entries(windows, item.file, item.start, item.stop).values())
         if ranges not in layouts:
             if not ranges or len(layouts) >= _LAYOUTS_MAX:
                 return
             layouts.append(ranges)
-        self._known[ranges, _frame(windows, item, ranges)] = (value, item.start)
+        self._known[ranges, _deciding_bytes(windows, item, ranges)] = (value, item.start)
 
 
-def _frame(windows: TailPrefetch, item: Item, ranges: _Ranges) -> bytes:
-    """Return the bytes of ranges of an item; fewer than those of any that was learned where some are not held."""
+def _deciding_bytes(windows: TailPrefetch, item: Item, ranges: _Ranges) -> bytes:
+    """Return the bytes of ranges of an item. If some are not held, they are too few to equal any learned archive."""
     return b"".join([windows.held(item.start + start, item.start + stop) for start, stop in ranges])
 
 
-def _looked_at(windows: TailPrefetch, item: Item, entries: Iterable[ZipEntry]) -> _Ranges:
-    """Return the ranges of an archive that decide what is read out of it; none where they are not held.
+def _deciding_ranges(windows: TailPrefetch, item: Item, entries: Collection[ZipEntry]) -> _Ranges:
+    """Return the ranges of an archive that decide its value: headers, directory without checksums, parsed entries.
 
-    They are all of the directory but check sums, each header, and those contents that are read.
+    Empty if some of these bytes are not held.
     """
-    length = item.stop - item.start
-    end = windows.held(item.stop - _END.size, item.stop)
-    if len(end) < _END.size:
-        return ()
-    signature, _, _, _, _, _, directory, comment_bytes = _END.unpack(end)
-    records = windows.held(item.start + directory, item.stop) if directory < length else b""
-    if signature != b"PK\5\6" or comment_bytes or not records:
-        return ()
-    contents = sorted((entry.offset - item.start, entry) for entry in entries)
-    places, sums, at = [], [], 0
-    for _ in contents:
-        if at + _RECORD_BYTES > len(records):
-            return ()
-        places.append(int.from_bytes(records[at + _LOCAL_AT : at + _LOCAL_AT + 4], "little"))
-        sums.append(directory + at + _SUM_AT)
-        at += _RECORD_BYTES + sum(struct.unpack_from("<3H", records, at + _LENGTHS_AT))
+    checksums = sorted(entry.checksum_at - item.start for entry in entries)
     ranges = []
-    for place, (offset, entry) in zip(sorted(places), contents, strict=True):
-        is_read = entry.name.endswith(("/data.pkl", "/byteorder"))
-        ranges.append((place, offset + entry.bytes if is_read else offset))
-    for begun, stop in pairwise([directory - 4, *sums, length]):
-        ranges.append((begun + 4, stop))
+    for entry in sorted(entries, key=lambda entry: entry.header):
+        is_parsed = entry.name.endswith(("/data.pkl", "/byteorder"))
+        stop = entry.offset + entry.bytes if is_parsed else entry.offset
+        ranges.append((entry.header - item.start, stop - item.start))
+    directory = checksums[0] - CHECKSUM_IN_RECORD
+    for before, stop in pairwise([directory - _CHECKSUM_BYTES, *checksums, item.stop - item.start]):
+        ranges.append((before + _CHECKSUM_BYTES, stop))
     if any(not start < stop or not windows.held(item.start + start, item.start + stop) for start, stop in ranges):
         return ()
     return tuple(ranges)
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value says nothing of where it lies."""
+    """Return whether a value does not depend on the place of its archive."""
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)

@@ -38,11 +38,6 @@ _RANK = re.compile(r"__(\d{1,7})_\d+\.distcp")
 class DcpFormat:
     """Lists what `torch.distributed.checkpoint` wrote to a folder."""
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "dcp"
-
     def recognises(self, files: Readable, name: str) -> bool:
         """Return whether it is a folder with a `.metadata` that names DCP's classes, or that file itself."""
         if name in ("", _BY_RANK) and not _holds(files, METADATA) and _holds(files, _BY_RANK):

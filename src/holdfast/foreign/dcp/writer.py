@@ -41,10 +41,8 @@ class _Stored:
 class DcpWriter:
     """Lays a checkpoint out as `torch.distributed.checkpoint.load` reads it; keys are our FQNs."""
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "dcp"
+    name = "dcp"
+    """Name of the format on the command line."""
 
     def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
         """Return `.metadata` and as many `.distcp` files as the bytes of the tensors take.

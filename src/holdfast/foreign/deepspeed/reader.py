@@ -13,11 +13,6 @@ from holdfast.types.listing import ForeignListing
 class DeepSpeedFormat:
     """Lists checkpoints of DeepSpeed's engine, and universal folders made of them, where they lie."""
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "deepspeed"
-
     def recognises(self, files: Readable, name: str) -> bool:
         """Return whether a folder was named that holds files of a tag, or `latest` or `latest_universal` with one."""
         return not name and find_prefix(files) is not None

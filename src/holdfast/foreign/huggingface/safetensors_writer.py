@@ -1,7 +1,7 @@
-"""Files of safetensors as Hugging Face lays a model out: one, or several with an index.
+"""Lays out safetensors files like Hugging Face: one file, or several with an index.
 
-What is written is what `transformers` writes and loads: tied names are stored once, and each file's metadata says what
-else they are called, as `safetensors.torch.save_model` does.
+`transformers` writes and loads the same layout: a tied tensor is stored once, and the metadata of its file lists its
+other names, as `safetensors.torch.save_model` does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.errors import InvalidError
 from holdfast.foreign.huggingface.safetensors_reader import HEADER_BYTES_MAX, NAMES_KEPT
-from holdfast.foreign.model_names import ModelNames, PartNames, exported_dtype, model_names, part_names
+from holdfast.foreign.model_names import PartNames, exported_dtype, model_names, model_names_if_any, part_names
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
@@ -21,45 +21,36 @@ _METADATA = "__metadata__"
 _METADATA_KEYS = ("format", NAMES_KEPT)
 
 _Named = tuple[str, TensorSpec, str]
-"""Name in the file, stored tensor, dtype it is cast to."""
+"""Name in the file, stored tensor, element type in the file."""
 
 
 class SafetensorsWriter:
-    """Lays a model out in safetensors files, and beside it, if asked, everything else."""
+    """Lays out a model in safetensors files, and the rest of the state beside it on request."""
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "safetensors"
+    name = "safetensors"
+    """Name of the format on the command line."""
 
     def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
-        """Return `model.safetensors`, or its shards and their index; `optimizer.safetensors` or shards for the rest."""
-        model = _model_if_any(content) if not options.model_only else model_names(content)
+        """Return the model as one file, or as shards and their index; all other tensors as `optimizer.safetensors`."""
+        model = model_names(content) if options.model_only else model_names_if_any(content)
         shards, ties = _laid_out("model", content, model, options.shard_bytes, options.dtype) if model else ({}, {})
         metadata = {"format": "pt"}
-        files = [_file(name, each, metadata, ties) for name, each in shards.items()]
+        files = [_file(name, tensors, metadata, ties) for name, tensors in shards.items()]
         if len(shards) > 1:
             files.append(_index(shards))
         if not options.model_only:
             rest = part_names(content, lambda name: None if model and model.part(name) is not None else name)
             metadata = {"format": "pt", NAMES_KEPT: "true"}
             shards, ties = _laid_out("optimizer", content, rest, options.shard_bytes, None)
-            files += [_file(name, each, metadata, ties) for name, each in shards.items()]
+            files += [_file(name, tensors, metadata, ties) for name, tensors in shards.items()]
         return files
-
-
-def _model_if_any(content: ExportContent) -> ModelNames | None:
-    try:
-        return model_names(content)
-    except InvalidError:
-        return None
 
 
 def _laid_out(
     stem: str, content: ExportContent, part: PartNames, shard_bytes: int, dtype: str | None
 ) -> tuple[dict[str, list[_Named]], Mapping[str, str]]:
-    """Return the tensors of each file, and the names that they are tied under."""
-    # What the metadata keeps for itself cannot be the name of a tie there: such a one is written once more.
+    """Return the tensors of each file, and their tied names."""
+    # Metadata reserves some keys. A tied name that equals one cannot be listed there, so its tensor is written again.
     ties = {alias: name for alias, name in part.aliases.items() if alias not in _METADATA_KEYS}
     again = {alias: name for alias, name in part.aliases.items() if alias not in ties}
     stored = {name: fqn for fqn, name in part.names.items()}
@@ -70,20 +61,20 @@ def _laid_out(
 
 
 def _shards(stem: str, tensors: Sequence[_Named], shard_bytes: int) -> dict[str, list[_Named]]:
-    """Return the tensors of each file, filled in their order; one larger than a file gets one to itself."""
+    """Return the tensors of each file, in order. A tensor larger than `shard_bytes` gets a file of its own."""
     shards: list[list[_Named]] = [[]]
     filled = 0
-    for each in tensors:
-        count = _bytes(each)
+    for tensor in tensors:
+        count = _bytes(tensor)
         if shards[-1] and filled + count > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(each)
+        shards[-1].append(tensor)
         filled += count
     if len(shards) == 1:
         return {f"{stem}.safetensors": shards[0]}
     total = len(shards)
-    return {f"{stem}-{number:05d}-of-{total:05d}.safetensors": each for number, each in enumerate(shards, 1)}
+    return {f"{stem}-{number:05d}-of-{total:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 def _bytes(named: _Named) -> int:
@@ -92,21 +83,21 @@ def _bytes(named: _Named) -> int:
 
 
 def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], aliases: Mapping[str, str]) -> ExportFile:
-    """Return one file: its header, and the tensors behind it, those of the widest elements first so that all align."""
+    """Return one file: header and tensors, widest elements first so that every tensor is aligned to its elements."""
     header: dict[str, object] = {}
     placed: list[tuple[ExportTensor, int]] = []
     at = 0
-    for each in sorted(tensors, key=lambda named: (-DTYPES[named[2]].itemsize, named[0])):
-        known_as, spec, dtype = each
+    for tensor in sorted(tensors, key=lambda named: (-DTYPES[named[2]].itemsize, named[0])):
+        name_in_file, spec, dtype = tensor
         if not DTYPES[dtype].safetensors:
             raise InvalidError(
-                f"{spec.fqn}: dtype {dtype}; safetensors has no such type. Export to torch, dcp or holdfast instead"
+                f"{spec.fqn}: dtype {dtype}; safetensors has no such type. Export to torch, dcp or holdfast"
             )
-        if known_as == _METADATA:
-            raise InvalidError(f"{spec.fqn}: safetensors keeps the name {_METADATA} for itself; rename the tensor")
-        stop = at + _bytes(each)
+        if name_in_file == _METADATA:
+            raise InvalidError(f"{spec.fqn}: safetensors reserves the name {_METADATA}; rename the tensor")
+        stop = at + _bytes(tensor)
         entry = {"dtype": DTYPES[dtype].safetensors, "shape": list(spec.global_shape), "data_offsets": [at, stop]}
-        header[known_as] = entry
+        header[name_in_file] = entry
         placed.append((ExportTensor(spec.fqn, dtype, Box.whole(spec.global_shape), 0), at))
         at = stop
     ties = {alias: kept for alias, kept in aliases.items() if kept in header}
@@ -115,21 +106,21 @@ def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], ali
     if len(text) > HEADER_BYTES_MAX:
         raise InvalidError(
             f"{name}: {len(tensors)} tensors need a header of {len(text)} bytes; safetensors takes {HEADER_BYTES_MAX}. "
-            "Choose smaller shards"
+            "Choose a smaller shard_bytes"
         )
     first = 8 + len(text)
     return ExportFile(
         name=name,
         bytes=first + at,
         literals=((0, len(text).to_bytes(8, "little") + text),),
-        tensors=tuple(ExportTensor(each.fqn, each.dtype, each.box, first + start) for each, start in placed),
+        tensors=tuple(ExportTensor(tensor.fqn, tensor.dtype, tensor.box, first + start) for tensor, start in placed),
     )
 
 
 def _index(shards: Mapping[str, Sequence[_Named]]) -> ExportFile:
-    """Return what says which tensor lies in which file."""
+    """Return the index: the file of each tensor."""
     weights = {named[0]: name for name, tensors in shards.items() for named in tensors}
-    total = sum(_bytes(each) for tensors in shards.values() for each in tensors)
+    total = sum(_bytes(tensor) for tensors in shards.values() for tensor in tensors)
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
     text = (json.dumps(document, indent=2) + "\n").encode()
     return ExportFile(name="model.safetensors.index.json", bytes=len(text), literals=((0, text),))

@@ -1,8 +1,9 @@
-"""Archives as torch.save writes them, laid out byte by byte before any tensor is read.
+"""Lays out archives as torch.save writes them, byte by byte, before any tensor is read.
 
-Source: PyTorch's `caffe2/serialize/inline_container.cc` and its miniz, whose choices are kept where a reader relies on
-them: every entry stored, its content at a multiple of 64 bytes, sizes in a descriptor behind it, the directory in the
-format for large files whatever its size.
+Four choices of torch are kept, because readers rely on them. Every entry is uncompressed. Its content starts at a
+multiple of 64 bytes. A descriptor behind the content holds its size. The directory ends in a zip64 record at any size.
+
+Source: PyTorch's `caffe2/serialize/inline_container.cc` and its miniz.
 """
 
 from __future__ import annotations
@@ -18,19 +19,15 @@ from holdfast.foreign.pickles.constructors import STORAGE_DTYPES
 from holdfast.foreign.pickles.objects import GlobalName
 from holdfast.foreign.pickles.tensors import row_major_strides
 from holdfast.foreign.pickles.writer import Made, PersistentId, pickled
+from holdfast.foreign.torch.zip_reader import CHECKSUM_IN_RECORD, END, END64, LOCAL, LOCATOR64, RECORD
 from holdfast.geometry.dtype import DTYPES
 from holdfast.types.values import FrameworkValue
 
 ALIGNMENT_BYTES = 64
-"""Of every entry's content, from the start of the archive."""
+"""Alignment of the content of every entry, from the start of the archive."""
 
 _LARGE = (1 << 32) - 1
-_LOCAL = struct.Struct("<4s5H3L2H")
-_RECORD = struct.Struct("<4s6H3L5H2L")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_END64_AT = struct.Struct("<4sLQL")
-_END = struct.Struct("<4s4H2LH")
-_SUM_IN_RECORD, _SUM_IN_DESCRIPTOR = 16, 4
+_CHECKSUM_IN_DESCRIPTOR = 4
 _DESCRIBED, _UTF8 = 0x0008, 0x0800
 
 _STORAGES = {
@@ -42,12 +39,14 @@ _UNTYPED = GlobalName("torch.storage.UntypedStorage")
 
 
 def put_archive(layout: FileLayout, value: object) -> None:
-    """Lay out an archive of a value, in which stand `TensorLeaf`, `SmallTensor` and `FrameworkValue` besides.
+    """Lay out an archive of a value.
 
-    Tensors of the same name share their memory.
-
+    Args:
+        layout: The file; the archive is appended.
+        value: Plain values, `TensorLeaf`, `SmallTensor` and `FrameworkValue`, nested. Leaves of the same tensor share
+            one storage.
     Raises:
-        InvalidError: The value holds what torch cannot load.
+        InvalidError: The value holds an object that torch cannot load.
     """
     storages = _Storages()
     pickle = pickled(value, storages.stand_in)
@@ -56,7 +55,7 @@ def put_archive(layout: FileLayout, value: object) -> None:
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
-    for number, tensor in enumerate(storages.found):
+    for number, tensor in enumerate(storages.tensors):
         if isinstance(tensor, SmallTensor):
             archive.add(f"data/{number}", tensor.data)
         else:
@@ -66,14 +65,14 @@ def put_archive(layout: FileLayout, value: object) -> None:
 
 
 class _Storages:
-    """The memory that tensors of one archive lie in, by number."""
+    """The storages of one archive, by number."""
 
     def __init__(self) -> None:
-        self.found: list[TensorLeaf | SmallTensor] = []
+        self.tensors: list[TensorLeaf | SmallTensor] = []
         self._numbers: dict[tuple[str, str], int] = {}
 
     def stand_in(self, value: object) -> object:
-        """Return how a tensor is written, or a value that only torch can build."""
+        """Return the pickle call that builds a tensor, or a value of a class of torch."""
         if isinstance(value, TensorLeaf):
             key = (value.fqn, value.dtype)
             if key not in self._numbers:
@@ -83,20 +82,29 @@ class _Storages:
             return _tensor(value, self._add(value))
         if isinstance(value, FrameworkValue):
             return _framework_value(value)
-        raise InvalidError(f"a {type(value).__name__} stands in the state, which torch.save cannot keep; leave it out")
+        raise InvalidError(
+            f"a {type(value).__name__} is not a value that torch.load accepts; leave it out of the state"
+        )
 
     def _add(self, tensor: TensorLeaf | SmallTensor) -> int:
-        self.found.append(tensor)
-        return len(self.found) - 1
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
 
 def _tensor(tensor: TensorLeaf | SmallTensor, number: int) -> Made:
-    """Return how a contiguous tensor that fills its storage is written."""
+    """Return the pickle call that builds a contiguous tensor, which fills its storage."""
     numel, itemsize = math.prod(tensor.shape), DTYPES[tensor.dtype].itemsize
     storage = _STORAGES.get(tensor.dtype)
     count = numel * itemsize if storage is None else numel
-    lies = PersistentId(("storage", storage or _UNTYPED, str(number), "cpu", count))
-    view = (lies, 0, tensor.shape, row_major_strides(tensor.shape), False, Made(GlobalName("collections.OrderedDict")))
+    memory = PersistentId(("storage", storage or _UNTYPED, str(number), "cpu", count))
+    view = (
+        memory,
+        0,
+        tensor.shape,
+        row_major_strides(tensor.shape),
+        False,
+        Made(GlobalName("collections.OrderedDict")),
+    )
     if storage is None:
         return Made(GlobalName("torch._utils._rebuild_tensor_v3"), (*view, GlobalName(f"torch.{tensor.dtype}")))
     return Made(GlobalName("torch._utils._rebuild_tensor_v2"), view)
@@ -111,81 +119,81 @@ def _framework_value(value: FrameworkValue) -> object:
     if value.kind == "torch.device" and isinstance(content, str):
         kind, _, index = content.partition(":")
         return Made(GlobalName("torch.device"), (kind, int(index)) if index else (kind,))
-    raise InvalidError(f"a {value.kind} of {content!r:.100} stands in the state; expected what torch.save keeps")
+    raise InvalidError(f"a {value.kind} of {content!r:.100} is not a value that torch.load accepts; leave it out")
 
 
 @dataclass(slots=True)
 class _Archive:
-    """A zip archive on its way into a file; offsets in it count from where it begins."""
+    """A zip archive that is being appended to a file. Its offsets count from its own start."""
 
     layout: FileLayout
     """The file."""
 
     begun: int = field(init=False)
-    """Where in the file it begins."""
+    """Byte of the file at which the archive starts."""
 
     records: list[tuple[bytes, tuple[int, int] | None]] = field(default_factory=list)
-    """The directory: each record, and for which bytes its checksum is not known yet."""
+    """The directory: each record, and the byte range of the file whose checksum is not known yet."""
 
     descriptors: dict[int, int] = field(default_factory=dict)
-    """By start of such bytes, where else their checksum stands."""
+    """By start of such a range, the byte at which the descriptor stores the checksum too."""
 
     def __post_init__(self) -> None:
         self.begun = self.layout.at
 
     def add(self, name: str, data: bytes) -> None:
-        """Add an entry that is known."""
+        """Append an entry of known bytes."""
         local = self._open(name, len(data))
         self.layout.put(data)
         self._finish(name, local, len(data), zlib.crc32(data))
 
     def add_tensor(self, name: str, leaf: TensorLeaf) -> None:
-        """Add an entry of the elements of a tensor."""
+        """Append an entry with the elements of a tensor."""
         count = math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize
         local = self._open(name, count)
         self.layout.put_tensor(leaf)
         self._finish(name, local, count, None if count else 0)
 
     def close(self) -> None:
-        """Add the directory."""
+        """Append the directory."""
         first = self.layout.at - self.begun
         for record, unknown in self.records:
             if unknown is not None:
                 start, stop = unknown
-                self.layout.put_sum(start, stop, (self.descriptors[start], self.layout.at + _SUM_IN_RECORD))
+                self.layout.put_sum(start, stop, (self.descriptors[start], self.layout.at + CHECKSUM_IN_RECORD))
             self.layout.put(record)
         count, end = len(self.records), self.layout.at - self.begun
         size = end - first
-        self.layout.put(_END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, first))
-        self.layout.put(_END64_AT.pack(b"PK\6\7", 0, end, 1))
+        self.layout.put(END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, first))
+        self.layout.put(LOCATOR64.pack(b"PK\6\7", 0, end, 1))
         short = min(count, (1 << 16) - 1)
-        self.layout.put(_END.pack(b"PK\5\6", 0, 0, short, short, min(size, _LARGE), min(first, _LARGE), 0))
+        self.layout.put(END.pack(b"PK\5\6", 0, 0, short, short, min(size, _LARGE), min(first, _LARGE), 0))
 
     def _open(self, name: str, count: int) -> int:
-        """Put the header of an entry, padded so that its content is aligned; return where it begins."""
-        local, known_as = self.layout.at - self.begun, _entry_name(name)
+        """Append the header of an entry, padded to align the content; return the offset of the header."""
+        local, name_bytes = self.layout.at - self.begun, _entry_name(name)
         wide = _wide(count, local)
-        start = local + _LOCAL.size + len(known_as) + len(wide) + 4
+        start = local + LOCAL.size + len(name_bytes) + len(wide) + 4
         padding = -start % ALIGNMENT_BYTES
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        header = _LOCAL.pack(b"PK\3\4", 0, _flags(count), 0, 0, 0, 0, 0, 0, len(known_as), len(extra))
-        self.layout.put(header + known_as + extra)
+        header = LOCAL.pack(b"PK\3\4", 0, _flags(count), 0, 0, 0, 0, 0, 0, len(name_bytes), len(extra))
+        self.layout.put(header + name_bytes + extra)
         return local
 
     def _finish(self, name: str, local: int, count: int, crc: int | None) -> None:
-        """Put what stands behind an entry's content, and note its record for the directory."""
-        stop, known_as, wide = self.layout.at, _entry_name(name), _wide(count, local)
+        """Append the descriptor behind an entry's content, and add its record to the directory."""
+        stop, name_bytes, wide = self.layout.at, _entry_name(name), _wide(count, local)
         start = stop - count
         if count:
-            self.descriptors[start] = stop + _SUM_IN_DESCRIPTOR
+            self.descriptors[start] = stop + _CHECKSUM_IN_DESCRIPTOR
             sizes = struct.pack("<2Q" if wide else "<2L", count, count)
             self.layout.put(struct.pack("<4sL", b"PK\7\x08", crc or 0) + sizes)
         short = min(count, _LARGE)
-        record = _RECORD.pack(
-            b"PK\1\2", 0, 0, _flags(count), 0, 0, 0, crc or 0, short, short, len(known_as), len(wide), 0, 0, 0, 0,
+        record = RECORD.pack(
+            b"PK\1\2", 0, 0, _flags(count), 0, 0, 0, crc or 0, short, short, len(name_bytes), len(wide), 0, 0, 0, 0,
             min(local, _LARGE),
         )  # fmt: skip
-        self.records.append((record + known_as + wide, (start, stop) if crc is None else None))
+        self.records.append((record + name_bytes + wide, (start, stop) if crc is None else None))
 
 
 def _entry_name(name: str) -> bytes:
@@ -197,6 +205,6 @@ def _flags(count: int) -> int:
 
 
 def _wide(count: int, local: int) -> bytes:
-    """Return the field that holds what does not fit a header: size, stored size and place, each only then."""
+    """Return the zip64 field with those of size, stored size and offset that do not fit 32 bits; empty if all fit."""
     fields = ([count, count] if count >= _LARGE else []) + ([local] if local >= _LARGE else [])
     return struct.pack(f"<2H{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""

@@ -1,8 +1,8 @@
-"""A file of `torch.save`: any nested state, its tensors read where they lie.
+"""Lists a `torch.save` file: any nested state, its tensors read in place.
 
-A dict of nothing but tensors, as `module.state_dict()` returns, has its names under `model.`, an optimizer's alone
-under `optimizer.`; anything else keeps its own paths, joined by dots. Of an optimizer's state dict that goes by
-numbers, the names are numbers too.
+The names of a dict of tensors only, as `module.state_dict()` returns, begin with `model.`; those of an optimizer's
+state dict begin with `optimizer.`. Other states keep their paths, joined by dots. An optimizer's state dict that
+numbers its parameters yields numbers as names.
 """
 
 from __future__ import annotations
@@ -22,29 +22,23 @@ from holdfast.types.values import Group, Skipped, TensorRef, Value
 
 _ZIP_HEAD = b"PK\3\4"
 _NAME_AT = 30
-"""Where the name of a zip archive's first entry stands."""
+"""Offset of the name of the first entry of a zip archive."""
 
 _SUFFIXES = (".pt", ".pth", ".ckpt")
-"""Of files that nothing else writes, so that what is wrong with one can be said."""
+"""Only torch writes files of these suffixes, so a damaged one is reported as such."""
 
 _EXTRA_STATE = "_extra_state"
-"""What `state_dict` calls a module's values that are no tensors."""
-
+"""Suffix of the keys of a module's state dict whose values are not tensors."""
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
-"""What `state_dict` of an optimizer returns."""
+"""Keys of an optimizer's state dict."""
 
 
 class TorchSaveFormat:
-    """Lists files of `torch.save` where they lie."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "torch"
+    """Lists files of `torch.save` in place."""
 
     def recognises(self, files: Readable, name: str) -> bool:
-        """Return whether a file was named that torch saved, in whatever version; a folder may hold anything."""
+        """Return whether a file of any version of torch was named. A folder is never recognised."""
         if not name:
             return False
         head = read_bytes(files, name, 0, min(files.size(name), 512), 512)
@@ -52,28 +46,28 @@ class TorchSaveFormat:
         return is_archive or head.startswith(LEGACY_HEAD) or name.endswith(_SUFFIXES)
 
     def listing(self, files: Readable, name: str) -> ForeignListing:
-        """Return every tensor of the file, and the other values as they are nested."""
-        found = read_torch_file(files, name)
+        """Return the tensors of the file, and its other values with their nesting."""
+        saved = read_torch_file(files, name)
         tensors = TorchTensors(files.url)
-        tensors.add_file(name, found.file_bytes)
+        tensors.add_file(name, saved.file_bytes)
         remarks: list[str] = []
-        if is_module_state(found.value):
-            tree = Group("dict", {"model": module_state(found.value, "model", tensors, remarks)})
+        if is_module_state(saved.value):
+            tree = Group("dict", {"model": module_state(saved.value, "model", tensors, remarks)})
         else:
-            state = found.value if _goes_by_name(found.value) else {"value": found.value}
+            state = saved.value if _has_text_keys(saved.value) else {"value": saved.value}
             if state.keys() == _OPTIMIZER_KEYS:
                 state = {"optimizer": state}
             tree = _Nesting(tensors, remarks, tensor_holders(state)).branch(state, "")
-        if not len(tensors) and isinstance(found.value, OpaqueObject):
+        if not len(tensors) and isinstance(saved.value, OpaqueObject):
             raise InvalidError(
-                f"{files.url}/{name}: holds a {found.value.qualname} as a whole; expected its state: "
-                "torch.save(x.state_dict(), path)"
+                f"{files.url}/{name}: holds a {saved.value.qualname} as an object; expected its state. "
+                "Save it with torch.save(x.state_dict(), path)"
             )
         return tensors.listing("torch.save", tree, remarks)
 
 
 def is_module_state(value: object) -> TypeGuard[dict[str, object]]:
-    """Return whether a value is what `state_dict()` of a module returns: tensors by name, and extra state."""
+    """Return whether a value is the state dict of a module: tensors by name, and extra state."""
     return (
         isinstance(value, dict)
         and any(isinstance(each, StoredTensor) for each in value.values())
@@ -85,7 +79,7 @@ def is_module_state(value: object) -> TypeGuard[dict[str, object]]:
 
 
 def module_state(value: dict[str, object], path: str, tensors: TorchTensors, remarks: list[str]) -> Group:
-    """Put down the tensors of a module's state dict under a path; return its extra state."""
+    """Add the tensors of a module's state dict under a path; return its extra state."""
     extra = {}
     for key, each in value.items():
         if isinstance(each, StoredTensor):
@@ -95,18 +89,18 @@ def module_state(value: dict[str, object], path: str, tensors: TorchTensors, rem
     return Group("module", {key: each for key, each in extra.items() if not isinstance(each, Skipped)})
 
 
-def _goes_by_name(value: object) -> TypeGuard[dict[str, object]]:
+def _has_text_keys(value: object) -> TypeGuard[dict[str, object]]:
     return isinstance(value, dict) and all(type(key) is str for key in value)
 
 
 class _Nesting:
-    """Puts down what a nested state holds."""
+    """Adds the tensors of a nested state to a listing."""
 
     def __init__(self, tensors: TorchTensors, remarks: list[str], holders: set[int]) -> None:
         self._tensors, self._remarks, self._holders = tensors, remarks, holders
 
     def branch(self, value: dict[str, object], path: str) -> Group:
-        """Put down the tensors of a dict under its path; return everything else in it."""
+        """Add the tensors of a dict under its path; return all other values."""
         items: dict[str, Value] = {}
         require_short(path)
         for key, each in value.items():
@@ -115,7 +109,7 @@ class _Nesting:
                 self._tensors.add(name, each)
             elif is_module_state(each):
                 items[key] = module_state(each, name, self._tensors, self._remarks)
-            elif _goes_by_name(each) and id(each) in self._holders:
+            elif _has_text_keys(each) and id(each) in self._holders:
                 items[key] = self.branch(each, name)
             else:
                 items[key] = _value(each, name, self._tensors, self._remarks)
@@ -123,7 +117,7 @@ class _Nesting:
 
 
 def _value(value: object, path: str, tensors: TorchTensors, remarks: list[str]) -> Value:
-    """Return a value of which no dict of names leads to a tensor; tensors in it are put down and referred to."""
+    """Return a value in which a `TensorRef` replaces each tensor, which is added to the listing."""
 
     def refer(fqn: str, tensor: StoredTensor) -> TensorRef:
         tensors.add(fqn, tensor)

@@ -1,4 +1,4 @@
-"""Tensors of torch files put down in a listing: names, ties, and the pieces a strided view comes to."""
+"""Collects the tensors of torch files for a listing: names, ties, and the pieces of strided views."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 
 PIECES_MAX = 1 << 16
-"""Of all strided tensors of a checkpoint: each run of elements that follow one another is a piece."""
-
+"""Largest number of pieces of all strided tensors of a checkpoint; each run of consecutive elements is one."""
 
 _NAMES_BYTES_MAX = 1 << 30
-"""Memory of all names, some 256 bytes each beside their characters: those of ties cost a file two bytes each."""
+"""Memory of all names: 256 bytes and the characters of each. A tied name costs a hostile file only two bytes."""
 
 
 class TorchTensors:
-    """The tensors of one checkpoint, as they are found in its files."""
+    """The tensors of one checkpoint, added file by file."""
 
     def __init__(self, url: str) -> None:
-        """Begin with none.
+        """Start without tensors.
 
         Args:
-            url: Where the files lie, for messages.
+            url: The folder, for messages.
         """
         self._url = url
         self._specs: dict[str, TensorSpec] = {}
@@ -50,19 +49,21 @@ class TorchTensors:
         self._files[key] = file_bytes
 
     def add(self, fqn: str, tensor: StoredTensor) -> None:
-        """Put down a tensor; one that is the same view of the same storage as another is tied to it.
+        """Add a tensor. If it is the same view of the same storage as an earlier tensor, it is tied to that one.
 
         Raises:
-            InvalidError: The name is taken or cannot be stored, or the tensor is strided beyond reason.
+            InvalidError: The name is taken or cannot be stored, or the tensor consists of too many pieces.
         """
         where = f"{self._url}/{tensor.file}"
         if fqn in self:
-            raise InvalidError(f"{where}: two tensors are named {fqn[:300]!r}; rename a key so that names differ")
+            raise InvalidError(f"{where}: two tensors are named {fqn[:300]!r}; rename a key of the state")
         if not fqn or "\0" in fqn or fqn == "__metadata__" or not _is_text(fqn):
             raise InvalidError(f"{where}: {fqn[:300]!r} cannot be the name of a tensor; rename the key of the state")
         self._names_left -= 256 + len(fqn)
         if self._names_left < 0:
-            raise InvalidError(f"{where}: names of tensors beyond {_NAMES_BYTES_MAX} bytes. Save it in several files")
+            raise InvalidError(
+                f"{where}: names of tensors take over {_NAMES_BYTES_MAX} bytes. Save the state in several files"
+            )
         first = self._first.setdefault(tensor, fqn) if tensor.numel else fqn
         if first != fqn:
             self._aliases[fqn] = first
@@ -73,14 +74,14 @@ class TorchTensors:
             if self._pieces_left < 0:
                 raise InvalidError(
                     f"{where}: {fqn}: {tensor.dtype} of shape {list(tensor.shape)} with strides "
-                    f"{list(tensor.strides)} lies in {count} runs; expected {PIECES_MAX} at most in all. "
+                    f"{list(tensor.strides)} consists of {count} runs; expected {PIECES_MAX} at most in all tensors. "
                     "Save it .contiguous()"
                 )
         self._specs[fqn] = TensorSpec(fqn, tensor.dtype, tensor.shape)
         self._pieces[fqn] = list(pieces_of(tensor))
 
     def listing(self, format_name: str, tree: Group, remarks: list[str]) -> ForeignListing:
-        """Return the listing of all of them."""
+        """Return the listing of all tensors."""
         return ForeignListing(
             format=format_name,
             tensors=self._specs,
@@ -93,10 +94,10 @@ class TorchTensors:
 
 
 def pieces_of(tensor: StoredTensor) -> Iterator[ListedPiece]:
-    """Yield boxes that cover a tensor, each of which lies in the file without gaps; none for an empty one.
+    """Yield boxes that cover a tensor, each contiguous in the file; none for an empty tensor.
 
-    A contiguous tensor is one. A strided view is as many as it has runs: rows of a narrower slice, columns of a
-    transposed matrix, single elements at worst.
+    A contiguous tensor is one box. A strided view is one box a run: a row of a slice, a column of a transposed matrix,
+    or a single element.
     """
     if not tensor.numel:
         return
@@ -106,15 +107,15 @@ def pieces_of(tensor: StoredTensor) -> Iterator[ListedPiece]:
         return
     steps = [range(0, length, part) for length, part in zip(tensor.shape, run, strict=True)]
     for start in itertools.product(*steps):
-        at = sum(each * stride for each, stride in zip(start, tensor.strides, strict=True))
-        stop = tuple([each + part for each, part in zip(start, run, strict=True)])
+        at = sum(coordinate * stride for coordinate, stride in zip(start, tensor.strides, strict=True))
+        stop = tuple([low + part for low, part in zip(start, run, strict=True)])
         yield ListedPiece(Box(start, stop), tensor.file, tensor.offset + at * tensor.itemsize)
 
 
 def _run(tensor: StoredTensor) -> tuple[int, ...]:
-    """Return the shape of the boxes that lie in the file without gaps: each dimension whole, or one of it.
+    """Return the shape of the boxes that are contiguous in the file: each dimension whole, or of length 1.
 
-    From the last dimension to the first, one is whole if its stride is what the whole ones behind it amount to.
+    From the last dimension to the first, a dimension is whole if its stride is the product of the whole ones behind.
     """
     run = [1] * len(tensor.shape)
     step = 1

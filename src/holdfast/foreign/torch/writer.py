@@ -1,4 +1,4 @@
-"""One file as torch.save writes it: a model's state dict, or the whole state as nested dicts."""
+"""Writes one `torch.save` file: the state dict of the model, or the whole state as nested dicts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from holdfast.types.export import ExportContent, ExportFile, ExportOptions
 
 
 class TorchWriter:
-    """Lays a checkpoint out in one file that `torch.load` reads."""
+    """Lays out a checkpoint as one file for `torch.load`."""
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "torch"
+    name = "torch"
+    """Name of the format on the command line."""
 
     def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
-        """Return the file; tied names share their memory in it."""
+        """Return the file. Tied names share one storage."""
         if options.model_only:
             _, state = model_state(content, options)
         else:

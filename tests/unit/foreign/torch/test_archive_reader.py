@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from holdfast.foreign.torch.archive_reader import StoredTensor, read_torch_file
+from holdfast.foreign.pickles.tensors import StoredTensor
+from holdfast.foreign.torch.archive_reader import read_torch_file
 from holdfast.ports.store import Buffers, ByteRanges, OnRange
 from holdfast.stores.foreign import ForeignFiles
 from tests.hostile.torch_files import Entry, archive, named, number, numbers, tensor
