@@ -149,11 +149,11 @@ def test_metadata_cut_short(folder: Path, left: float) -> None:
 @pytest.mark.parametrize(
     ("key", "fields", "match"),
     [
-        ("model.w", {"offset": 1 << 70}, "expected numbers"),
-        ("model.w", {"offset": -8}, "expected numbers"),
-        ("model.w", {"offset": 2.5}, "expected numbers"),
+        ("model.w", {"offset": 1 << 70}, r"Expected `int` <= \d+ - at `\$\.offset`"),
+        ("model.w", {"offset": -8}, r"Expected `int` >= 0 - at `\$\.offset`"),
+        ("model.w", {"offset": 2.5}, r"Expected `int`, got `float` - at `\$\.offset`"),
         ("model.w", {"length": 1 << 61}, "ends at byte"),
-        ("model.w", {"relative_path": 7}, "expected a path"),
+        ("model.w", {"relative_path": 7}, r"Expected `str`, got `int` - at `\$\.relative_path`"),
         ("model.w", {"offset": 0}, "ends at byte .*, and another starts at"),
         ("s", {"offset": 3}, "ends at byte .*, and another starts at"),
     ],
@@ -173,7 +173,7 @@ def test_two_things_at_one_place(folder: Path) -> None:
 def test_files_outside_the_folder(folder: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_bytes((folder / DATA).read_bytes())
     edited(folder, lambda metadata: place(metadata, "model.w", relative_path=name))
-    with pytest.raises((InvalidError, CorruptError), match="expected a path"):
+    with pytest.raises((InvalidError, CorruptError), match=r"expected a path|at `\$\.relative_path`"):
         holdfast.open_checkpoint(folder)
 
 
@@ -200,11 +200,11 @@ def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetad
         (lambda t: t.chunks.append(chunk((1, 0), (3, 4))), "expected one inside"),
         (lambda t: t.chunks.append(chunk((0,), (3,))), "expected one inside"),
         (lambda t: t.chunks.append(chunk((1, 1), (1, 1))), "no file is stated for it"),
-        (lambda t: setattr(t, "chunks", 7), "expected a list"),
-        (lambda t: setattr(t, "size", torch.Size([1 << 40, 1 << 40])), "some memory could hold"),
+        (lambda t: setattr(t, "chunks", 7), r"Expected `array`, got `int` - at `\$\.chunks`"),
+        (lambda t: setattr(t, "size", torch.Size([1 << 40, 1 << 40])), "expected fewer elements"),
         (lambda t: setattr(t, "size", torch.Size([4, 4])), "leave holes or overlap"),
-        (lambda t: setattr(t, "size", (3, -4)), "lengths"),
-        (lambda t: setattr(t, "size", (1,) * 1000), "lengths"),
+        (lambda t: setattr(t, "size", (3, -4)), r"Expected `int` >= 0 - at `\$\.size\[1\]`"),
+        (lambda t: setattr(t, "size", (1,) * 1000), r"Expected `array` of length <= 64 - at `\$\.size`"),
         (lambda t: setattr(t, "size", torch.Size([4, 3])), "expected"),
         (lambda t: setattr(t.properties, "dtype", torch.int32), r"lies float32 \[3, 4\].*expected int32"),
         (lambda t: setattr(t.properties, "dtype", "float32"), "expected dtype and layout"),
@@ -274,7 +274,7 @@ def test_something_else_in_place_of_a_part(folder: Path, what: str) -> None:
         (folder / ".metadata").write_bytes(pickle.dumps([metadata]))
     else:
         edited(folder, lambda metadata: setattr(metadata, what, [1, 2]))
-    refused(folder, CorruptError, "expected")
+    refused(folder, CorruptError, "[Ee]xpected")
 
 
 def test_a_flipped_byte_anywhere_in_an_archive_ends_in_a_typed_error_or_in_a_tensor_as_stated(folder: Path) -> None:

@@ -66,6 +66,9 @@ HOSTILE: dict[str, bytes] = {
     "bytes that belong to nothing": crafted({"w": entry(0, 4)}, bytes(9)),
     "metadata that is no text": crafted({"__metadata__": {"a": 1}, "w": entry(0, 4)}, bytes(4)),
     "metadata that is a list": crafted({"__metadata__": [], "w": entry(0, 4)}, bytes(4)),
+    "a place of a shard that is no Unicode text": crafted(
+        b'{"__metadata__":{"DCP_SHARDING_INFO":"\\ud800"},"w":%b}' % json.dumps(entry(0, 4)).encode(), bytes(4)
+    ),
     "a name that is no Unicode text": crafted(b'{"\\ud800":%b}' % json.dumps(entry(0, 4)).encode(), bytes(4)),
     "an entry that is a tensor's name": crafted({"w": "v", "v": entry(0, 4)}, bytes(4)),
 }  # fmt: skip

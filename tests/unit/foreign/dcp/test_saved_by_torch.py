@@ -167,7 +167,7 @@ class Upside(StreamTransformExtension):
 
 def test_what_went_through_an_extension_is_refused_by_its_name(tmp_path: Path) -> None:
     path = saved(tmp_path / "ck", {"w": torch.arange(6)}, _extensions=[Upside()])
-    with pytest.raises(InvalidError, match=r"w was written through \['upside/1'\].*without extensions"):
+    with pytest.raises(InvalidError, match=r"w is stored through \['upside/1'\].*without extensions"):
         holdfast.open_checkpoint(path)
 
 

@@ -130,7 +130,7 @@ def test_what_the_index_does_not_name_is_left_out_and_said(tmp_path: Path) -> No
 def test_a_tensor_that_lies_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(CorruptError, match=r"w lies in .*safetensors too"):
+    with pytest.raises(CorruptError, match=r"w is stored in .*safetensors too"):
         holdfast.open_checkpoint(tmp_path)
 
 
@@ -141,10 +141,10 @@ def test_a_tensor_that_lies_in_two_files_is_refused_by_name(tmp_path: Path) -> N
         ({"a.weight": "/etc/passwd"}, InvalidError, "names '/etc/passwd'"),
         ({"a.weight": "sub/x.safetensors"}, InvalidError, "expected .*safetensors files beside it"),
         ({"a.weight": "model.bin"}, InvalidError, "names 'model.bin'"),
-        ({"a.weight": 3}, CorruptError, "weight_map is"),
-        ([], CorruptError, "weight_map is"),
+        ({"a.weight": 3}, CorruptError, r"Expected `str`, got `int` - at `\$\.weight_map"),
+        ([], CorruptError, r"Expected `object`, got `array` - at `\$\.weight_map`"),
         ({"a.weight": "gone.safetensors"}, MissingError, "gone.safetensors"),
-        ({"a.weight": FIRST, "lost": SECOND}, MissingError, "1 tensors are not in the files it names: .'lost'."),
+        ({"a.weight": FIRST, "lost": SECOND}, MissingError, r"1 tensors are not in the files it names: lost"),
     ],
 )
 def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: object, error: type[Exception], text: str) -> None:
