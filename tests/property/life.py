@@ -25,8 +25,8 @@ from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, read_manifest
 from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
+from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import is_quarantined
-from holdfast.repository.reachable import packs_named_by
 from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults

@@ -16,7 +16,7 @@ from holdfast.geometry.dtype import DTYPES
 from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import committed_steps, read_manifest
-from holdfast.repository.reachable import packs_named_by
+from holdfast.repository.publish import packs_named_by
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor

@@ -1,13 +1,17 @@
-"""The instant of commit: one atomic put-if-absent, lost replies included."""
+"""Publishing a file atomically, and the packs of a run that published manifests name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast.errors import ConflictError, MissingError
+from holdfast.format.names import is_pack_name, step_of_pack, step_pack_name
 from holdfast.ports.store import Store
+from holdfast.types.manifest import Manifest
 
 
 def publish(store: Store, key: str, data: bytes) -> None:
-    """Put `data` at `key` unless something else is there; on "exists" compare, a lost reply is a success.
+    """Put `data` at `key` if nothing else is stored there.
 
     Raises:
         ConflictError: Another writer's content is there; it was not touched.
@@ -16,10 +20,11 @@ def publish(store: Store, key: str, data: bytes) -> None:
     try:
         store.put_if_absent(key, data)
     except ConflictError as conflict:
+        # If the reply to our own put was lost, its retry finds our bytes there: that is a success.
         if not holds(store, key, data):
             raise ConflictError(
-                f"{store.url}/{key}: another writer published first; expected it absent. "
-                "Nothing of it was touched. Stop, or save elsewhere"
+                f"{store.url}/{key}: another writer published first; expected no file. Nothing of it was touched. "
+                "Stop, or save elsewhere"
             ) from conflict
 
 
@@ -29,3 +34,22 @@ def holds(store: Store, key: str, data: bytes) -> bool:
         return store.size(key) == len(data) and store.get(key, len(data)) == data
     except MissingError:
         return False
+
+
+def packs_named_by(manifests: Iterable[Manifest]) -> frozenset[str]:
+    """Return the packs of a run that some of its manifests name, by their path from the root.
+
+    References are never chained, so no other manifest needs to be read. Files that other systems wrote are no packs
+    of the run and are left out.
+
+    Args:
+        manifests: Manifests of the steps that must stay readable.
+    """
+    named = set()
+    for manifest in manifests:
+        for pack in manifest.packs:
+            if step_of_pack(pack.name) is not None:
+                named.add(pack.name)
+            elif is_pack_name(pack.name) and manifest.step is not None:
+                named.add(step_pack_name(manifest.step, manifest.attempt, pack.name))
+    return frozenset(named)

@@ -13,7 +13,7 @@ from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, step_folder, step_of_folder
 from holdfast.format.sealed_json import header, sealed, unsealed
 from holdfast.ports.store import Store
-from holdfast.repository.reachable import packs_named_by
+from holdfast.repository.publish import packs_named_by
 
 logger = logging.getLogger(__name__)
 

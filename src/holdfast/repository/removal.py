@@ -28,7 +28,7 @@ from holdfast.format.names import (
 from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, decode_sealed, header, sealed, stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_in
-from holdfast.repository.reachable import packs_named_by
+from holdfast.repository.publish import packs_named_by
 from holdfast.settings import MIB
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest

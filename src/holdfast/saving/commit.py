@@ -22,9 +22,8 @@ from holdfast.format.names import OVERVIEW_FILE, index_name, is_attempt_file, is
 from holdfast.format.sealed_json import stated_digest
 from holdfast.repository.catalog import committed_steps, exists, read_manifest
 from holdfast.repository.epochs import current_fence, is_valid, require_newest
-from holdfast.repository.publish import publish
+from holdfast.repository.publish import packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
-from holdfast.repository.reachable import packs_named_by
 from holdfast.saving.health import counted_before
 from holdfast.saving.health_findings import Findings
 from holdfast.saving.merge import Merged, merged

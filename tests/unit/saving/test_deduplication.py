@@ -20,8 +20,8 @@ import holdfast
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.names import step_folder
 from holdfast.repository.catalog import read_manifest
+from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import identity_at, quarantine
-from holdfast.repository.reachable import packs_named_by
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.reports import SaveReport
