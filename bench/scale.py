@@ -86,7 +86,7 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
         members = done.classes[job.stage_of(rank)]
         agreement = replace(done.agreement, own_class=members, is_leader=rank == members[0])
         collected = job.collected_on(rank)
-        tensors = [each.shard.tensor for each in collected.shards] if agreement.speaks else []
+        tensors = [each.shard.tensor for each in collected.shards] if agreement.is_leader else []
         listing = IndexBuilder(SETTINGS.chunk_bytes, tensors)
         records = []
         for pack, header in packs_on(rank, collected, agreement, SETTINGS):
@@ -106,9 +106,9 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
             attempt=done.agreement.attempt,
             index=listing.index(),
             packs=tuple(records),
-            tree=digests_of.tree_bytes if agreement.speaks else None,
+            tree=digests_of.tree_bytes if agreement.is_leader else None,
             aliases={},
-            layouts=layouts_of(collected) if agreement.speaks else (),
+            layouts=layouts_of(collected) if agreement.is_leader else (),
             per_rank=digests_of.per_rank_bytes,
         )
         data = encode_part(part)
