@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.digest import hex_digest_of
+from holdfast.format.sealed_json import convert
 from holdfast.format.values.json_text import loads
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import BY_SAFETENSORS, DTYPES
@@ -136,6 +137,16 @@ class HeaderEntry:
     """Byte past the last."""
 
 
+class _EntryDocument(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in BY_SAFETENSORS:
+            raise ValueError(f"dtype {self.dtype[:80]!r} is unknown")
+
+
 def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
     """Return what a header lists; the inverse of `header_of`, for a reader that trusts nothing.
 
@@ -147,19 +158,10 @@ def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
     """
     if len(header) < 8 or struct.unpack("<Q", header[:8])[0] != len(header) - 8:
         raise CorruptError(f"{where}: its first 8 bytes say {header[:8].hex()}; expected {len(header) - 8}, its length")
-    document = loads(header[8:])
-    if not isinstance(document, dict):
-        raise CorruptError(f"{where}: the header is {type(document).__name__}; expected a JSON object")
-    try:
-        entries = []
-        for fqn, entry in document.items():
-            if fqn == "__metadata__":
-                continue
-            start, stop = entry["data_offsets"]
-            dtype = BY_SAFETENSORS[entry["dtype"]].safetensors
-            if not all(type(number) is int for number in (start, stop, *entry["shape"])):
-                raise TypeError(f"{fqn!r:.80}: shape and offsets are not whole numbers")
-            entries.append(HeaderEntry(fqn, dtype, tuple(entry["shape"]), len(header) + start, len(header) + stop))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{where}: the header is not a safetensors header ({error})") from error
-    return entries
+    document = convert(loads(header[8:]), dict[str, object], f"{where}: the header")
+    document.pop("__metadata__", None)
+    entries = convert(document, dict[str, _EntryDocument], f"{where}: the header")
+    return [
+        HeaderEntry(fqn, entry.dtype, entry.shape, *(len(header) + offset for offset in entry.data_offsets))
+        for fqn, entry in entries.items()
+    ]
