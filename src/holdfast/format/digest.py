@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import xxhash
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
     """Return the 16-byte xxh3-128 of some bytes."""
     return xxhash.xxh3_128_digest(data)
-
-
-def digest_of_parts(parts: Iterable[bytes | memoryview]) -> bytes:
-    """Return the 16-byte xxh3-128 of parts one after the other."""
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return state.digest()
 
 
 def new_digest() -> xxhash.xxh3_128:
@@ -27,7 +17,10 @@ def new_digest() -> xxhash.xxh3_128:
 
 def hex_digest_of(*parts: bytes | memoryview) -> str:
     """Return the xxh3-128 of parts one after the other, as 32 hex digits."""
-    return digest_of_parts(parts).hex()
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
 
 
 def new_short_digest() -> xxhash.xxh3_64:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
@@ -77,10 +78,6 @@ def _decode_str(content: object) -> str:
     return text
 
 
-def _encode_int(number: int) -> str:
-    return hex(number)
-
-
 def _decode_int(content: object) -> int:
     if type(content) is not str or not _INT.fullmatch(content):
         raise ValueError("expected a hexadecimal integer such as -0x1f")
@@ -133,31 +130,17 @@ def _list_of(content: object, count: int) -> list[object]:
     return content
 
 
-def _decode_date(content: object) -> date:
-    return _moment(date.fromisoformat, content)
-
-
 def _encode_moment(moment: datetime | time) -> object:
     zone = moment.tzinfo
-    if zone is not None and (type(zone) is not timezone or zone.tzname(None) != _unnamed(zone).tzname(None)):
+    if zone is not None and (
+        type(zone) is not timezone or zone.tzname(None) != timezone(zone.utcoffset(None)).tzname(None)
+    ):
         raise ValueError(f"only fixed offsets without a name are kept, not {zone!r:.80}; use astimezone(timezone.utc)")
     text = moment.isoformat()
     if type(moment).fromisoformat(text).isoformat() != text:
         # Python reads an offset of less than a second back as none.
         raise ValueError(f"Python does not read {text} back as it was; use an offset of whole seconds")
     return [text, 1] if moment.fold else text
-
-
-def _unnamed(zone: timezone) -> timezone:
-    return timezone(zone.utcoffset(None))
-
-
-def _decode_datetime(content: object) -> datetime:
-    return _folded(datetime.fromisoformat, content)
-
-
-def _decode_time(content: object) -> time:
-    return _folded(time.fromisoformat, content)
 
 
 _Moment = TypeVar("_Moment", date, datetime, time)
@@ -209,14 +192,14 @@ def _path_leaf(tag: str, kind: type[PurePath]) -> ScalarCodec:
 
 LEAVES: dict[type, ScalarCodec] = {
     str: ScalarCodec("$str", lambda text: base64_document(text.encode("utf-8", "surrogatepass")), _decode_str),
-    int: ScalarCodec("$int", _encode_int, _decode_int),
+    int: ScalarCodec("$int", hex, _decode_int),
     float: ScalarCodec("$float", _encode_float, _decode_float),
     complex: ScalarCodec("$complex", _encode_complex, _decode_complex),
     bytes: ScalarCodec("$bytes", base64_document, base64_value),
     bytearray: ScalarCodec("$bytearray", base64_document, lambda content: bytearray(base64_value(content))),
-    datetime: ScalarCodec("$datetime", _encode_moment, _decode_datetime),
-    date: ScalarCodec("$date", date.isoformat, _decode_date),
-    time: ScalarCodec("$time", _encode_moment, _decode_time),
+    datetime: ScalarCodec("$datetime", _encode_moment, partial(_folded, datetime.fromisoformat)),
+    date: ScalarCodec("$date", date.isoformat, partial(_moment, date.fromisoformat)),
+    time: ScalarCodec("$time", _encode_moment, partial(_folded, time.fromisoformat)),
     timedelta: ScalarCodec("$timedelta", _encode_timedelta, _decode_timedelta),
     type(Path()): _path_leaf("$path", type(Path())),
     PurePosixPath: _path_leaf("$pure_posix_path", PurePosixPath),
