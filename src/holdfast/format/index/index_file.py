@@ -9,7 +9,7 @@ from holdfast.errors import CorruptError
 from holdfast.format.index.columns import Ints, packed, products, unpacked
 from holdfast.format.index.index import Index
 from holdfast.format.index.piece_columns import Bools, PieceColumns, bounds_of
-from holdfast.format.index.tensor_table import Column, TensorTable, TensorTables, decode_tensors
+from holdfast.format.index.tensor_table import Column, TensorsDocument, TensorTable, TensorTables, decode_tensors
 from holdfast.format.names import is_file_url, is_pack_name, step_of_pack
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.settings import MIB, PAGE_BYTES
@@ -27,15 +27,9 @@ INDEX_BYTES_MAX = 1 << 30
 """An index file or part larger than this is taken for damage, not read."""
 
 
-class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
+class IndexDocument(TensorsDocument):
     """The index as it lies in a file: some columns go by tensor, `piece_*` by piece, ordered by tensor."""
 
-    chunk_bytes: int
-    fqns: list[str]
-    dtypes: list[str]
-    dtype_numbers: Column
-    ndims: Column
-    shapes: Column
     packs: list[tuple[str, str]]
     piece_tensors: Column
     piece_packs: Column
@@ -49,18 +43,13 @@ class IndexDocument(msgspec.Struct, forbid_unknown_fields=False):
 def document_of(index: Index) -> IndexDocument:
     """Return an index as it is stored."""
     pieces = index.pieces
-    fqns, dtypes, dtype_numbers, ndims, shapes = index.table.encoded()
     used, packs = np.unique(pieces.packs, return_inverse=True)
     by_name = sorted(range(len(used)), key=lambda number: index.packs[int(used[number])])
     number_of = np.empty(len(used), dtype=np.int64)
     number_of[by_name] = np.arange(len(used))
     return IndexDocument(
         chunk_bytes=index.chunk_bytes,
-        fqns=fqns,
-        dtypes=dtypes,
-        dtype_numbers=dtype_numbers,
-        ndims=ndims,
-        shapes=shapes,
+        **index.table.encoded(),
         packs=[(_kind_of(index.packs[int(used[number])]), index.packs[int(used[number])]) for number in by_name],
         piece_tensors=packed(pieces.tensors),
         piece_packs=packed(number_of[packs]),
@@ -100,10 +89,7 @@ def index_of(
     if not PAGE_BYTES <= document.chunk_bytes <= _CHUNK_BYTES_MAX or document.chunk_bytes % PAGE_BYTES:
         expected = f"a multiple of {PAGE_BYTES}, at most {_CHUNK_BYTES_MAX}"
         raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}")
-    decode = decode_tensors if tables is None else tables.of
-    table = decode(
-        document.fqns, document.dtypes, document.dtype_numbers, document.ndims, document.shapes, where
-    )  # fmt: skip
+    table = decode_tensors(document, where) if tables is None else tables.of(document, where)
     for origin, name in document.packs:
         if not (unhashed and origin == _FILE) and not _is_known(origin, name):
             raise CorruptError(

@@ -16,7 +16,7 @@ from holdfast.errors import CorruptError
 from holdfast.format.index.columns import Ints, packed, unpacked
 from holdfast.format.index.index import Index
 from holdfast.format.index.piece_columns import PieceColumns
-from holdfast.format.index.tensor_table import Column, TensorTable, decode_tensors
+from holdfast.format.index.tensor_table import Column, TensorsDocument, TensorTable, decode_tensors
 from holdfast.geometry.box import Box
 from holdfast.settings import PAGE_BYTES
 
@@ -147,13 +147,7 @@ def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
     return parts, Overview(index.chunk_bytes, table, bands, np.array(spans, dtype=np.int64))
 
 
-class _OverviewDocument(msgspec.Struct):
-    chunk_bytes: int
-    fqns: list[str]
-    dtypes: list[str]
-    dtype_numbers: Column
-    ndims: Column
-    shapes: Column
+class _OverviewDocument(TensorsDocument):
     bands: int
     file_tensors_first: Column
     file_tensors_stop: Column
@@ -166,18 +160,16 @@ _DECODER = msgspec.msgpack.Decoder(_OverviewDocument)
 
 def encode_overview(overview: Overview) -> bytes:
     """Return the bytes of an overview file."""
-    spans = overview.spans
-    fqns, dtypes, dtype_numbers, ndims, shapes = overview.table.encoded()
+    tensors_first, tensors_stop, bands_first, bands_stop = map(packed, overview.spans.T)
     return msgspec.msgpack.encode(
         _OverviewDocument(
-            overview.chunk_bytes,
-            fqns,
-            dtypes,
-            dtype_numbers,
-            ndims,
-            shapes,
-            overview.bands,
-            *(packed(spans[:, column]) for column in range(4)),
+            chunk_bytes=overview.chunk_bytes,
+            **overview.table.encoded(),
+            bands=overview.bands,
+            file_tensors_first=tensors_first,
+            file_tensors_stop=tensors_stop,
+            file_bands_first=bands_first,
+            file_bands_stop=bands_stop,
         )
     )
 
@@ -198,7 +190,7 @@ def decode_overview(data: bytes, files: int, where: str) -> Overview:
         raise CorruptError(f"{where}: not an overview of format 1 ({error})") from error
     if found.chunk_bytes < PAGE_BYTES or not 1 <= found.bands <= _BANDS_READ_MAX:
         raise CorruptError(f"{where}: chunk_bytes={found.chunk_bytes}, bands={found.bands}; expected possible ones")
-    table = decode_tensors(found.fqns, found.dtypes, found.dtype_numbers, found.ndims, found.shapes, where)
+    table = decode_tensors(found, where)
     columns = (found.file_tensors_first, found.file_tensors_stop, found.file_bands_first, found.file_bands_stop)
     spans = np.stack([unpacked(column, where, files) for column in columns], axis=1)
     if (spans[:, 0] > spans[:, 1]).any() or (spans[:, 1] > table.count).any() or (spans[:, 2] > spans[:, 3]).any():

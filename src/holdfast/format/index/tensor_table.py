@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
@@ -22,6 +24,17 @@ NDIM_MAX = 64
 
 _TENSOR_BYTES_MAX = 1 << 62
 """Bytes of one tensor, its empty dimensions counted as one: what numpy and torch can address."""
+
+
+class TensorsDocument(msgspec.Struct):
+    """The first fields of an index file, a part and an overview: the chunk size, and the tensors in columns."""
+
+    chunk_bytes: int
+    fqns: list[str]
+    dtypes: list[str]
+    dtype_numbers: Column
+    ndims: Column
+    shapes: Column
 
 
 class TensorTable:
@@ -103,13 +116,19 @@ class TensorTable:
             self.lengths[positions(self.first_length, chosen)],
         )
 
-    def encoded(self) -> tuple[list[str], list[str], Column, Column, Column]:
-        """Return FQNs, dtypes, and the columns of dtype numbers, dimensions and shapes; inverse of `decode_tensors`."""
+    def encoded(self) -> dict[str, Any]:
+        """Return the fields of a `TensorsDocument` but `chunk_bytes`; inverse of `decode_tensors`."""
         used = np.unique(self._dtype_numbers).tolist()
         dtypes = sorted({self._dtypes[number] for number in used})
         renumbered = np.zeros(len(self._dtypes), dtype=np.int64)
         renumbered[used] = [dtypes.index(self._dtypes[number]) for number in used]
-        return self.fqns, dtypes, packed(renumbered[self._dtype_numbers]), packed(self.ndims), packed(self.lengths)
+        return {
+            "fqns": self.fqns,
+            "dtypes": dtypes,
+            "dtype_numbers": packed(renumbered[self._dtype_numbers]),
+            "ndims": packed(self.ndims),
+            "shapes": packed(self.lengths),
+        }
 
 
 def require_listable(tensor: TensorSpec) -> None:
@@ -142,25 +161,22 @@ class TensorTables:
     def __init__(self) -> None:
         self._known: dict[object, TensorTable] = {}
 
-    def of(
-        self, fqns: list[str], dtypes: list[str], numbers: Column, ndims: Column, shapes: Column, where: str
-    ) -> TensorTable:
-        """Return the table that columns hold; arguments and errors as `decode_tensors`."""
-        key = (tuple(fqns), tuple(dtypes), numbers, ndims, shapes)
+    def of(self, document: TensorsDocument, where: str) -> TensorTable:
+        """Return the table of a document; errors as `decode_tensors`."""
+        columns = document.dtype_numbers, document.ndims, document.shapes
+        key = (tuple(document.fqns), tuple(document.dtypes), columns)
         if key not in self._known:
-            self._known[key] = decode_tensors(fqns, dtypes, numbers, ndims, shapes, where)
+            self._known[key] = decode_tensors(document, where)
         return self._known[key]
 
 
-def decode_tensors(
-    fqns: list[str], dtypes: list[str], numbers: Column, ndims: Column, shapes: Column, where: str
-) -> TensorTable:
-    """Return the table of tensors that columns of an index hold, every number of it checked.
+def decode_tensors(document: TensorsDocument, where: str) -> TensorTable:
+    """Return the table of a document's tensors, every number of it checked.
 
     Raises:
         CorruptError: Names are not ascending, a dtype is unknown, or a shape is impossible.
     """
-    count = len(fqns)
+    fqns, dtypes, count = document.fqns, document.dtypes, len(document.fqns)
     if any(fqn >= later for fqn, later in pairwise(fqns)):
         raise CorruptError(f"{where}: an FQN is listed twice, or FQNs are not in order")
     if count and not fqns[0]:
@@ -168,11 +184,11 @@ def decode_tensors(
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
         raise CorruptError(f"{where}: dtype {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
-    dtype_of = unpacked(numbers, where, count)
-    ndim_of = unpacked(ndims, where, count)
+    dtype_of = unpacked(document.dtype_numbers, where, count)
+    ndim_of = unpacked(document.ndims, where, count)
     if count and (int(dtype_of.max()) >= len(dtypes) or int(ndim_of.max()) > NDIM_MAX):
         raise CorruptError(f"{where}: a tensor names a dtype that is not listed or has over {NDIM_MAX} dimensions")
-    lengths = unpacked(shapes, where, int(ndim_of.sum()))
+    lengths = unpacked(document.shapes, where, int(ndim_of.sum()))
     table = TensorTable(fqns, dtypes, dtype_of, ndim_of, lengths)
     _require_addressable(table, where)
     return table

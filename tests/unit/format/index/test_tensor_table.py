@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.index.columns import packed
-from holdfast.format.index.tensor_table import TensorTable, decode_tensors, require_listable
+from holdfast.format.index.tensor_table import TensorsDocument, TensorTable, decode_tensors, require_listable
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
 
@@ -20,7 +20,7 @@ TENSORS = st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.
 def test_a_table_comes_back_as_it_went(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     specs = {fqn: TensorSpec(fqn, dtype, shape) for fqn, (dtype, shape) in sorted(tensors.items())}
     table = TensorTable.of(reversed(list(specs.values())))
-    again = decode_tensors(*table.encoded(), "here")
+    again = decode_tensors(TensorsDocument(chunk_bytes=4096, **table.encoded()), "here")
     for each in (table, again):
         assert dict(each.specs) == specs
         assert list(each.specs) == each.fqns == list(specs)
@@ -33,10 +33,14 @@ LISTABLE = [("uint8", (2**62 - 1,)), ("float32", (2**60 - 1,)), ("uint8", (2**31
 NOT_LISTABLE = [("uint8", (2**62,)), ("float32", (2**60,)), ("float32", (2**60, 0)), ("uint8", (2**63 - 1,) * 64)]
 
 
+def one_tensor(dtype: str, shape: tuple[int, ...]) -> TensorsDocument:
+    return TensorsDocument(4096, ["t"], [dtype], packed([0]), packed([len(shape)]), packed(shape))
+
+
 @pytest.mark.parametrize(("dtype", "shape"), LISTABLE)
 def test_what_can_be_addressed_may_be_listed(dtype: str, shape: tuple[int, ...]) -> None:
     require_listable(TensorSpec("t", dtype, shape))
-    table = decode_tensors(["t"], [dtype], packed([0]), packed([len(shape)]), packed(shape), "here")
+    table = decode_tensors(one_tensor(dtype, shape), "here")
     assert table.specs["t"].global_shape == shape
 
 
@@ -45,4 +49,4 @@ def test_what_cannot_be_is_refused_and_corrupt(dtype: str, shape: tuple[int, ...
     with pytest.raises(InvalidError, match=r"t: .*2\*\*62 bytes"):
         require_listable(TensorSpec("t", dtype, shape))
     with pytest.raises(CorruptError, match=r"here: t: .*2\*\*62 bytes"):
-        decode_tensors(["t"], [dtype], packed([0]), packed([len(shape)]), packed(shape), "here")
+        decode_tensors(one_tensor(dtype, shape), "here")
