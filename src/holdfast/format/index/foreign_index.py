@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-
-import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.index.columns import Ints
-from holdfast.format.index.index import Index, in_order
+from holdfast.format.index.index import Index
+from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import decode_unhashed, encode_index
-from holdfast.format.index.piece_columns import PieceColumns
-from holdfast.format.index.tensor_table import NDIM_MAX, TensorTable, is_addressable
+from holdfast.format.index.tensor_table import NDIM_MAX, is_addressable
 from holdfast.format.values import values
-from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import TensorSpec
@@ -68,17 +63,21 @@ def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]
         _require_possible(fqn, spec, where)
     for name in (*listing.tensors, *listing.aliases, *listing.files):
         _require_text(name, where)
-    table = TensorTable.of(listing.tensors.values())
     for alias, fqn in listing.aliases.items():
-        if fqn not in table.specs or alias in table.specs:
+        if fqn not in listing.tensors or alias in listing.tensors:
             raise CorruptError(f"{where}: {alias} is tied to {fqn}; expected a tensor that is listed")
     masters = {fqn: master for master, fqn in listing.casts.items()}
     for pair in listing.casts.items():
-        if any(fqn not in table.specs for fqn in pair):
+        if any(fqn not in listing.tensors for fqn in pair):
             raise CorruptError(
                 f"{where}: {pair[0]} is listed as the master copy of {pair[1]}; expected both to be there"
             )
-    index = Index(CHUNK_BYTES, table, list(listing.files), in_order(_columns(listing, table, where)))
+    builder = IndexBuilder(CHUNK_BYTES, listing.tensors.values())
+    for fqn, spec in listing.tensors.items():
+        for piece in listing.pieces.get(fqn, ()):
+            require_within(piece, spec, listing.files, where)
+            builder.add(spec, piece.region, piece.file, piece.offset, b"")
+    index = builder.index()
     packs = tuple(FileRecord(name, count, "") for name, count in listing.files.items())
     manifest = _manifest(index, packs, listing.tree, listing.aliases, listing.step, listing.world_size, listing.format)
     return replace(manifest, masters=masters), index
@@ -111,44 +110,6 @@ def _manifest(
         indexes=(),
         origin=origin,
     )
-
-
-def _columns(listing: ForeignListing, table: TensorTable, where: str) -> PieceColumns:
-    packs = {name: number for number, name in enumerate(listing.files)}
-    tensors: list[int] = []
-    found: list[ListedPiece] = []
-    for fqn, number in table.numbers.items():
-        spec = table.specs[fqn]
-        for piece in listing.pieces.get(fqn, ()):
-            require_within(piece, spec, listing.files, where)
-            tensors.append(number)
-            found.append(piece)
-    starts = [_corner(piece.region, first=True) for piece in found]
-    stops = [_corner(piece.region, first=False) for piece in found]
-    count = len(found)
-
-    def column(values: list[int]) -> Ints:
-        return np.fromiter(values, np.int64, len(values))
-
-    itemsizes = table.itemsizes[column(tensors)]
-    return PieceColumns(
-        tensors=column(tensors),
-        packs=column([packs[piece.file] for piece in found]),
-        offsets=column([piece.offset for piece in found]),
-        flat=np.fromiter((isinstance(piece.region, FlatRange) for piece in found), bool, count),
-        widths=column([len(corner) for corner in starts]),
-        starts=column(list(chain.from_iterable(starts))),
-        stops=column(list(chain.from_iterable(stops))),
-        bytes=column([piece.region.numel for piece in found]) * itemsizes,
-        chunks=np.zeros(count, dtype=np.int64),
-        digests=memoryview(b""),
-    )
-
-
-def _corner(region: Box | FlatRange, *, first: bool) -> tuple[int, ...]:
-    if isinstance(region, FlatRange):
-        return (region.start if first else region.stop,)
-    return region.start if first else region.stop
 
 
 def _require_possible(fqn: str, spec: TensorSpec, where: str) -> None:

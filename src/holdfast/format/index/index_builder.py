@@ -9,9 +9,8 @@ import numpy as np
 
 from holdfast.format.index.columns import Ints
 from holdfast.format.index.index import Index, in_order, know
-from holdfast.format.index.piece_columns import PieceColumns
+from holdfast.format.index.piece_columns import PieceColumns, corners
 from holdfast.format.index.tensor_table import TensorTable
-from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import TensorSpec
@@ -76,9 +75,7 @@ class IndexBuilder:
         """Return what is listed by now."""
         table = TensorTable.of(self._tensors.values())
         flat = [isinstance(region, FlatRange) for region in self._regions]
-        # A flat range is a box of one dimension here, as it is on storage.
-        starts = [region.start if isinstance(region, Box) else (region.start,) for region in self._regions]
-        stops = [region.stop if isinstance(region, Box) else (region.stop,) for region in self._regions]
+        starts, stops = zip(*map(corners, self._regions), strict=True) if self._regions else ((), ())
         pieces = PieceColumns(
             tensors=_column(map(table.numbers.__getitem__, self._fqns)),
             packs=_column(self._numbers),

@@ -12,8 +12,15 @@ from numpy.typing import NDArray
 from holdfast.format.index.columns import Ints, firsts, positions
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.chunking import DIGEST_BYTES
+from holdfast.geometry.region import FlatRange, Region
 
 Bools = NDArray[np.bool_]
+
+_BY_PIECE = ("tensors", "packs", "offsets", "flat", "widths", "bytes", "chunks")
+"""Columns of `PieceColumns` with one number for each piece."""
+
+_BY_COORDINATE = ("starts", "stops")
+"""Columns with one number for each coordinate of each piece."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,38 +74,21 @@ class PieceColumns:
 
     def taken(self, numbers: Ints) -> PieceColumns:
         """Return some of the pieces, in the order given."""
-        at = positions(self.first_coordinate, numbers)
-        chunk_at = positions(self.first_chunk, numbers)
-        digests = np.frombuffer(self.digests, dtype=f"V{DIGEST_BYTES}")[chunk_at]
-        return PieceColumns(
-            self.tensors[numbers],
-            self.packs[numbers],
-            self.offsets[numbers],
-            self.flat[numbers],
-            self.widths[numbers],
-            self.starts[at],
-            self.stops[at],
-            self.bytes[numbers],
-            self.chunks[numbers],
-            digests.view(np.uint8).data,
-        )
+        chunks = positions(self.first_chunk, numbers)
+        digests = np.frombuffer(self.digests, dtype=f"V{DIGEST_BYTES}")[chunks]
+        return self._select(numbers, positions(self.first_coordinate, numbers), digests.view(np.uint8).data)
 
     def between(self, first: int, stop: int) -> PieceColumns:
         """Return the pieces of a half-open run of numbers, without a copy."""
-        low, high = int(self.first_coordinate[first]), int(self.first_coordinate[stop])
-        chunk_low, chunk_high = int(self.first_chunk[first]), int(self.first_chunk[stop])
-        return PieceColumns(
-            self.tensors[first:stop],
-            self.packs[first:stop],
-            self.offsets[first:stop],
-            self.flat[first:stop],
-            self.widths[first:stop],
-            self.starts[low:high],
-            self.stops[low:high],
-            self.bytes[first:stop],
-            self.chunks[first:stop],
-            self.digests[DIGEST_BYTES * chunk_low : DIGEST_BYTES * chunk_high],
-        )
+        coordinates = slice(int(self.first_coordinate[first]), int(self.first_coordinate[stop]))
+        chunk_first, chunk_stop = int(self.first_chunk[first]), int(self.first_chunk[stop])
+        digests = self.digests[DIGEST_BYTES * chunk_first : DIGEST_BYTES * chunk_stop]
+        return self._select(slice(first, stop), coordinates, digests)
+
+    def _select(self, pieces: Ints | slice, coordinates: Ints | slice, digests: memoryview) -> PieceColumns:
+        columns = {name: getattr(self, name)[pieces] for name in _BY_PIECE}
+        columns |= {name: getattr(self, name)[coordinates] for name in _BY_COORDINATE}
+        return PieceColumns(**columns, digests=digests)
 
     def order(self) -> Ints:
         """Return the numbers of the pieces by tensor, and by where they start in it."""
@@ -113,24 +103,17 @@ class PieceColumns:
 
 def joined(parts: Sequence[PieceColumns]) -> PieceColumns:
     """Return pieces of several parts as one; their tensors and packs are numbered alike."""
-    parts = parts or [_NONE]
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts or [_NONE]]) for name in _BY_PIECE + _BY_COORDINATE
+    }
+    return PieceColumns(**columns, digests=memoryview(b"".join(part.digests for part in parts)))
 
-    def column(name: str) -> Ints:
-        found: Ints = np.concatenate([getattr(part, name) for part in parts])
-        return found
 
-    return PieceColumns(
-        column("tensors"),
-        column("packs"),
-        column("offsets"),
-        np.concatenate([part.flat for part in parts]),
-        column("widths"),
-        column("starts"),
-        column("stops"),
-        column("bytes"),
-        column("chunks"),
-        memoryview(b"".join(part.digests for part in parts)),
-    )
+def corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the first coordinates of a region and those past the last. A flat range has one coordinate."""
+    if isinstance(region, FlatRange):
+        return (region.start,), (region.stop,)
+    return region.start, region.stop
 
 
 _NONE = PieceColumns(

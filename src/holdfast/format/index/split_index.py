@@ -8,8 +8,8 @@ from holdfast.format.index.index import Index, Merging
 from holdfast.format.index.index_checks import require_places
 from holdfast.format.index.index_file import decode_index
 from holdfast.format.index.overview import Overview
+from holdfast.format.index.piece_columns import corners
 from holdfast.geometry.box import Box
-from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import Piece
@@ -46,7 +46,7 @@ class SplitIndex:
     def pieces_of(self, fqn: str) -> Sequence[Piece]:
         """Return the stored pieces of a tensor, by where they start in it."""
         found = [piece for index in self.files_of(fqn) for piece in index.pieces_of(fqn)]
-        return sorted(found, key=lambda piece: _corners(piece.region))
+        return sorted(found, key=lambda piece: corners(piece.region))
 
     def files_of(self, fqn: str) -> list[Index]:
         """Return the content of the index files that list pieces of a tensor; their places in packs are not judged."""
@@ -89,10 +89,3 @@ class SplitIndex:
 
     def _name_of(self, number: int) -> str:
         return f"{self._where}{self._manifest.attempt}/{self._manifest.indexes[number].name}"
-
-
-def _corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a region starts and stops; what compares equal is one region."""
-    if isinstance(region, FlatRange):
-        return (region.start,), (region.stop,)
-    return region.start, region.stop
