@@ -21,9 +21,8 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from holdfast.geometry.sharded import Sharded
-    from holdfast.settings import Settings
+    from holdfast.settings import Preemption, Settings
     from holdfast.types.per_rank import PerRank, RngState
-    from holdfast.types.preemption import Preemption
 
 __version__ = "0.1.0"
 
@@ -63,7 +62,7 @@ _HOME = {
     "CheckpointManager": "holdfast.checkpoint_manager",
     "SaveHandle": "holdfast.api",
     "PerRank": "holdfast.types.per_rank",
-    "Preemption": "holdfast.types.preemption",
+    "Preemption": "holdfast.settings",
     "Preempted": "holdfast.errors",
     "RngState": "holdfast.types.per_rank",
     "Sharded": "holdfast.geometry.sharded",

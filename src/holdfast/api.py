@@ -21,8 +21,10 @@ from holdfast.offline.export.export import ExportReport, ExportRequest, carry_ou
 from holdfast.offline.imports.import_step import ImportReport
 from holdfast.offline.repair.repair import RepairReport, StepRepair
 from holdfast.plan.forecast import Forecast
+from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
+from holdfast.repository.tags import Tag
 from holdfast.repository.verify import Damage
 from holdfast.runs.garbage_collection import CollectReport, collected
 from holdfast.runs.garbage_collection import planned as collection_planned
@@ -36,9 +38,7 @@ from holdfast.settings import Settings
 from holdfast.telemetry.trace import Trace, trace_of
 from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.types.export import SHARD_BYTES, ExportOptions
-from holdfast.types.policy import KeepPolicy
 from holdfast.types.reports import LoadReport, SaveReport
-from holdfast.types.retention import Tag
 
 __all__ = [
     "Change",

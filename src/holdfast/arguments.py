@@ -8,8 +8,7 @@ from os import PathLike
 from typing import cast
 
 from holdfast.errors import InvalidError
-from holdfast.ports.framework import Selection
-from holdfast.types.policy import (
+from holdfast.policies import (
     KEEP_RULES,
     SAVE_RULES,
     AnyOf,
@@ -22,7 +21,8 @@ from holdfast.types.policy import (
     Tagged,
     rules_of,
 )
-from holdfast.types.preemption import Preemption
+from holdfast.ports.framework import Selection
+from holdfast.settings import Preemption
 
 Globs = Sequence[str] | str | None
 """FQN patterns as in `fnmatch`, one or several."""

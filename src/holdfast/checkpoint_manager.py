@@ -10,11 +10,10 @@ from holdfast import wiring
 from holdfast.arguments import Globs, policies_of, preemption_of, require_state, selection_of
 from holdfast.errors import InvalidError
 from holdfast.loading.load import LoadRequest
+from holdfast.policies import KeepPolicy, SavePolicy
 from holdfast.ports.observer import Observer
 from holdfast.saving.handle import SaveHandle
-from holdfast.settings import Settings
-from holdfast.types.policy import KeepPolicy, SavePolicy
-from holdfast.types.preemption import Preemption
+from holdfast.settings import Preemption, Settings
 from holdfast.types.reports import LoadReport
 
 

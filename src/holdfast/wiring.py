@@ -25,6 +25,7 @@ from holdfast.offline.export.workers import run_workers, worker_main
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
 from holdfast.offline.repair.repair import Repair
+from holdfast.policies import Policies
 from holdfast.ports.comm import Comm
 from holdfast.ports.foreign import Format, Writer
 from holdfast.ports.framework import Framework
@@ -32,7 +33,7 @@ from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.runs.preemption import PreemptionHandler
 from holdfast.runs.run import Run
-from holdfast.settings import Settings
+from holdfast.settings import Preemption, Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.local import LocalStore
@@ -40,8 +41,6 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.stores.references import References
 from holdfast.types.export import ExportOptions
 from holdfast.types.listing import ForeignListing
-from holdfast.types.policy import Policies
-from holdfast.types.preemption import Preemption
 
 Path = str | os.PathLike[str]
 ProcessGroup = object

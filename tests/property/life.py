@@ -21,6 +21,7 @@ from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import MANIFEST_FILE, epoch_key, step_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.load import LoadRequest
+from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, read_manifest
@@ -31,7 +32,6 @@ from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from tests.tuned import tuned
 
 SETTINGS = tuned(

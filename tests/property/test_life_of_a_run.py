@@ -25,6 +25,7 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.format.names import MANIFEST_FILE, step_folder
 from holdfast.loading.load import LoadRequest
 from holdfast.offline.repair.repair import Repair
+from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, manifest_digest
@@ -37,7 +38,6 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
-from holdfast.types.policy import KeepPolicy
 from tests.crash.mounts import workplace
 from tests.property.life import (
     CHANGES,

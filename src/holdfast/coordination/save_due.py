@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.types.policy import AllOf, AnyOf, AtSteps, EveryNSteps, EverySeconds, OnRequest, SavePolicy, rules_of
+from holdfast.policies import AllOf, AnyOf, AtSteps, EveryNSteps, EverySeconds, OnRequest, SavePolicy, rules_of
 
 AHEAD_SECONDS = 1.0
 """How far rank 0 announces ahead, in time: ranks seldom wait for it then, and a request waits about as long."""

@@ -10,7 +10,7 @@ from typing import Literal
 from holdfast.coordination.announcements import Announcements
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_due import Announcement, Standing, is_due, needs_announcements
-from holdfast.types.policy import OnRequest, SavePolicy, rules_of
+from holdfast.policies import OnRequest, SavePolicy, rules_of
 
 _EVENTS_MAX = 1 << 16
 """What a rank that cannot hear rank 0 remembers of its loop, to go through it again once it can."""

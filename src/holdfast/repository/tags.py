@@ -14,13 +14,29 @@ from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed,
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest
 from holdfast.repository.epochs import current_fence, fenced_error
-from holdfast.types.retention import Tag
 
 TAGS_FOLDER = "tags/"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
 _SUFFIX = ".json"
 _TAG_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A name for one step of a run."""
+
+    name: str
+    """The name."""
+
+    step: int
+    """The step that has the name."""
+
+    digest: str
+    """Digest of the step's manifest. A step that is removed and saved again has another digest."""
+
+    created: str
+    """Wall-clock time, ISO 8601 in UTC, for people."""
 
 
 @dataclass(frozen=True, slots=True)

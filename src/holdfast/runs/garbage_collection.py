@@ -13,6 +13,7 @@ from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, held
+from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
@@ -29,11 +30,9 @@ from holdfast.repository.removal import (
 )
 from holdfast.repository.tags import read_tags
 from holdfast.runs.reachability import doomed
-from holdfast.runs.retention import kept
+from holdfast.runs.retention import KeptFacts, kept
 from holdfast.types.manifest import Manifest
-from holdfast.types.policy import KeepPolicy
 from holdfast.types.removal import StepFiles, Unreferenced
-from holdfast.types.retention import KeptFacts
 
 logger = logging.getLogger(__name__)
 

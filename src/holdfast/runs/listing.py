@@ -11,10 +11,9 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import Quarantined, identity_at, quarantined
-from holdfast.repository.tags import Tags, read_tags
+from holdfast.repository.tags import Tag, Tags, read_tags
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
-from holdfast.types.retention import Tag
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from holdfast.errors import InvalidError
-from holdfast.types.policy import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, SavePolicy, Tagged
-from holdfast.types.retention import KeptFacts
+from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, SavePolicy, Tagged
 
 NEWEST = "newest"
 """Why the newest step is kept, whatever the policy says."""
@@ -21,6 +21,26 @@ _PERIOD_CHARACTERS = {"day": len("2026-01-31"), "hour": len("2026-01-31T23")}
 
 Reasons = dict[int, tuple[str, ...]]
 """Why each step is kept; steps that are not are absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFacts:
+    """What retention knows of a valid step."""
+
+    step: int
+    """The step."""
+
+    created: str = ""
+    """Creation time in its manifest; groups steps, never orders them."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics passed to the save."""
+
+    tags: tuple[str, ...] = ()
+    """Its tags."""
+
+    healthy: bool | None = None
+    """Whether its save found neither non-finite values nor diverged replicas; None: not checked."""
 
 
 def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:

@@ -20,6 +20,7 @@ from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.leases.writer import WriterLease
 from holdfast.loading.load import LoadRequest, load
 from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
+from holdfast.policies import Policies
 from holdfast.ports.framework import Collected, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
@@ -38,7 +39,6 @@ from holdfast.saving.handle import SaveHandle
 from holdfast.saving.save import Save
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.manifest import Parent
-from holdfast.types.policy import Policies
 from holdfast.types.reports import LoadReport, SaveReport
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import step_folder
+from holdfast.policies import BestN, KeepPolicy, rules_of
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, read_manifest
 from holdfast.types.manifest import METRIC_CHARACTERS_MAX, is_metric_name
-from holdfast.types.policy import BestN, KeepPolicy, rules_of
 
 
 def checked_metrics(metrics: object) -> dict[str, object]:

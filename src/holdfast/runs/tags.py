@@ -9,8 +9,7 @@ from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
 from holdfast.leases.reader import is_being_deleted
 from holdfast.ports.store import Store
-from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_free, require_tag_name
-from holdfast.types.retention import Tag
+from holdfast.repository.tags import Tag, put_tag, read_tags, remove_tag, require_free, require_tag_name
 
 logger = logging.getLogger(__name__)
 

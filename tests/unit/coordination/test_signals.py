@@ -13,7 +13,7 @@ import pytest
 from holdfast.clock import SystemClock
 from holdfast.coordination.signals import Signals
 from holdfast.errors import InvalidError
-from holdfast.types.preemption import Preemption
+from holdfast.settings import Preemption
 from tests.distributed.forked import REPOSITORY, environment
 
 

@@ -15,7 +15,7 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CorruptError, InvalidError, UnavailableError
 from holdfast.loading.load import LoadRequest
-from holdfast.policies import LatestN
+from holdfast.policies import LatestN, Policies
 from holdfast.repository.catalog import committed_steps, read_run_id
 from holdfast.runs.run import Run
 from holdfast.settings import Settings
@@ -23,7 +23,6 @@ from holdfast.stores.local import LocalStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
-from holdfast.types.policy import Policies
 from holdfast.types.removal import Unreferenced
 from tests.unit.ranks import ANYTHING, PATIENT, World, fresh_store, plain, run_of, saved, sharded
 

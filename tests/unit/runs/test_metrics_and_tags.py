@@ -9,13 +9,12 @@ import pytest
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import ConflictError, CorruptError, InvalidError
-from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Tagged
+from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Policies, Tagged
 from holdfast.ports.store import Store
 from holdfast.repository.tags import read_tags
 from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import NumpyFramework
-from holdfast.types.policy import Policies
 from tests.unit.ranks import ANYTHING, PATIENT, World, fresh_store, plain
 
 STATE = {"a": plain(1.0)}

@@ -21,7 +21,7 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.signals import Signals
 from holdfast.errors import InvalidError, Preempted, UnavailableError
 from holdfast.loading.load import LoadRequest
-from holdfast.policies import BestN, EveryNSteps
+from holdfast.policies import BestN, EveryNSteps, KeepPolicy, Policies
 from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps
@@ -32,7 +32,6 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
 from holdfast.testing.framework import NumpyFramework
-from holdfast.types.policy import KeepPolicy, Policies
 from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, plain, sharded
 
 

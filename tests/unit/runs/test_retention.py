@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidError
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, Tagged
-from holdfast.runs.retention import LAST_HEALTHY, NEWEST, kept
-from holdfast.types.retention import KeptFacts
+from holdfast.runs.retention import LAST_HEALTHY, NEWEST, KeptFacts, kept
 
 metrics = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.integers(-3, 3).map(float))
 times = st.one_of(
