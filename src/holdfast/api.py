@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from holdfast import policies, wiring
@@ -10,6 +12,7 @@ from holdfast.arguments import Globs, patterns_of, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.clock import SystemClock
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
@@ -18,8 +21,9 @@ from holdfast.loading.load import LoadRequest, load_checkpoint
 from holdfast.offline.diff.compare import differences
 from holdfast.offline.diff.values import value_document
 from holdfast.offline.export.export import ExportReport, ExportRequest, carry_out_export
-from holdfast.offline.imports.import_step import ImportReport
-from holdfast.offline.repair.repair import RepairReport, StepRepair
+from holdfast.offline.imports.copy import exported
+from holdfast.offline.imports.import_step import ImportReport, import_step
+from holdfast.offline.repair.repair import Repair, RepairReport, StepRepair
 from holdfast.plan.forecast import Forecast
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Selection
@@ -35,6 +39,9 @@ from holdfast.runs.tags import untag as remove_tag
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.save import save_checkpoint
 from holdfast.settings import Settings
+from holdfast.stores.destination import LocalDestination
+from holdfast.stores.local import LocalStore
+from holdfast.stores.references import References
 from holdfast.telemetry.trace import Trace, trace_of
 from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.types.export import SHARD_BYTES, ExportOptions
@@ -240,7 +247,9 @@ def import_checkpoint(
         CorruptError: The checkpoint is damaged; nothing was committed.
         UnavailableError: Storage failed, or the outcome is unknown.
     """
-    return wiring.imported(src, root, step, copy, settings, observer)
+    with closing(wiring.lone_job(settings)) as job:
+        store, source = wiring.store_at(root, settings), wiring.checkpoint_at(src, settings)
+        return import_step(source, store, job, step, copied=copy, observer=observer)
 
 
 EXPORT_DTYPES = ("float32", "float16", "bfloat16")
@@ -294,12 +303,23 @@ def export(
                 f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies all tensors "
                 "as they are"
             )
-        return wiring.export_again(src, dst, settings, observer)
+        return _copy_to_holdfast(src, dst, settings, observer)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
-    made, destination = wiring.export_of(src, dst, to, options, settings)
-    crew = wiring.export_crew(src, dst, to, options, settings) if workers > 1 else None
-    return carry_out_export(made, destination, request, wiring.clock(), crew, observer)
+    planned, destination = wiring.export_of(src, dst, to, options, settings)
+    pool = wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
+    return carry_out_export(planned, destination, request, SystemClock(), pool, observer)
+
+
+def _copy_to_holdfast(
+    src: wiring.Path, dst: wiring.Path, settings: Settings, observer: Observer | None
+) -> ExportReport:
+    store, checkpoint = wiring.store_at(dst, settings), wiring.checkpoint_at(src, settings)
+    if isinstance(store, LocalStore):
+        LocalDestination(store.url.removeprefix("file://")).require_outside(checkpoint.url)
+    # No reports: the files of an export are those that its own report lists, and no others.
+    with closing(wiring.lone_job(replace(settings, reports=False))) as job:
+        return exported(checkpoint, store, job, observer)
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
@@ -323,7 +343,7 @@ def tag(root: wiring.Path, step: int, name: str, *, settings: Settings = wiring.
     store = wiring.store_at(root, settings)
     require_no_checkpoint(store)
     require_step(step)
-    tag_step(store, wiring.clock(), step, name)
+    tag_step(store, SystemClock(), step, name)
 
 
 def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
@@ -382,7 +402,11 @@ def repair(
         require_step(step)
     elif unfinished:
         raise InvalidError("unfinished=True without a step; expected the step that is to be taken in, as in step=100")
-    return wiring.repair_of(root, settings, observer, dry_run=bool(dry_run), unfinished=bool(unfinished)).run(step)
+    store, references = wiring.store_at(root, settings), References(settings.allowed_roots)
+    return Repair(
+        store, references, SystemClock(), settings,
+        dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
+    ).run(step)  # fmt: skip
 
 
 def collect(
@@ -417,8 +441,8 @@ def collect(
     grace = settings.collect_grace_seconds if grace_seconds is None else grace_seconds
     store = wiring.store_at(root, settings)
     if dry_run:
-        return collection_planned(store, wiring.clock(), keep)
-    return collected(store, wiring.clock(), keep, grace, settings.lease_seconds)
+        return collection_planned(store, SystemClock(), keep)
+    return collected(store, SystemClock(), keep, grace, settings.lease_seconds)
 
 
 def diff(

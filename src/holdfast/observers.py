@@ -1,6 +1,6 @@
-"""Who hears of saves and loads: `CheckpointManager(root, observers=[jsonl("events.jsonl"), prometheus(port=9464)])`.
+"""Observers of saves and loads: `CheckpointManager(root, observers=[jsonl("events.jsonl"), prometheus(port=9464)])`.
 
-Your own is an object with a method `on_event(event)`; the events are those of `holdfast.types.events`.
+An observer of your own is an object with a method `on_event(event)`. The events are those of `holdfast.types.events`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from holdfast import wiring
+from holdfast.errors import InvalidError
 from holdfast.ports.observer import Observer
 from holdfast.types.events import Began, Ended, Entered, Event, Failed, Operation, Phase, Progress, RankReport
 
@@ -32,40 +32,62 @@ __all__ = [
 ]
 
 
-def jsonl(path: str | os.PathLike[str]) -> Observer:
-    """Return what appends a line of JSON to a file when a save or load begins, ends or fails.
+# Each function imports its sink when it is called: prometheus-client and rich are optional, and slow to import.
 
-    Ranks of one machine may share a file on a local file system; on a network one let each have its own.
+
+def jsonl(path: str | os.PathLike[str]) -> Observer:
+    """Return an observer that appends a line of JSON to a file when a save or load begins, ends or fails.
+
+    Ranks of one machine may share a file on a local file system. On a network file system, give each rank its own.
 
     Args:
-        path: The file, in a folder that is there; `{rank}` in it becomes the number of the rank.
+        path: The file, in an existing folder. `{rank}` in the path becomes the rank's number.
     Raises:
-        InvalidError: It is no path, or its folder is not there.
+        InvalidError: The path is not a path, or its folder does not exist.
     """
-    return wiring.json_lines(path)
+    from holdfast.telemetry.sinks.jsonl import JsonLines
+
+    return JsonLines(path)
 
 
 def prometheus(
     port: int | None = None, *, address: str = "0.0.0.0", registry: CollectorRegistry | None = None
 ) -> Observer:
-    """Return what keeps metrics of saves and loads for Prometheus; needs `pip install 'holdfast[metrics]'`.
+    """Return an observer that keeps Prometheus metrics of saves and loads.
+
+    Needs `pip install 'holdfast[metrics]'`.
 
     Args:
-        port: Where they are served from now on, over HTTP at `/metrics`; processes of one machine need one each. None:
-            they are only kept in the registry, for a server or push gateway of your own.
-        address: Which of the machine's addresses serves them.
-        registry: Where they are kept; None for the default one of `prometheus_client`.
+        port: Port that serves the metrics over HTTP at `/metrics` from now on; processes of one machine need one each.
+            None: no server; serve or push the registry yourself.
+        address: Address of this machine to serve on.
+        registry: Registry for the metrics; None for the default one of `prometheus_client`.
     Raises:
-        InvalidError: prometheus-client is not installed, or the port is none.
-        UnavailableError: The port cannot be had.
+        InvalidError: prometheus-client is not installed, or the port or registry is of the wrong type.
+        UnavailableError: The port is in use or not allowed.
     """
-    return wiring.prometheus_metrics(port, address, registry)
+    try:
+        from holdfast.telemetry.sinks.prometheus import observer_in, serve
+    except ImportError as error:
+        raise InvalidError(
+            "observers.prometheus needs prometheus-client, which is not installed: pip install 'holdfast[metrics]'"
+        ) from error
+    observer = observer_in(registry)
+    if port is not None:
+        serve(port, address, registry)
+    return observer
 
 
 def progress() -> Observer:
-    """Return what shows rank 0's saves and loads on stderr while they are under way, where that is a terminal.
+    """Return an observer that draws progress bars of rank 0's saves and loads on stderr, if stderr is a terminal.
 
     Raises:
         InvalidError: rich is not installed: `pip install 'holdfast[cli]'`.
     """
-    return wiring.terminal_progress()
+    try:
+        from holdfast.telemetry.sinks.progress_bar import on_stderr
+    except ImportError as error:
+        raise InvalidError(
+            "observers.progress needs rich, which is not installed: pip install 'holdfast[cli]'"
+        ) from error
+    return on_stderr()

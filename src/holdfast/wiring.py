@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from functools import cache
-from typing import Any
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, ForeignPath, is_step_folder
-from holdfast.clock import Clock, SystemClock
+from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.coordination.signals import Signals
 from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.offline.export.export import Export, ExportReport, WorkerPool
-from holdfast.offline.export.workers import run_workers, worker_main
-from holdfast.offline.imports.copy import exported
-from holdfast.offline.imports.import_step import ImportReport, import_step
-from holdfast.offline.repair.repair import Repair
+from holdfast.offline.export.export import Export, WorkerPool
+from holdfast.offline.export.workers import worker_main, worker_pool
 from holdfast.policies import Policies
 from holdfast.ports.comm import Comm
 from holdfast.ports.foreign import Format, Writer
@@ -47,11 +39,6 @@ ProcessGroup = object
 """None, False, or a `torch.distributed.ProcessGroup`."""
 
 DEFAULT_SETTINGS = Settings()
-
-
-def clock() -> Clock:
-    """Return the machine's clock."""
-    return SystemClock()
 
 
 def store_at(path: object, settings: Settings) -> Store:
@@ -163,90 +150,50 @@ HOLDFAST = "holdfast"
 """What our own checkpoints are called among formats."""
 
 
-def export_again(source: object, destination: object, settings: Settings, observer: Observer | None) -> ExportReport:
-    """Save a checkpoint once more, as one of our own; errors as `offline.imports.copy.exported`."""
-    store = store_at(destination, settings)
-    checkpoint = checkpoint_at(source, settings)
-    if isinstance(store, LocalStore):
-        LocalDestination(store.url.removeprefix("file://")).require_outside(checkpoint.url)
-    # What is exported is made of the files that the report of it lists, and no others.
-    job = Job(AloneComm(), clock(), replace(settings, reports=False))
-    try:
-        return exported(checkpoint, store, job, observer)
-    finally:
-        job.close()
+def lone_job(settings: Settings) -> Job:
+    """Return a job of this process alone that needs no torch."""
+    return Job(AloneComm(), SystemClock(), settings)
 
 
 def export_of(
     source: object, destination: object, to: object, options: ExportOptions, settings: Settings
 ) -> tuple[Export, LocalDestination]:
-    """Return an export, laid out, and the destination it is on its way to.
+    """Return a planned export and its destination.
 
     Raises:
-        InvalidError: There is no such format, or it cannot hold what the checkpoint does, or a path is none.
+        InvalidError: The format is unknown or cannot hold the checkpoint, or a path is wrong.
         CheckpointError: The checkpoint cannot be read.
     """
-    writer = next((each for each in writers() if each.name == to), None)
-    if writer is None:
-        raise InvalidError(f"to={to!r}; expected one of {', '.join(each.name for each in writers())}, {HOLDFAST}")
+    by_name = {writer.name: writer for writer in writers()}
+    if to not in by_name:
+        raise InvalidError(f"to={to!r}; expected one of {', '.join(by_name)}, {HOLDFAST}")
     store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
         raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")
-    there = LocalDestination(store.url.removeprefix("file://"), file_mode=settings.file_mode)
+    files = LocalDestination(store.url.removeprefix("file://"), file_mode=settings.file_mode)
     checkpoint = checkpoint_at(source, settings)
-    there.require_outside(checkpoint.url)
-    return Export(checkpoint, there, writer, options, clock()), there
+    files.require_outside(checkpoint.url)
+    return Export(checkpoint, files, by_name[to], options, SystemClock()), files
 
 
-def export_crew(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
-    """Return who carries out the shares of an export in processes of their own; arguments as `export_of`.
+def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
+    """Return what carries out an export in several processes; arguments as `export_of`.
 
     Raises:
-        InvalidError: Another process could not see the source.
+        InvalidError: The source is in this process's memory, where no other process sees it.
     """
     if isinstance(store_at(source, settings), MemoryStore):
-        raise InvalidError(f"{source}: lies in the memory of this process; expected workers=1")
-    request: dict[str, object] = {
-        "source": os.path.abspath(str(source).removeprefix("file://")),
-        "destination": os.path.abspath(str(destination).removeprefix("file://")),
-        "to": to,
-        "options": asdict(options),
-        "settings": asdict(settings),
-    }
-    return lambda shares, told: run_workers(_started_worker, request, shares, told)
+        raise InvalidError(f"{source}: is in the memory of this process; expected workers=1")
+    source, destination = (os.path.abspath(str(path).removeprefix("file://")) for path in (source, destination))
+    return worker_pool(WORKER_ENTRY, source, destination, to, options, settings)
 
 
-_WORKER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from holdfast.wiring import export_worker; sys.exit(export_worker())"
-)
-
-
-def _started_worker() -> subprocess.Popen[str]:
-    """Start a process that runs `export_worker`; not interrupted by the terminal, but gone when we are."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _WORKER, json.dumps(sys.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+WORKER_ENTRY = "holdfast.wiring:export_worker"
 
 
 def export_worker() -> int:
-    """Carry out the share of an export that standard input tells of; return an exit status."""
-    logging.getLogger("holdfast").setLevel(logging.ERROR)  # Whoever asked has said what is to be said.
-
-    def told(request: dict[str, Any]) -> Export:
-        # JSON has lists where settings have tuples.
-        chosen: dict[str, Any] = {
-            name: tuple(each) if isinstance(each, list) else each for name, each in request["settings"].items()
-        }
-        settings = Settings(**chosen)
-        options = ExportOptions(**request["options"])
-        return export_of(request["source"], request["destination"], request["to"], options, settings)[0]
-
-    return worker_main(sys.stdin.readline(), told)
+    """Carry out the share of an export that standard input describes; return an exit status."""
+    return worker_main(sys.stdin.readline(), lambda *arguments: export_of(*arguments)[0])
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -281,34 +228,13 @@ def framework_of(comm: Comm) -> Framework:
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return a job of its own over a group; a collective of its ranks."""
     comm = comm_of(process_group)
-    return Job(comm, clock(), settings, framework_of(comm))
+    return Job(comm, SystemClock(), settings, framework_of(comm))
 
 
 def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return a job over a group that loads and never saves; no collective."""
     comm = comm_of(process_group)
-    return Job(comm, clock(), settings, framework_of(comm), saves=False)
-
-
-def imported(
-    source: object, root: object, step: int | None, copied: bool, settings: Settings, observer: Observer | None
-) -> ImportReport:
-    """Make a checkpoint a step of a run, by this process alone."""
-    store = store_at(root, settings)
-    job = Job(AloneComm(), clock(), settings)
-    try:
-        return import_step(checkpoint_at(source, settings), store, job, step, copied=copied, observer=observer)
-    finally:
-        job.close()
-
-
-def repair_of(
-    root: object, settings: Settings, observer: Observer | None, *, dry_run: bool, unfinished: bool
-) -> Repair:
-    """Return what repairs the steps of a run."""
-    references = References(settings.allowed_roots)
-    store = store_at(root, settings)
-    return Repair(store, references, clock(), settings, dry_run=dry_run, unfinished=unfinished, observer=observer)
+    return Job(comm, SystemClock(), settings, framework_of(comm), saves=False)
 
 
 _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()
@@ -329,7 +255,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     key = _ALONE if isinstance(comm, SoloComm) else group_of(process_group)
     jobs = _jobs.setdefault(key, {})
     if settings not in jobs or jobs[settings].is_inherited:
-        jobs[settings] = Job(comm, clock(), settings, framework_of(comm))
+        jobs[settings] = Job(comm, SystemClock(), settings, framework_of(comm))
     return jobs[settings]
 
 
@@ -345,44 +271,3 @@ def _to_torch(array: object, dtype: str) -> object:
     except ImportError as error:
         raise InvalidError("framework='torch' needs PyTorch: pip install 'holdfast[torch]'") from error
     return tensor_of(array, dtype)
-
-
-def json_lines(path: object) -> Observer:
-    """Return an observer that appends lines of JSON to a file."""
-    from holdfast.telemetry.sinks.jsonl import JsonLines
-
-    return JsonLines(path)
-
-
-def prometheus_metrics(port: object, address: str, registry: object) -> Observer:
-    """Return an observer that keeps metrics in a registry of Prometheus, and serve them if there is a port.
-
-    Raises:
-        InvalidError: prometheus-client is not installed, or the port or registry is none.
-        UnavailableError: The port cannot be had.
-    """
-    try:
-        from holdfast.telemetry.sinks.prometheus import observer_in, serve
-    except ImportError as error:
-        raise InvalidError(
-            "observers.prometheus needs prometheus-client, which is not installed: pip install 'holdfast[metrics]'"
-        ) from error
-    observer = observer_in(registry)
-    if port is not None:
-        serve(port, address, registry)
-    return observer
-
-
-def terminal_progress() -> Observer:
-    """Return an observer that draws bars on stderr.
-
-    Raises:
-        InvalidError: rich is not installed.
-    """
-    try:
-        from holdfast.telemetry.sinks.progress_bar import on_stderr
-    except ImportError as error:
-        raise InvalidError(
-            "observers.progress needs rich, which is not installed: pip install 'holdfast[cli]'"
-        ) from error
-    return on_stderr()

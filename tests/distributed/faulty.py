@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from holdfast import wiring
+from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
 from holdfast.ports.comm import Comm, KeyValueStore
@@ -129,7 +130,7 @@ def run_with(
         if key_value_store is not None
         else real
     )
-    return Run(inner, Job(comm, wiring.clock(), settings, wiring.framework_of(real)))
+    return Run(inner, Job(comm, SystemClock(), settings, wiring.framework_of(real)))
 
 
 def state_of(step: int, elements: int = 30_000) -> dict[str, object]:

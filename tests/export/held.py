@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast import cli, wiring
+from holdfast import api, cli, wiring
 from holdfast.clock import SystemClock
 from holdfast.stores.destination import LocalDestination, LocalJournal
 
-WORKER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tests.export.held import worker; sys.exit(worker())"
-)
-"""What a worker that holds is started with, in the place of `wiring._WORKER`."""
+WORKER = "tests.export.held:worker"
+"""What a worker that holds is started with, in the place of `wiring.WORKER_ENTRY`."""
 
 
 class Fast(SystemClock):
@@ -52,7 +50,7 @@ def _hold_with(hold: Callable[[], object]) -> None:
             return HeldJournal(super().journal(name), hold)
 
     wiring.LocalDestination = Held  # type: ignore[misc]
-    wiring.clock = Fast
+    wiring.SystemClock = api.SystemClock = Fast  # type: ignore[misc]
 
 
 def worker() -> int:
@@ -95,7 +93,7 @@ def is_running(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    wiring._WORKER = WORKER
+    wiring.WORKER_ENTRY = WORKER
     _hold_with(lambda: os.read(0, 1))
     sys.argv[0] = "holdfast"
     cli.main()

@@ -18,6 +18,7 @@ import holdfast
 from holdfast import api, wiring
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
+from holdfast.offline.export import workers
 from holdfast.offline.export.export import ExportRequest, carry_out_export
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.events import Progress
@@ -311,7 +312,7 @@ def test_bad_calls_are_refused(tmp_path: Path, source: Path) -> None:
     ):
         with pytest.raises(InvalidError, match=message):
             api.export(source, target, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidError, match="lies in the memory of this process; expected workers=1"):
+    with pytest.raises(InvalidError, match="is in the memory of this process; expected workers=1"):
         holdfast.save("memory://exported", {"model": {"w": torch.ones(3)}}, process_group=False)
         api.export("memory://exported", target, to="safetensors", workers=2, memory_bytes=128 * MIB)
     with pytest.raises(InvalidError, match="export writes files; expected a path of a file system"):
@@ -360,7 +361,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
                 for each in children(os.getpid()) - known:
                     os.kill(each, signal.SIGKILL)
 
-    monkeypatch.setattr(wiring, "_WORKER", held.WORKER)  # None of them ends by itself before it is killed.
+    monkeypatch.setattr(wiring, "WORKER_ENTRY", held.WORKER)  # None of them ends by itself before it is killed.
     with pytest.raises(UnavailableError, match=r"worker \d ended with status -9; what was written is kept"):
         api.export(tmp_path / "saved", target, to="safetensors", workers=2, memory_bytes=128 * MIB, observer=Kills())
     assert not target.exists()
@@ -381,7 +382,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_worker_that_is_none_is_named(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
-    def started() -> subprocess.Popen[str]:
+    def started(entry: str) -> subprocess.Popen[str]:
         worker = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -389,6 +390,6 @@ def test_a_worker_that_is_none_is_named(
             worker.wait()  # Before anything is told to it.
         return worker
 
-    monkeypatch.setattr(wiring, "_started_worker", started)
+    monkeypatch.setattr(workers, "start_worker", started)
     with pytest.raises(UnavailableError, match=message):
         api.export(source, tmp_path / "out", to="safetensors", workers=2, memory_bytes=128 * MIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -15,17 +16,51 @@ from typing import Any
 
 from holdfast.coordination.job import error_from, error_text
 from holdfast.errors import UnavailableError
-from holdfast.offline.export.export import Export, ExportShare, Told
+from holdfast.offline.export.export import Export, ExportShare, Told, WorkerPool
+from holdfast.settings import Settings
+from holdfast.types.export import ExportOptions
 
-Start = Callable[[], "subprocess.Popen[str]"]
-"""Starts a process that calls `worker_main` with the first line of its standard input, and says what that says."""
+_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {0}; sys.exit({0}.{1}())"
 
 
-def run_workers(start: Start, request: dict[str, object], shares: Sequence[ExportShare], told: Told) -> None:
+def worker_pool(
+    entry: str, source: str, destination: str, to: str, options: ExportOptions, settings: Settings
+) -> WorkerPool:
+    """Return what carries out the shares of an export in one process each.
+
+    Args:
+        entry: Function that each process calls, as "package.module:function". It passes the first line of its standard
+            input to `worker_main`, and its result to `sys.exit`.
+        source, destination: Absolute paths.
+        to, options, settings: As for this process's own plan of the export.
+    """
+    request: dict[str, object] = {
+        "source": source,
+        "destination": destination,
+        "to": to,
+        "options": asdict(options),
+        "settings": asdict(settings),
+    }
+    return lambda shares, told: run_workers(entry, request, shares, told)
+
+
+def start_worker(entry: str) -> subprocess.Popen[str]:
+    """Start a process that calls `entry` and imports from where this process does."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _MAIN.format(*entry.split(":")), json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Ctrl-C in the terminal does not reach it: it ends with its standard input, once this process has.
+        start_new_session=True,
+    )
+
+
+def run_workers(entry: str, request: dict[str, object], shares: Sequence[ExportShare], told: Told) -> None:
     """Have every share carried out by a process of its own, and return once all are.
 
     Args:
-        start: Starts one process.
+        entry: As `worker_pool`.
         request: What `worker_main` is given beside the share, in plain values.
         shares: One for each process.
         told: Told of what all of them do.
@@ -37,7 +72,7 @@ def run_workers(start: Start, request: dict[str, object], shares: Sequence[Expor
     heard: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
     try:
         for share in shares:
-            worker = start()
+            worker = start_worker(entry)
             workers.append(worker)
             assert worker.stdin is not None
             with suppress(BrokenPipeError):  # It has ended; how, is heard below.
@@ -98,14 +133,19 @@ def _listen(worker: subprocess.Popen[str], number: int, heard: queue.SimpleQueue
     heard.put((number, None))
 
 
-def worker_main(line: str, export_of: Callable[[dict[str, Any]], Export]) -> int:
-    """Carry out the share that a line asks for, and say how it goes; return an exit status.
+def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Settings], Export]) -> int:
+    """Carry out the share that a line describes, and report progress on standard output; return an exit status.
 
-    Ends the process at once when standard input does: whoever asked is gone.
+    Ends the process at once when standard input ends: the process that started it is gone.
+
+    Args:
+        line: JSON, as `run_workers` writes it.
+        export_of: Returns the export for the arguments of `worker_pool` after `entry`.
     """
+    logging.getLogger("holdfast").setLevel(logging.ERROR)  # The process that started this one logs warnings once.
     threading.Thread(target=_end_with_input, daemon=True).start()
     request = json.loads(line)
-    share = request.pop("share")
+    share, options, settings = (request.pop(name) for name in ("share", "options", "settings"))
     share["done"] = tuple(tuple(each) for each in share["done"])
     lock = threading.Lock()
 
@@ -115,7 +155,14 @@ def worker_main(line: str, export_of: Callable[[dict[str, Any]], Export]) -> int
             sys.stdout.flush()
 
     try:
-        export_of(request).execute(ExportShare(**share), lambda written, read: say(written=written, read=read))
+        # JSON has lists where settings have tuples.
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
+        }
+        export = export_of(
+            request["source"], request["destination"], request["to"], ExportOptions(**options), Settings(**values)
+        )
+        export.execute(ExportShare(**share), lambda written, read: say(written=written, read=read))
     except Exception as error:  # noqa: BLE001 - whoever asked raises it
         say(error=error_text(error))
         return 1
