@@ -1,7 +1,7 @@
-"""The commands: `holdfast ls`, `inspect`, `verify`, one file each, for people and for scripts.
+"""The command line: `holdfast ls`, `inspect`, `verify` and the others, for people and for scripts.
 
-They read checkpoints through `holdfast.api`, need no framework and import none. What they show and how they end is
-decided here; what is true of a checkpoint is not.
+The script `holdfast` and `python -m holdfast.cli` call it. Read `app.py` first; `commands/` holds one file for each.
+It reads checkpoints through `holdfast.api` and never imports a framework.
 """
 
 from __future__ import annotations

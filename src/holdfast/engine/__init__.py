@@ -1,4 +1,5 @@
-"""Moves bytes as a plan says: fills windows, hashes chunks, writes packs, reads runs, places parts.
+"""Moves bytes as a plan says: fills buffers, hashes chunks, writes packs, reads ranges, places pieces into targets.
 
-Threads live here and nowhere below. What is decided is in `plan/`, what is true in `repository/`.
+Saving, loading, `checkpoint/` and `offline/` call it. Read `write.py` first, then `read.py`.
+The lowest room that starts threads. It never decides what to move: `plan/` does.
 """

@@ -1,4 +1,5 @@
-"""Tensor frameworks: what turns a state into shards and gives it back, and how its ranks talk.
+"""Tensor frameworks: a framework turns a state into shards, fills it again, and connects the ranks.
 
-One folder per framework; each sees ports, spec, settings and errors only.
+`wiring` picks one; saving and loading see it through `ports/framework.py`. Read `torch/framework.py` first.
+`alone.py` serves a process without other ranks. No framework imports a room of the machine.
 """

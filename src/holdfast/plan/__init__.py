@@ -1,5 +1,5 @@
-"""Pure decisions: who writes what, how it is packed, what a load must read.
+"""Pure decisions: which rank writes what, how it is packed, what a load must read.
 
-Everything here is a function of its arguments: no clock, no chance, no I/O, no framework. What is decided
-here is carried out by `engine/` and made true by `repository/`.
+Saving, loading, `checkpoint/` and `offline/` call it. Read `ownership.py` first, then `packing.py` and `reads.py`.
+Every result depends on the arguments alone: no clock, no randomness, no I/O, no framework.
 """

@@ -1,4 +1,5 @@
-"""Sockets of the house: what the machine asks of stores, communication, frameworks and the clock.
+"""What the machine asks of its surroundings: stores, communication, frameworks, observers, foreign systems.
 
-Only Protocols and the few nouns they exchange live here. Implementations never import each other, only this.
+Every room above imports these Protocols and the few values they exchange. Read `store.py` first, then `comm.py`.
+No implementation is here, and implementations never import each other.
 """

@@ -1,5 +1,5 @@
-"""Truth on storage: what a checkpoint's files hold, and which of them count.
+"""The files of a run directory, and which of them count: catalog, publish, epochs, leases, quarantine, tags, removal.
 
-Here live the formats of manifest, index, parts and packs, publishing, the catalog of a run, collect and verify.
-Moving tensor bytes is the engine's work; deciding what to move is the plan's.
+`checkpoint/`, saving, loading, `runs/`, `leases/` and `offline/` call it. Read `catalog.py` first.
+It never moves tensor bytes (`engine/` does) and never decides what to keep (`runs/` does).
 """

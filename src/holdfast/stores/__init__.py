@@ -1,5 +1,5 @@
-"""Stores: keys to bytes.
+"""Stores: implementations of `ports/store.py`, and the key rules, system calls and error translation they need.
 
-Here lie the implementations of `ports.store` and what only they need: key rules, system calls, error translation.
-Nothing here knows what the bytes mean, and no store knows another.
+`wiring` builds them; every other room sees only the port. Read `local.py` first.
+A store never knows what the bytes mean, and no store imports another.
 """

@@ -1,4 +1,5 @@
-"""Shipped tests: the suites that every implementation of a port must pass, and faults to put into one.
+"""The suites that every implementation of a port must pass, and wrappers that inject faults.
 
-Whoever writes a store of their own subclasses the suite in their own tests. Nothing of the machine imports this.
+The author of a store subclasses the suite in their own tests. Read `store.py` first, then `faults.py`.
+No module outside this room imports it.
 """

@@ -1,4 +1,5 @@
 """The commands of `holdfast`, one file each.
 
-`app.py` registers them. A command parses arguments and prints; it calls `holdfast.api` and never a room below it.
+`cli/app.py` registers them. Read `ls.py` first, the simplest one.
+A command parses arguments and prints. It calls `holdfast.api` and never a room below it.
 """

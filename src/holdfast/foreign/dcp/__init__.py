@@ -1,4 +1,5 @@
-"""PyTorch's DCP: read in place and written, Megatron-core's checkpoints among them.
+"""PyTorch's DCP: checkpoints read in place and written, Megatron-core's among them.
 
-`wiring` picks `reader.py` and `writer.py`. No pickle in `.metadata` is executed.
+`wiring` picks the reader and the writer. Read `reader.py` first.
+No pickle in `.metadata` is executed.
 """

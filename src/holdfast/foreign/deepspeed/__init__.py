@@ -1,4 +1,5 @@
 """DeepSpeed: ZeRO-1 to 3 and universal folders, read in place.
 
-`wiring` picks `reader.py`; `listing.py` shows the order of work. It writes nothing.
+`wiring` picks `reader.py`. Read `reader.py` first, then `listing.py` for the order of work.
+It never writes a file.
 """

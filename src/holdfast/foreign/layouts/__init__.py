@@ -1,4 +1,5 @@
 """How other systems cut tensors: patterns of names, affine pieces, flat partitions.
 
-The DeepSpeed readers call it. Read `pieces.py` first. It opens no file.
+The DeepSpeed readers call it. Read `pieces.py` first.
+It never opens a file.
 """

@@ -1,4 +1,5 @@
 """State that is not tensors, as JSON: encode and decode for a closed set of types.
 
-Read `values.py` first; `docs/values.md` lists the types. No class is ever looked up by a name from a file.
+Saving and `checkpoint/` call it. Read `values.py` first; `docs/values.md` lists the types.
+It never looks up a class by a name from a file.
 """

@@ -1,4 +1,5 @@
 """Diff: what differs between two checkpoints, in tensors and in values.
 
-Read `compare.py` first. It reads only chunks whose digests do not settle the question.
+`api.diff` and `holdfast diff` call it. Read `compare.py` first.
+It never reads a chunk whose digests settle the question.
 """

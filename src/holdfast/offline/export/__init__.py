@@ -1,4 +1,5 @@
 """Export: a checkpoint written as another system's files.
 
-Read `export.py` first. Files appear under their final name only when all of them are whole.
+`wiring` calls it for `api.export` and `holdfast export`. Read `export.py` first.
+Files never appear under their final name before all of them are complete.
 """

@@ -1,4 +1,5 @@
-"""Repair: manifests and indexes made again where digests prove them.
+"""Repair: manifests and indexes rebuilt where digests prove them.
 
-Read `repair.py` first. It never changes a byte that a valid manifest names.
+`api` and `holdfast repair` call it. Read `repair.py` first.
+It never changes a byte that a valid manifest names.
 """
