@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, what stays light, what stays small."""
+"""The rules of the house: who may import whom, what stays light, what stays small. See also test_rooms, test_words."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "holdfast"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.house.source import FILES, PACKAGE, ROOT, name_of
+
 LINES_MAX = 500
 
 STANDARD_LIBRARY_ONLY = ("errors", "settings", "clock", "geometry", "types", "ports")
@@ -24,10 +23,6 @@ NEVER_AT_IMPORT = {"torch", "typer", "rich", "numpy", "safetensors", "xxhash", "
 
 def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 def imported_tops(tree: ast.AST) -> set[str]:
