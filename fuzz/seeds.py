@@ -23,7 +23,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.overview import encode_overview, split
 from holdfast.format.values import values
-from holdfast.format.values.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
+from holdfast.format.values.values import _CODEC_OF_TAG, _CONTAINER_OF_TAG
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
 
@@ -128,7 +128,15 @@ def _by_rows() -> Index:
 def words_of(target: str) -> list[str]:
     """Return words that a target's texts are made of."""
     if target in ("manifest", "value", "framework-value"):
-        return [*_CONTAINER_OF_TAG, *_LEAF_OF_TAG, "torch.tensor", "torch.dtype", "torch.size", "torch.device", "dtype"]
+        return [
+            *_CONTAINER_OF_TAG,
+            *_CODEC_OF_TAG,
+            "torch.tensor",
+            "torch.dtype",
+            "torch.size",
+            "torch.device",
+            "dtype",
+        ]
     if target.startswith(("pack", "safetensors")):
         return ["dtype", "shape", "data_offsets", "__metadata__", "BF16", "F32"]
     return []

@@ -24,7 +24,7 @@ from holdfast.foreign.pickles.reader import unpickled
 from holdfast.foreign.torch.reader import TorchSaveFormat
 from holdfast.foreign.values import to_value
 from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.columns import packed, unpacked
+from holdfast.format.index.columns import decode_column, encode_column
 from holdfast.format.index.foreign_index import index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import IndexDocument, decode_index, encode_index, index_of
@@ -34,7 +34,7 @@ from holdfast.format.names import is_file_url, is_index_name, is_pack_name, is_p
 from holdfast.format.pack import entries_of
 from holdfast.format.part import decode_part, encode_part
 from holdfast.format.values import values
-from holdfast.format.values.values import _CONTAINER_OF_TAG, _LEAF_OF_TAG
+from holdfast.format.values.values import _CODEC_OF_TAG, _CONTAINER_OF_TAG
 from holdfast.frameworks.torch.containers import put_together
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
@@ -160,10 +160,10 @@ def column(data: bytes) -> None:
     if len(data) < 2:
         return
     try:
-        numbers = unpacked((data[0], data[2:]), "here", data[1] if data[1] < 128 else None)
+        numbers = decode_column((data[0], data[2:]), "here", data[1] if data[1] < 128 else None)
     except CorruptError:
         return
-    assert np.array_equal(unpacked(packed(numbers), "here", len(numbers)), numbers)
+    assert np.array_equal(decode_column(encode_column(numbers), "here", len(numbers)), numbers)
 
 
 def name(data: bytes) -> None:
@@ -237,21 +237,21 @@ def _document(data: bytes) -> IndexDocument:
         chunk_bytes=1 << 16,
         fqns=[f"t{number}" for number in range(tensors)],
         dtypes=dtypes,
-        dtype_numbers=packed(dtype_numbers),
-        ndims=packed(ndims),
-        shapes=packed(shapes),
+        dtype_numbers=encode_column(dtype_numbers),
+        ndims=encode_column(ndims),
+        shapes=encode_column(shapes),
         packs=[("own", "r00000.safetensors")],
-        piece_tensors=packed(numbers),
-        piece_packs=packed([0] * len(numbers)),
-        piece_offsets=packed([next(draw) for _ in numbers]),
-        piece_starts=packed(starts),
-        piece_stops=packed(stops),
+        piece_tensors=encode_column(numbers),
+        piece_packs=encode_column([0] * len(numbers)),
+        piece_offsets=encode_column([next(draw) for _ in numbers]),
+        piece_starts=encode_column(starts),
+        piece_stops=encode_column(stops),
         digests=bytes(16 * counts),
-        piece_kinds=packed([int(kind) for kind in kinds]) if any(kinds) else None,
+        piece_kinds=encode_column([int(kind) for kind in kinds]) if any(kinds) else None,
     )
 
 
-_TAGS = sorted({*_CONTAINER_OF_TAG, *_LEAF_OF_TAG})
+_TAGS = sorted({*_CONTAINER_OF_TAG, *_CODEC_OF_TAG})
 _WORDS = (
     "", "a", "items", "metadata", "kind", "value", "dtype", "shape", "data", "dict", "optimizer", "stateful", "float32",
     "int8", "<f4", "<U1", "|b1", "<M8[s]", "U", "S", "AA==", "AAAAAAAAAAA=", "7aCA", "0x10000000000000000",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.names import part_name
-from holdfast.format.part import decode_part, require_own
+from holdfast.format.part import decode_part, require_part_of
 from holdfast.format.values import values
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_file
@@ -25,7 +25,7 @@ def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) ->
     if record is None:
         raise MissingError(f"{store.url}/{folder}: no part of rank {rank}; {manifest.world_size} ranks saved it")
     part = decode_part(read_file(store, folder, manifest.attempt, record), record.name)
-    require_own(part, rank, manifest.attempt, f"{store.url}/{folder}{record.name}")
+    require_part_of(part, rank, manifest.attempt, f"{store.url}/{folder}{record.name}")
     kept = values.decode(values.loads(part.per_rank), "") if part.per_rank is not None else {}
     if not isinstance(kept, dict):
         raise CorruptError(

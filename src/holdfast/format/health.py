@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from holdfast.errors import CorruptError
-from holdfast.format.index.columns import packed, unpacked
+from holdfast.format.index.columns import decode_column, encode_column
 from holdfast.format.sealed_json import RankNumber, Text, convert
 from holdfast.types.health import Counted, Expectation, Health, ReplicaGroup, Replicas
 
@@ -109,7 +109,9 @@ def replicas_document(replicas: Replicas | None) -> ReplicasDocument | UnsetType
     """Return what a part has of copies; nothing where they were not compared."""
     if replicas is None:
         return UNSET
-    groups = [ReplicaGroupDocument(each.holders, packed(each.positions), each.digests) for each in replicas.groups]
+    groups = [
+        ReplicaGroupDocument(each.holders, encode_column(each.positions), each.digests) for each in replicas.groups
+    ]
     return ReplicasDocument(replicas.host, replicas.speaker, list(replicas.names), groups)
 
 
@@ -123,7 +125,7 @@ def replicas_in(document: ReplicasDocument | UnsetType, where: str) -> Replicas 
         return None
     groups = []
     for group in document.groups:
-        positions = tuple(unpacked(group.positions, where).tolist())
+        positions = tuple(decode_column(group.positions, where).tolist())
         if len(group.digests) != 8 * len(positions) or not all(one < two for one, two in itertools.pairwise(positions)):
             raise CorruptError(
                 f"{where}: {len(group.digests)} bytes of digests of {len(positions)} tensors; expected 8 each"

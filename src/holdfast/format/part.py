@@ -83,7 +83,7 @@ class RankPart:
     """How many ranks save; 0 where that is not said."""
 
 
-def require_own(part: RankPart, rank: int, attempt: str, where: str) -> None:
+def require_part_of(part: RankPart, rank: int, attempt: str, where: str) -> None:
     """Refuse the part of another rank or attempt.
 
     Raises:

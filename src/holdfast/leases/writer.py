@@ -21,7 +21,6 @@ from holdfast.repository.epochs import (
     RELEASED,
     accepted_steps,
     current_fence,
-    forget_before,
     format_holder,
     newest_epoch,
     put_accepted,
@@ -29,6 +28,7 @@ from holdfast.repository.epochs import (
     put_heartbeat,
     read_epoch,
     read_heartbeat,
+    remove_before,
     require_newest,
 )
 from holdfast.types.epoch import Epoch, Fence, Holder
@@ -123,7 +123,7 @@ class WriterLease:
         self._fence = Fence(number, accepted)
         try:
             # That of the one before stays, for the case that ours is damaged.
-            forget_before(self._store, before.epoch)
+            remove_before(self._store, before.epoch)
         except CheckpointError as error:
             logger.warning("what epochs before %d accepted stays for now: %s", before.epoch, error)
 

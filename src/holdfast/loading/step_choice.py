@@ -13,7 +13,7 @@ from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError, printable
 from holdfast.format.names import step_folder
 from holdfast.repository.catalog import committed_steps
-from holdfast.repository.quarantine import Quarantined, identity_at, quarantine, quarantined
+from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantine, quarantined
 from holdfast.types.reports import SkippedStep
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class NewestValid:
         self._left: list[int] = []
         self._listings = 0
         self._had_steps = False
-        self._known: Mapping[int, Mapping[str, Quarantined]] = {}
+        self._known: Mapping[int, Mapping[str, QuarantineRecord]] = {}
         self._taken: tuple[int, str] | None = None
         self._done: set[tuple[int, str]] = set()
         self._found: list[_CandidateStep] = []

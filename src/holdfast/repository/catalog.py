@@ -86,7 +86,7 @@ def read_run_id(store: Store) -> str | None:
     return decode_sealed(data, "run", _RunDocument, where)[0].run_id
 
 
-def found_run(store: Store, run_id: str, created: str) -> str:
+def ensure_run(store: Store, run_id: str, created: str) -> str:
     """Make a root that of a run, unless it is one; return the id of the run it belongs to."""
     known = read_run_id(store)
     if known is not None:

@@ -264,7 +264,7 @@ def format_holder(store: Store, number: int) -> str:
     return f"epoch {number} ({'its record cannot be read' if epoch is None else epoch.holder})"
 
 
-def forget_before(store: Store, number: int) -> None:
+def remove_before(store: Store, number: int) -> None:
     """Remove what epochs before one accepted, and their beats; the records stay, for they say that an epoch is over."""
     keys = (entry.key for entry in store.list(EPOCHS_FOLDER))
     old = [key for key in keys if (epoch_of_key(key) or number) < number and key != epoch_key(epoch_of_key(key) or 0)]

@@ -27,7 +27,7 @@ _WHY_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
+class QuarantineRecord:
     """One manifest that is not to be resumed from."""
 
     step: int
@@ -55,7 +55,7 @@ def _stem(step: int, identity: str) -> str:
     return f"{QUARANTINE}{step_folder(step).rstrip('/')}.{identity}"
 
 
-def kept_key(step: int, identity: str, name: str) -> str:
+def backup_key(step: int, identity: str, name: str) -> str:
     """Return the key under which a file that is replaced is kept; `name` is its name without folders."""
     return f"{_stem(step, identity)}.{name}"
 
@@ -93,12 +93,12 @@ def _stated_at(store: Store, step: int) -> tuple[str, Mapping[str, object]]:
         return manifest_identity(data), {}
 
 
-def quarantined(store: Store) -> Mapping[int, Mapping[str, Quarantined]]:
+def quarantined(store: Store) -> Mapping[int, Mapping[str, QuarantineRecord]]:
     """Return what is noted under a root, by step and identity.
 
     The names decide; a record that cannot be read still counts.
     """
-    found: dict[int, dict[str, Quarantined]] = {}
+    found: dict[int, dict[str, QuarantineRecord]] = {}
     for step, identity in list_records(store):
         key = f"{_stem(step, identity)}.json"
         found.setdefault(step, {})[identity] = _read(store, key, step, identity)
@@ -143,7 +143,7 @@ def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> 
         attempts = [named]
     else:
         attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
-    record = Quarantined(step, identity, why[:_WHY_MAX], found, tuple(attempts))
+    record = QuarantineRecord(step, identity, why[:_WHY_MAX], found, tuple(attempts))
     document = {
         **header("quarantine"),
         "step": step,
@@ -203,7 +203,7 @@ def backup(store: Store, step: int, key: str, bytes_max: int) -> str:
         CorruptError: It is larger than any file of its kind.
     """
     data = store.get(key, bytes_max)
-    kept = kept_key(step, hex_digest_of(data)[:16], key.rpartition("/")[2])
+    kept = backup_key(step, hex_digest_of(data)[:16], key.rpartition("/")[2])
     try:
         store.put_if_absent(kept, data)
     except ConflictError:
@@ -211,13 +211,13 @@ def backup(store: Store, step: int, key: str, bytes_max: int) -> str:
     return kept
 
 
-def _read(store: Store, key: str, step: int, identity: str) -> Quarantined:
+def _read(store: Store, key: str, step: int, identity: str) -> QuarantineRecord:
     try:
         document, _ = unsealed(store.get(key, _RECORD_BYTES_MAX), f"{store.url}/{key}")
     except (CorruptError, MissingError) as error:
         document = {"why": f"its record cannot be read: {error}"}
     attempts = document.get("attempts")
-    return Quarantined(
+    return QuarantineRecord(
         step,
         identity,
         str(document.get("why"))[:_WHY_MAX],

@@ -64,7 +64,7 @@ class Mark:
     """Steps that lose their manifest, each with the digest of it."""
 
 
-def look_into(
+def inspect_step(
     store: Store, step: int, fence: Fence, pinned: Iterable[str] = ()
 ) -> tuple[StepFiles, Manifest | None, list[str]]:
     """Return what lies in the folder of a step, its manifest if it can be read, and keys that no save gives.

@@ -34,7 +34,7 @@ _REPORT_BYTES_MAX = 1 << 20
 _PHASES_MAX = 10_000
 
 
-def leave_report(store: Store, folder: str, report: RankReport) -> None:
+def put_report(store: Store, folder: str, report: RankReport) -> None:
     """Put a report beside a checkpoint. It is not made durable: a power cut may take it, and no save waits for it.
 
     Raises:

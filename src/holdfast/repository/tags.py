@@ -85,7 +85,7 @@ def read_tags(store: Store) -> Tags:
     return Tags(whole, damaged)
 
 
-def require_free(store: Store, name: str) -> None:
+def require_tag_free(store: Store, name: str) -> None:
     """Refuse a tag that is there already.
 
     Raises:
@@ -119,7 +119,7 @@ def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
     return tag
 
 
-def given_anew(store: Store, step: int, digest: str) -> dict[str, bytes]:
+def tags_for_new_manifest(store: Store, step: int, digest: str) -> dict[str, bytes]:
     """Return the records, by key, that give a step whose manifest was made again the tags that it had.
 
     Args:

@@ -11,7 +11,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.index_checks import index_from, overview_from
 from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
 from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
-from holdfast.format.part import decode_part, require_own
+from holdfast.format.part import decode_part, require_part_of
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store, Stored
 from holdfast.repository.catalog import check_pack, read_file
@@ -81,7 +81,7 @@ class Verification:
         for part in manifest.parts:
             try:
                 data = read_file(self._store, self._folder, manifest.attempt, part)
-                require_own(decode_part(data, part.name), rank_of_part(part.name), manifest.attempt, part.name)
+                require_part_of(decode_part(data, part.name), rank_of_part(part.name), manifest.attempt, part.name)
             except CheckpointError as error:
                 yield self._of_file(part.name, error)
             self._advance(part.bytes)

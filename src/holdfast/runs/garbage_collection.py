@@ -19,8 +19,8 @@ from holdfast.repository.catalog import manifest_digest, read_run_id, step_folde
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.removal import (
+    inspect_step,
     is_pack_key,
-    look_into,
     mark_keys,
     named_files,
     put_mark,
@@ -236,7 +236,7 @@ class CheckpointGC:
         for step in step_folders(store):
             records = noted.get(step, {})
             pinned = {attempt for record in records.values() for attempt in record.attempts}
-            files, manifest, strangers = look_into(store, step, fence, pinned)
+            files, manifest, strangers = inspect_step(store, step, fence, pinned)
             found.append(files)
             for key in strangers:
                 self._say_once("%s/%s: nothing that a save puts there; left alone", store.url, key)

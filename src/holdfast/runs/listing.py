@@ -10,7 +10,7 @@ from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, st
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
-from holdfast.repository.quarantine import Quarantined, identity_at, quarantined
+from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantined
 from holdfast.repository.tags import Tag, Tags, read_tags
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
@@ -99,7 +99,9 @@ def run_record(store: Store) -> RunRecord:
     return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged)
 
 
-def _step_record(store: Store, step: int, tags: Tags, known: Mapping[str, Quarantined], fence: Fence) -> StepRecord:
+def _step_record(
+    store: Store, step: int, tags: Tags, known: Mapping[str, QuarantineRecord], fence: Fence
+) -> StepRecord:
     folder = step_folder(step)
     manifest: Manifest | None = None
     error: CheckpointError | None = None

@@ -24,7 +24,7 @@ from holdfast.policies import Policies
 from holdfast.ports.framework import Collected, Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import committed_steps, found_run, manifest_digest, read_run_id, step_folders
+from holdfast.repository.catalog import committed_steps, ensure_run, manifest_digest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid
 from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.removal import marks
@@ -373,7 +373,7 @@ def _let_go(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveRep
 
 def founded(store: Store, clock: Clock) -> str:
     """Return the id of the run that a root belongs to, after making it that of one if need be."""
-    return found_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+    return ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
 
 
 def claimed(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> dict[str, object]:

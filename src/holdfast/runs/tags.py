@@ -9,7 +9,7 @@ from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
 from holdfast.leases.reader import is_being_deleted
 from holdfast.ports.store import Store
-from holdfast.repository.tags import Tag, put_tag, read_tags, remove_tag, require_free, require_tag_name
+from holdfast.repository.tags import Tag, put_tag, read_tags, remove_tag, require_tag_free, require_tag_name
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def require_all_free(store: Store, tags: Iterable[str]) -> None:
         ConflictError: One does.
     """
     for tag in tags:
-        require_free(store, tag)
+        require_tag_free(store, tag)
 
 
 def tag_saved(store: Store, clock: Clock, step: int, tags: Iterable[str]) -> None:

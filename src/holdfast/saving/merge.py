@@ -12,10 +12,10 @@ from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.index.index import Index, Merging
+from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
-from holdfast.format.part import RankPart, decode_part, require_own
+from holdfast.format.part import RankPart, decode_part, require_part_of
 from holdfast.format.values import values
 from holdfast.ports.store import Packs
 from holdfast.repository.catalog import check_pack, read_file
@@ -62,7 +62,7 @@ def merged(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], ch
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
         CorruptError: A part or pack is not what its rank voted for.
     """
-    merging = Merging(chunk_bytes)
+    merging = IndexMerger(chunk_bytes)
     packs: list[FileRecord] = []
     trees: list[Group] = []
     aliases: dict[str, str] = {}
@@ -71,7 +71,7 @@ def merged(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], ch
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
     files = ordered_parallel_map(lambda record: read_file(location.store, location.folder, attempt, record), records)
     for rank, part in enumerate(_decoded(records, files)):
-        require_own(part, rank, attempt, location.url)
+        require_part_of(part, rank, attempt, location.url)
         merging.add(part.index, f"{location.url}: rank {rank}")
         packs += part.packs
         findings.add(rank, part.counted, part.replicas)

@@ -14,7 +14,7 @@ from dataclasses import fields
 from holdfast.clock import Clock
 from holdfast.ports.comm import Comm
 from holdfast.ports.store import Store
-from holdfast.repository.reports import leave_report
+from holdfast.repository.reports import put_report
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.events import (
     Began,
@@ -127,7 +127,7 @@ class OperationTrace:
             report = self._report(own, id)
             self._tell(Ended(report))
             if store is not None:
-                leave_report(store, folder, report)
+                put_report(store, folder, report)
         except Exception as error:  # noqa: BLE001 - no report is worth a save or a load
             # One rank says it for all: where one cannot write, the others most likely cannot either.
             level = logging.INFO if self.operation.rank else logging.WARNING

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError
-from holdfast.format.index.columns import packed, unpacked
+from holdfast.format.index.columns import decode_column, encode_column
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import IndexDocument, decode_index, document_of, encode_index, index_of
@@ -102,7 +102,7 @@ def test_kinds_are_stored_only_where_a_flat_range_is() -> None:
     assert document_of(boxes).piece_kinds is None
     kinds = document_of(mixed()).piece_kinds
     assert kinds is not None
-    assert unpacked(kinds, "here").tolist() == [0, 0, 1, 1]
+    assert decode_column(kinds, "here").tolist() == [0, 0, 1, 1]
 
 
 def test_an_index_written_before_there_were_flat_ranges_is_read() -> None:
@@ -124,16 +124,18 @@ def altered(**fields: object) -> IndexDocument:
     "fields",
     [
         pytest.param({"piece_kinds": None}, id="kinds missing"),
-        pytest.param({"piece_kinds": packed([0, 0, 0, 0])}, id="a flat range called a box"),
-        pytest.param({"piece_kinds": packed([1, 0, 1, 1])}, id="a box called a flat range"),
-        pytest.param({"piece_kinds": packed([0, 0, 1, 2])}, id="an unknown kind"),
-        pytest.param({"piece_kinds": packed([0, 0, 1, (1 << 63) - 1])}, id="a huge kind"),
-        pytest.param({"piece_kinds": packed([0, 0, 1])}, id="a kind too few"),
-        pytest.param({"piece_kinds": packed([0, 0, 1, 1, 1])}, id="a kind too many"),
+        pytest.param({"piece_kinds": encode_column([0, 0, 0, 0])}, id="a flat range called a box"),
+        pytest.param({"piece_kinds": encode_column([1, 0, 1, 1])}, id="a box called a flat range"),
+        pytest.param({"piece_kinds": encode_column([0, 0, 1, 2])}, id="an unknown kind"),
+        pytest.param({"piece_kinds": encode_column([0, 0, 1, (1 << 63) - 1])}, id="a huge kind"),
+        pytest.param({"piece_kinds": encode_column([0, 0, 1])}, id="a kind too few"),
+        pytest.param({"piece_kinds": encode_column([0, 0, 1, 1, 1])}, id="a kind too many"),
         pytest.param({"piece_kinds": (3, b"123")}, id="a width of three"),
-        pytest.param({"piece_stops": packed([30, 35, 30, 70, 1001, 2101])}, id="a range beyond its tensor"),
-        pytest.param({"piece_starts": packed([0, 0, 0, 35, 0, 2100])}, id="a range of other bytes than digests"),
-        pytest.param({"piece_starts": packed([0, 0, 0, 35, 1002, 1001])}, id="a range that ends before it begins"),
+        pytest.param({"piece_stops": encode_column([30, 35, 30, 70, 1001, 2101])}, id="a range beyond its tensor"),
+        pytest.param({"piece_starts": encode_column([0, 0, 0, 35, 0, 2100])}, id="a range of other bytes than digests"),
+        pytest.param(
+            {"piece_starts": encode_column([0, 0, 0, 35, 1002, 1001])}, id="a range that ends before it begins"
+        ),
     ],
 )
 def test_hostile_kinds_are_corrupt(fields: dict[str, object]) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.format.index.columns import packed, unpacked
-from holdfast.format.index.index import Index, Merging
+from holdfast.format.index.columns import decode_column, encode_column
+from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_checks import index_from
 from holdfast.format.index.index_file import IndexDocument, decode_index, document_of, encode_index, index_of
@@ -77,10 +77,10 @@ def small_index() -> Index:
 
 @given(st.lists(st.one_of(st.integers(0, 300), st.integers(0, (1 << 63) - 1)), max_size=50))
 def test_columns_give_back_their_numbers_in_the_narrowest_width(numbers: list[int]) -> None:
-    width, data = packed(numbers)
+    width, data = encode_column(numbers)
     assert width == next(w for w in (1, 2, 4, 8) if max(numbers, default=0) < 1 << 8 * w)
     assert len(data) == width * len(numbers)
-    assert unpacked((width, data), "here", len(numbers)).tolist() == numbers
+    assert decode_column((width, data), "here", len(numbers)).tolist() == numbers
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_columns_give_back_their_numbers_in_the_narrowest_width(numbers: list[in
 )
 def test_impossible_columns_are_corrupt(column: tuple[int, bytes]) -> None:
     with pytest.raises(CorruptError, match="here"):
-        unpacked(column, "here")
+        decode_column(column, "here")
 
 
 def test_a_column_of_another_length_is_corrupt() -> None:
     with pytest.raises(CorruptError, match="expected 3 numbers"):
-        unpacked(packed([1, 2]), "here", 3)
+        decode_column(encode_column([1, 2]), "here", 3)
 
 
 # ------------------------------------------------------------------------------------------------- index
@@ -113,7 +113,7 @@ def test_one_name_with_two_shapes_is_refused() -> None:
     other = piece("scalar", "float32", (), Box((), ()), "r00000.safetensors", 0)
     with pytest.raises(InvalidError, match="scalar"):
         index_with(*small_pieces(), other)
-    merging = Merging(CHUNK)
+    merging = IndexMerger(CHUNK)
     merging.add(small_index(), "rank 2")
     with pytest.raises(InvalidError, match="rank 3: scalar"):
         merging.add(index_with(other), "rank 3")
@@ -202,7 +202,7 @@ def test_an_index_with_any_numbers_is_never_another_error(data: st.DataObject) -
     document = document_of(small_index())
     numbers = st.one_of(st.integers(0, 80), st.integers(0, (1 << 64) - 1))
     for name in data.draw(st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=3, unique=True)):
-        old = unpacked(getattr(document, name), "here")
+        old = decode_column(getattr(document, name), "here")
         new = data.draw(st.lists(numbers, min_size=len(old), max_size=len(old)))
         setattr(document, name, (8, np.array(new, dtype="<u8").tobytes()))
     document.chunk_bytes = data.draw(st.sampled_from((1, 16, CHUNK, 1 << 40)))

@@ -16,7 +16,7 @@ from holdfast.checkpoint.index_loading import given_frames, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.columns import packed, unpacked
+from holdfast.format.index.columns import decode_column, encode_column
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.names import OVERVIEW_FILE, is_index_name, step_folder
 from holdfast.format.sealed_json import sealed, unsealed
@@ -161,11 +161,13 @@ def alter(store: MemoryStore, name: str, change: Callable[[dict[str, Any]], obje
 
 def without_first_piece(document: dict[str, Any]) -> None:
     """Leave the first piece out, digests and all; every piece here is one chunk."""
-    widths = unpacked(tuple(document["ndims"]), "here")[unpacked(tuple(document["piece_tensors"]), "here")].tolist()
+    widths = decode_column(tuple(document["ndims"]), "here")[
+        decode_column(tuple(document["piece_tensors"]), "here")
+    ].tolist()
     for name in ("piece_tensors", "piece_packs", "piece_offsets"):
-        document[name] = packed(unpacked(tuple(document[name]), "here")[1:])
+        document[name] = encode_column(decode_column(tuple(document[name]), "here")[1:])
     for name in ("piece_starts", "piece_stops"):
-        document[name] = packed(unpacked(tuple(document[name]), "here")[widths[0] :])
+        document[name] = encode_column(decode_column(tuple(document[name]), "here")[widths[0] :])
     document["digests"] = document["digests"][16:]
 
 
@@ -200,15 +202,18 @@ def overview_said(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         pytest.param(lambda d: d["fqns"].__setitem__(-1, "zzz"), id="another name"),
         pytest.param(overview_said("bands", 1), id="other bands"),
         pytest.param(
-            lambda d: d.update(file_bands_stop=packed([0] * len(unpacked(tuple(d["file_bands_stop"]), "")))),
+            lambda d: d.update(
+                file_bands_stop=encode_column([0] * len(decode_column(tuple(d["file_bands_stop"]), "")))
+            ),
             id="files of no band",
         ),
         pytest.param(
-            lambda d: d.update(file_tensors_stop=packed(unpacked(tuple(d["file_tensors_first"]), ""))),
+            lambda d: d.update(file_tensors_stop=encode_column(decode_column(tuple(d["file_tensors_first"]), ""))),
             id="files of no tensor",
         ),
         pytest.param(
-            lambda d: d.update(shapes=packed(unpacked(tuple(d["shapes"]), "") * (1 << 20))), id="gigantic tensors"
+            lambda d: d.update(shapes=encode_column(decode_column(tuple(d["shapes"]), "") * (1 << 20))),
+            id="gigantic tensors",
         ),
         pytest.param(overview_said("dtypes", ["float64"]), id="another dtype"),
         pytest.param(overview_said("chunk_bytes", 8192), id="other chunks"),
@@ -228,11 +233,15 @@ def test_an_overview_that_contradicts_the_index_is_refused_on_every_rank(change:
 def test_totals_that_the_packs_cannot_hold_are_refused_before_anything_is_allocated() -> None:
     store = fresh_store()
     save(store)
-    alter(store, OVERVIEW_FILE, lambda d: d.update(shapes=packed(unpacked(tuple(d["shapes"]), "") * (1 << 15))))
+    alter(
+        store,
+        OVERVIEW_FILE,
+        lambda d: d.update(shapes=encode_column(decode_column(tuple(d["shapes"]), "") * (1 << 15))),
+    )
     document = document_of(store)
     overview = msgspec.msgpack.decode(store.get(f"{FOLDER}{document['attempt']}/{OVERVIEW_FILE}", 1 << 20))
-    lengths = iter(unpacked(tuple(overview["shapes"]), "").tolist())
-    shapes = [[next(lengths) for _ in range(ndim)] for ndim in unpacked(tuple(overview["ndims"]), "").tolist()]
+    lengths = iter(decode_column(tuple(overview["shapes"]), "").tolist())
+    shapes = [[next(lengths) for _ in range(ndim)] for ndim in decode_column(tuple(overview["ndims"]), "").tolist()]
     document["tensor_bytes"] = sum(4 * int(np.prod(shape, dtype=np.int64)) for shape in shapes)
     store.put(FOLDER + "manifest.json", sealed(document))
     outcomes, _ = load([store] * 2)

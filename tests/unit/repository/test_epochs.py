@@ -18,12 +18,12 @@ from holdfast.repository.catalog import committed_steps, step_folders
 from holdfast.repository.epochs import (
     accepted_steps,
     current_fence,
-    forget_before,
     is_valid,
     newest_epoch,
     put_accepted,
     put_epoch,
     read_epoch,
+    remove_before,
     require_counted,
     require_newest,
 )
@@ -226,7 +226,7 @@ def test_only_records_and_the_last_two_lists_stay(store: MemoryStore) -> None:
         before = current_fence(store).epoch
         begin(store, number)
         epochs.put_heartbeat(store, number, b"1\n")
-        forget_before(store, before)
+        remove_before(store, before)
     names = sorted(entry.key.removeprefix("epochs/").lstrip("0") for entry in store.list("epochs/"))
     assert names == ["1.json", "2.json", "3.accepted.json", "3.beat", "3.json", "4.accepted.json", "4.beat", "4.json"]
 

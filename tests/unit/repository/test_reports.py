@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.format.sealed_json import sealed, unsealed
-from holdfast.repository.reports import decode_report, encode_report, leave_report, reports_in
+from holdfast.repository.reports import decode_report, encode_report, put_report, reports_in
 from holdfast.stores.memory import MemoryStore
 from holdfast.types.events import Operation, Phase, RankReport
 
@@ -103,7 +103,7 @@ def test_another_kind_and_a_newer_format_are_refused() -> None:
 def test_a_folder_yields_what_can_be_read_and_says_what_cannot() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     good = RankReport(Operation("save", 5, f"{store.url}/s", 3, 4), "ab" * 8, "h", 1, 0.0, 1.0, (), 0)
-    leave_report(store, "s/", good)
+    put_report(store, "s/", good)
     key = f"s/reports/save-{'ab' * 8}-r00003.json"
     assert [entry.key for entry in store.list()] == [key]
     store.put(f"s/reports/load-{'cd' * 8}-r00001.json", store.get(key, 1 << 20))

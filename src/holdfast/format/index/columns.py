@@ -17,7 +17,7 @@ _WIDTHS = ("<u1", "<u2", "<u4", "<u8")
 assert sys.byteorder == "little", "columns are stored little-endian and read without a swap"
 
 
-def packed(numbers: ArrayLike) -> tuple[int, bytes]:
+def encode_column(numbers: ArrayLike) -> tuple[int, bytes]:
     """Return a column as its width in bytes and its little-endian bytes.
 
     Args:
@@ -30,7 +30,7 @@ def packed(numbers: ArrayLike) -> tuple[int, bytes]:
     return np.dtype(dtype).itemsize, column.astype(dtype).tobytes()
 
 
-def unpacked(column: tuple[int, bytes], where: str, count: int | None = None) -> Ints:
+def decode_column(column: tuple[int, bytes], where: str, count: int | None = None) -> Ints:
     """Return the numbers of a column, shape (count,).
 
     Raises:
@@ -45,7 +45,7 @@ def unpacked(column: tuple[int, bytes], where: str, count: int | None = None) ->
     return numbers.astype(np.int64)
 
 
-def firsts(counts: Ints) -> Ints:
+def run_starts(counts: Ints) -> Ints:
     """Return where each of several runs begins that lie one after the other, and where the last one ends."""
     found = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=found[1:])
@@ -75,7 +75,7 @@ def products(counts: Ints, factors: NDArray[Number]) -> NDArray[Number]:
         counts: Factors of each run.
         factors: Those of all runs.
     """
-    first = firsts(counts)
+    first = run_starts(counts)
     found = np.ones(len(counts), dtype=factors.dtype)
     for place in range(int(counts.max()) if len(counts) else 0):
         longer = np.flatnonzero(counts > place)

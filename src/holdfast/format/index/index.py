@@ -169,7 +169,7 @@ class Index:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Merging:
+class IndexMerger:
     """Indexes on their way to becoming one."""
 
     def __init__(self, chunk_bytes: int, table: TensorTable | None = None) -> None:
@@ -217,7 +217,7 @@ class Merging:
             else:
                 self._look_up_first()
                 for tensor in table.specs.values():
-                    know(self._tensors, tensor, where)
+                    register_tensor(self._tensors, tensor, where)
                 found = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.fqns]
                 numbers = np.array(found, dtype=np.int64)
             known = self._tables[id(table)] = table, numbers
@@ -252,7 +252,7 @@ def in_order(pieces: PieceColumns) -> PieceColumns:
     return pieces if bool((order[1:] > order[:-1]).all()) else pieces.taken(order)
 
 
-def know(tensors: dict[str, TensorSpec], tensor: TensorSpec, where: str) -> None:
+def register_tensor(tensors: dict[str, TensorSpec], tensor: TensorSpec, where: str) -> None:
     """Note a tensor.
 
     Raises:

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from holdfast.format.index.columns import Ints
-from holdfast.format.index.index import Index, in_order, know
+from holdfast.format.index.index import Index, in_order, register_tensor
 from holdfast.format.index.piece_columns import PieceColumns, corners
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.chunking import DIGEST_BYTES
@@ -43,7 +43,7 @@ class IndexBuilder:
         Raises:
             InvalidError: The tensor is known with another dtype or shape.
         """
-        know(self._tensors, tensor, pack)
+        register_tensor(self._tensors, tensor, pack)
         self._fqns.append(tensor.fqn)
         self._numbers.append(self._packs.setdefault(pack, len(self._packs)))
         self._offsets.append(offset)
@@ -62,7 +62,7 @@ class IndexBuilder:
         items = pack.items
         assert len(items) == len(digests), f"{len(digests)} digests of {len(items)} pieces"
         for item in items:
-            know(self._tensors, item.tensor, pack.name)
+            register_tensor(self._tensors, item.tensor, pack.name)
         number = self._packs.setdefault(pack.name, len(self._packs))
         self._fqns += [item.tensor.fqn for item in items]
         self._numbers += [number] * len(items)

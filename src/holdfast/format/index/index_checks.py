@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.format.index.index import Index, Merging
+from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_file import decode_index
 from holdfast.format.index.overview import Overview, decode_overview
 from holdfast.format.index.tensor_table import TensorTable
@@ -65,7 +65,7 @@ def overview_from(manifest: Manifest, data: bytes, where: str) -> Overview:
 
 
 def _merged(indexes: Sequence[Index], table: TensorTable | None, where: str) -> Index:
-    merging = Merging(indexes[0].chunk_bytes, table)
+    merging = IndexMerger(indexes[0].chunk_bytes, table)
     try:
         for each in indexes:
             merging.add(each, where)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError
-from holdfast.format.index.columns import Ints, packed, products, unpacked
+from holdfast.format.index.columns import Ints, decode_column, encode_column, products
 from holdfast.format.index.index import Index
 from holdfast.format.index.piece_columns import Bools, PieceColumns, bounds_of
 from holdfast.format.index.tensor_table import Column, TensorsDocument, TensorTable, TensorTables, decode_tensors
@@ -51,13 +51,13 @@ def document_of(index: Index) -> IndexDocument:
         chunk_bytes=index.chunk_bytes,
         **index.table.encoded(),
         packs=[(_kind_of(index.packs[int(used[number])]), index.packs[int(used[number])]) for number in by_name],
-        piece_tensors=packed(pieces.tensors),
-        piece_packs=packed(number_of[packs]),
-        piece_offsets=packed(pieces.offsets),
-        piece_starts=packed(pieces.starts),
-        piece_stops=packed(pieces.stops),
+        piece_tensors=encode_column(pieces.tensors),
+        piece_packs=encode_column(number_of[packs]),
+        piece_offsets=encode_column(pieces.offsets),
+        piece_starts=encode_column(pieces.starts),
+        piece_stops=encode_column(pieces.stops),
         digests=bytes(pieces.digests),
-        piece_kinds=packed(pieces.flat) if pieces.flat.any() else None,
+        piece_kinds=encode_column(pieces.flat) if pieces.flat.any() else None,
     )
 
 
@@ -99,17 +99,17 @@ def index_of(
     if len({name for _, name in document.packs}) < len(document.packs):
         # Under two numbers, pieces of one pack would not be seen to share bytes.
         raise CorruptError(f"{where}: a pack is listed twice; expected each once")
-    tensors = unpacked(document.piece_tensors, where)
+    tensors = decode_column(document.piece_tensors, where)
     count = len(tensors)
-    packs = unpacked(document.piece_packs, where, count)
-    offsets = unpacked(document.piece_offsets, where, count)
+    packs = decode_column(document.piece_packs, where, count)
+    offsets = decode_column(document.piece_offsets, where, count)
     if count and (int(tensors.max()) >= table.count or int(packs.max()) >= len(document.packs)):
         raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
     if (tensors[1:] < tensors[:-1]).any():
         raise CorruptError(f"{where}: pieces are not in the order of their tensors")
     flat = np.zeros(count, dtype=bool)
     if document.piece_kinds is not None:
-        kinds = unpacked(document.piece_kinds, where, count)
+        kinds = decode_column(document.piece_kinds, where, count)
         if count and int(kinds.max()) > _FLAT:
             raise CorruptError(
                 f"{where}: a piece of kind {int(kinds.max())}; expected {_BOX} (box) or {_FLAT} (flat range)"
@@ -117,8 +117,8 @@ def index_of(
         flat = kinds == _FLAT
     widths = np.where(flat, 1, table.ndims[tensors])
     coordinates = int(widths.sum())
-    starts = unpacked(document.piece_starts, where, coordinates)
-    stops = unpacked(document.piece_stops, where, coordinates)
+    starts = decode_column(document.piece_starts, where, coordinates)
+    stops = decode_column(document.piece_stops, where, coordinates)
     _require_inside(table, tensors, flat, widths, starts, stops, where)
     piece_bytes = products(widths, stops - starts) * table.itemsizes[tensors]
     chunks = np.zeros(count, dtype=np.int64) if unhashed else -(-piece_bytes // document.chunk_bytes)

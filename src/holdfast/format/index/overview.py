@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError
-from holdfast.format.index.columns import Ints, packed, unpacked
+from holdfast.format.index.columns import Ints, decode_column, encode_column
 from holdfast.format.index.index import Index
 from holdfast.format.index.piece_columns import PieceColumns
 from holdfast.format.index.tensor_table import Column, TensorsDocument, TensorTable, decode_tensors
@@ -160,7 +160,7 @@ _DECODER = msgspec.msgpack.Decoder(_OverviewDocument)
 
 def encode_overview(overview: Overview) -> bytes:
     """Return the bytes of an overview file."""
-    tensors_first, tensors_stop, bands_first, bands_stop = map(packed, overview.spans.T)
+    tensors_first, tensors_stop, bands_first, bands_stop = map(encode_column, overview.spans.T)
     return msgspec.msgpack.encode(
         _OverviewDocument(
             chunk_bytes=overview.chunk_bytes,
@@ -192,7 +192,7 @@ def decode_overview(data: bytes, files: int, where: str) -> Overview:
         raise CorruptError(f"{where}: chunk_bytes={found.chunk_bytes}, bands={found.bands}; expected possible ones")
     table = decode_tensors(found, where)
     columns = (found.file_tensors_first, found.file_tensors_stop, found.file_bands_first, found.file_bands_stop)
-    spans = np.stack([unpacked(column, where, files) for column in columns], axis=1)
+    spans = np.stack([decode_column(column, where, files) for column in columns], axis=1)
     if (spans[:, 0] > spans[:, 1]).any() or (spans[:, 1] > table.count).any() or (spans[:, 2] > spans[:, 3]).any():
         raise CorruptError(f"{where}: an index file of a range of tensors or bands that cannot be. Read another copy")
     return Overview(found.chunk_bytes, table, found.bands, spans)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.format.index.columns import Ints, firsts, positions
+from holdfast.format.index.columns import Ints, positions, run_starts
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region
@@ -60,12 +60,12 @@ class PieceColumns:
     @cached_property
     def first_coordinate(self) -> Ints:
         """For each piece, and one past the last: where its coordinates begin."""
-        return firsts(self.widths)
+        return run_starts(self.widths)
 
     @cached_property
     def first_chunk(self) -> Ints:
         """For each piece, and one past the last: number of its first chunk."""
-        return firsts(self.chunks)
+        return run_starts(self.chunks)
 
     @property
     def count(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from holdfast.format.index.index import Index, Merging
+from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_checks import require_places
 from holdfast.format.index.index_file import decode_index
 from holdfast.format.index.overview import Overview
@@ -64,7 +64,7 @@ class SplitIndex:
         """
         needed = self._needed(wanted)
         self._read(needed)
-        merging = Merging(self._overview.chunk_bytes, self._overview.table)
+        merging = IndexMerger(self._overview.chunk_bytes, self._overview.table)
         for number in needed:
             merging.add(self._files[number], self._name_of(number))
         merged = merging.merged()

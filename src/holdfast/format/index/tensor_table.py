@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.index.columns import Ints, firsts, packed, positions, products, unpacked
+from holdfast.format.index.columns import Ints, decode_column, encode_column, positions, products, run_starts
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
 
@@ -52,7 +52,7 @@ class TensorTable:
         """
         self.fqns, self.ndims, self.lengths = fqns, ndims, lengths
         self._dtypes, self._dtype_numbers = dtypes, dtype_numbers
-        self.first_length = firsts(ndims)
+        self.first_length = run_starts(ndims)
         """For each, and one past the last: where its shape begins in `lengths`."""
 
     @staticmethod
@@ -125,9 +125,9 @@ class TensorTable:
         return {
             "fqns": self.fqns,
             "dtypes": dtypes,
-            "dtype_numbers": packed(renumbered[self._dtype_numbers]),
-            "ndims": packed(self.ndims),
-            "shapes": packed(self.lengths),
+            "dtype_numbers": encode_column(renumbered[self._dtype_numbers]),
+            "ndims": encode_column(self.ndims),
+            "shapes": encode_column(self.lengths),
         }
 
 
@@ -184,11 +184,11 @@ def decode_tensors(document: TensorsDocument, where: str) -> TensorTable:
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
         raise CorruptError(f"{where}: dtype {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
-    dtype_of = unpacked(document.dtype_numbers, where, count)
-    ndim_of = unpacked(document.ndims, where, count)
+    dtype_of = decode_column(document.dtype_numbers, where, count)
+    ndim_of = decode_column(document.ndims, where, count)
     if count and (int(dtype_of.max()) >= len(dtypes) or int(ndim_of.max()) > NDIM_MAX):
         raise CorruptError(f"{where}: a tensor names a dtype that is not listed or has over {NDIM_MAX} dimensions")
-    lengths = unpacked(document.shapes, where, int(ndim_of.sum()))
+    lengths = decode_column(document.shapes, where, int(ndim_of.sum()))
     table = TensorTable(fqns, dtypes, dtype_of, ndim_of, lengths)
     _require_addressable(table, where)
     return table

@@ -190,7 +190,7 @@ def _path_leaf(tag: str, kind: type[PurePath]) -> ScalarCodec:
     return ScalarCodec(tag, encode, decode)
 
 
-LEAVES: dict[type, ScalarCodec] = {
+SCALAR_CODECS: dict[type, ScalarCodec] = {
     str: ScalarCodec("$str", lambda text: base64_document(text.encode("utf-8", "surrogatepass")), _decode_str),
     int: ScalarCodec("$int", hex, _decode_int),
     float: ScalarCodec("$float", _encode_float, _decode_float),

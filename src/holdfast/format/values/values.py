@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.values.arrays import decode_array, decode_scalar, encode_array, encode_scalar
 from holdfast.format.values.json_text import dumps, is_json_scalar, loads
-from holdfast.format.values.scalars import LEAVES, ScalarCodec, text_document, text_value
+from holdfast.format.values.scalars import SCALAR_CODECS, ScalarCodec, text_document, text_value
 from holdfast.settings import MIB
 from holdfast.types.values import FrameworkValue, Group, GroupKind, PerRankRef, Skipped, TensorRef
 
@@ -32,14 +32,14 @@ _VALUE_BYTES = 8
 """What each value counts beside its content, so that a container shared ever again cannot grow without end."""
 
 _LEAVES: dict[type, ScalarCodec] = {
-    **LEAVES,
+    **SCALAR_CODECS,
     np.ndarray: ScalarCodec("$ndarray", encode_array, decode_array),
     TensorRef: ScalarCodec("$tensor", lambda ref: _name(ref.fqn), lambda content: TensorRef(text_value(content))),
     PerRankRef: ScalarCodec("$per_rank", lambda ref: _name(ref.path), lambda content: PerRankRef(text_value(content))),
     Skipped: ScalarCodec("$skipped", lambda gap: _name(gap.path), lambda content: Skipped(text_value(content))),
 }
 _SCALAR = ScalarCodec("$scalar", encode_scalar, decode_scalar)
-_LEAF_OF_TAG = {leaf.tag: leaf for leaf in (*_LEAVES.values(), _SCALAR)}
+_CODEC_OF_TAG = {leaf.tag: leaf for leaf in (*_LEAVES.values(), _SCALAR)}
 _GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
 _KEY_TYPES = (str, int, float, bool, type(None))
 _CONVERSIONS = {
@@ -261,10 +261,10 @@ def _decode(document: object, path: str, depth: int) -> object:
     [(tag, content)] = document.items()
     if tag in _CONTAINER_OF_TAG:
         return _CONTAINER_OF_TAG[tag](content, path, depth)
-    if tag not in _LEAF_OF_TAG:
+    if tag not in _CODEC_OF_TAG:
         raise CorruptError(f"{path}: unknown tag {tag[:80]!r}; damaged, or written by a later version of the format")
     try:
-        return _LEAF_OF_TAG[tag].decode(content)
+        return _CODEC_OF_TAG[tag].decode(content)
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise CorruptError(f"{path}: {tag}: {error}") from error
 

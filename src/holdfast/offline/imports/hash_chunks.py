@@ -10,7 +10,7 @@ import numpy as np
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.format.digest import digest_of
-from holdfast.format.index.columns import Ints, firsts, positions
+from holdfast.format.index.columns import Ints, positions, run_starts
 from holdfast.format.index.index import Index
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import Observer
@@ -55,7 +55,7 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
         if observer is not None:
             observer.on_event(Progress(done, total))
     row_chunks = -(-rows[:, 2] // chunk_bytes)
-    at = positions(firsts(row_chunks), row_of)
+    at = positions(run_starts(row_chunks), row_of)
     taken = np.frombuffer(found, dtype=f"V{DIGEST_BYTES}")[at]
     known = replace(pieces, chunks=row_chunks[row_of], digests=taken.view(np.uint8).data)
     return Index(chunk_bytes, index.table, [packs(name).url for name in index.packs], known)

@@ -12,13 +12,13 @@ from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.format.digest import digest_of, hex_digest_of
-from holdfast.format.index.index import Index, Merging
+from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.names import is_pack_name, is_part_name, part_name, rank_of_pack, rank_of_part, step_of_pack
 from holdfast.format.pack import HEADER_BYTES_MAX, pack_digest
 from holdfast.format.pack_recovery import StatedPiece, stated_pieces
-from holdfast.format.part import decode_part, is_sealed, require_own
+from holdfast.format.part import decode_part, is_sealed, require_part_of
 from holdfast.geometry.region import Region
 from holdfast.ports.store import Stored
 from holdfast.repository.catalog import read_file
@@ -61,7 +61,7 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
         rank = rank_of_part(record.name)
         try:
             part = decode_part(read_file(location.store, location.folder, manifest.attempt, record), record.name)
-            require_own(part, rank, manifest.attempt, record.name)
+            require_part_of(part, rank, manifest.attempt, record.name)
         except CheckpointError:
             continue
         parts[rank] = part.index
@@ -84,7 +84,7 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
         indexes.append(_index_of_packs(location, manifest, elsewhere, known, listed))
     if not indexes:
         raise Unprovable("neither a part nor a pack tells what is in it")
-    merging = Merging(indexes[0].chunk_bytes)
+    merging = IndexMerger(indexes[0].chunk_bytes)
     try:
         for each in indexes:
             merging.add(each, location.url)

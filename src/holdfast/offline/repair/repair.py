@@ -33,7 +33,7 @@ from holdfast.repository.catalog import (
 )
 from holdfast.repository.epochs import current_fence, is_valid_manifest
 from holdfast.repository.quarantine import backup, is_quarantined, quarantined, release
-from holdfast.repository.tags import given_anew
+from holdfast.repository.tags import tags_for_new_manifest
 from holdfast.repository.verify import Damage, Verification
 from holdfast.saving.commit import written_index
 from holdfast.settings import PAGE_BYTES, Settings
@@ -256,7 +256,7 @@ class Repair:
         made = decode_manifest(data, location.url)
         assert made.step is not None, "a run holds steps"
         # Before the manifest: one who is killed between them repairs again, and gives them again.
-        tags = given_anew(location.store, made.step, made.digest)
+        tags = tags_for_new_manifest(location.store, made.step, made.digest)
         for key, record in tags.items():
             overlay.put(key, record)
         overlay.put(location.manifest_key, data)

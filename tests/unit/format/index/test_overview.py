@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError
-from holdfast.format.index.columns import packed
-from holdfast.format.index.index import Index, Merging
+from holdfast.format.index.columns import encode_column
+from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import decode_index, encode_index
 from holdfast.format.index.overview import Overview, bands_touched, decode_overview, encode_overview, split
@@ -60,7 +60,7 @@ def test_splitting_loses_nothing_and_says_where_everything_is(
     assert dict(again.table.specs) == dict(index.tensors)
     assert (again.spans == overview.spans).all() and again.bands == overview.bands
     files = [decode_index(encode_index(part), "here") for part in parts]
-    merging = Merging(CHUNK, again.table)
+    merging = IndexMerger(CHUNK, again.table)
     for number, each in enumerate(files):
         again.require_within(number, each, "here")
         merging.add(each, "here")
@@ -147,13 +147,13 @@ FILES = len(split(by_rows(2, 8), 4)[0])
         pytest.param({"bands": 0}, id="no bands"),
         pytest.param({"bands": 1 << 40}, id="very many bands"),
         pytest.param({"fqns": ["t0", "t0.step", "t1", "t1"]}, id="a name twice"),
-        pytest.param({"shapes": packed([8, 8, 8])}, id="shapes too short"),
-        pytest.param({"shapes": packed([1 << 62, 8, 8, 8])}, id="a shape that no memory holds"),
+        pytest.param({"shapes": encode_column([8, 8, 8])}, id="shapes too short"),
+        pytest.param({"shapes": encode_column([1 << 62, 8, 8, 8])}, id="a shape that no memory holds"),
         pytest.param({"dtypes": ["__class__"]}, id="an unknown dtype"),
-        pytest.param({"file_bands_first": packed([0])}, id="a file too few"),
-        pytest.param({"file_bands_first": packed([9] * FILES)}, id="bands backwards"),
-        pytest.param({"file_tensors_first": packed([4] * FILES)}, id="tensors backwards"),
-        pytest.param({"file_tensors_stop": packed([5] * FILES)}, id="tensors beyond the last"),
+        pytest.param({"file_bands_first": encode_column([0])}, id="a file too few"),
+        pytest.param({"file_bands_first": encode_column([9] * FILES)}, id="bands backwards"),
+        pytest.param({"file_tensors_first": encode_column([4] * FILES)}, id="tensors backwards"),
+        pytest.param({"file_tensors_stop": encode_column([5] * FILES)}, id="tensors beyond the last"),
         pytest.param({"file_tensors_stop": (3, b"abc")}, id="a width of three"),
     ],
 )

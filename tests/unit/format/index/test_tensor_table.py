@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.index.columns import packed
+from holdfast.format.index.columns import encode_column
 from holdfast.format.index.tensor_table import TensorsDocument, TensorTable, decode_tensors, require_listable
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
@@ -34,7 +34,7 @@ NOT_LISTABLE = [("uint8", (2**62,)), ("float32", (2**60,)), ("float32", (2**60, 
 
 
 def one_tensor(dtype: str, shape: tuple[int, ...]) -> TensorsDocument:
-    return TensorsDocument(4096, ["t"], [dtype], packed([0]), packed([len(shape)]), packed(shape))
+    return TensorsDocument(4096, ["t"], [dtype], encode_column([0]), encode_column([len(shape)]), encode_column(shape))
 
 
 @pytest.mark.parametrize(("dtype", "shape"), LISTABLE)
