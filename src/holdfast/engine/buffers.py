@@ -1,4 +1,4 @@
-"""Page-aligned buffers, allocated once and reused: fresh pages cost far more than the copy into them."""
+"""Page-aligned buffers, allocated once and reused: the first touch of a page costs far more than a copy into it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from contextlib import contextmanager
 from holdfast.settings import MIB, PAGE_BYTES
 
 _WIPE_ON_FORK = 18
-"""`MADV_WIPEONFORK`, which Python does not name: a forked child finds the memory empty instead of sharing it."""
+"""`MADV_WIPEONFORK`, which Python does not name: a forked child sees zeros instead of sharing the memory."""
 
 _HUGE_PAGE_BYTES = 2 * MIB
 
 QUARANTINED: list[memoryview] = []
-"""Buffers that are never lent again, kept, and with them the blocks they are cut from, while the process lives."""
+"""Buffers that are never lent again. The list keeps them, and their allocations, until the process ends."""
 
 
 def allocate_aligned(buffer_bytes: int) -> memoryview:
     """Return a writable, page-aligned buffer of at least `buffer_bytes`.
 
-    Huge pages are asked for where the kernel has them: one fault instead of five hundred, and a direct read or write
-    has one page to hold instead of as many. The kernel puts memory anywhere, so more is mapped than is used: whole huge
-    pages hold all of the buffer, and the rest is never touched (docs/architecture.md, Amendments, has the
-    measurements). Only private memory gets them, and private memory would be copied page by page after a fork, in the
-    parent too; so the child is given none of it.
+    The memory uses huge pages if the kernel has them: one fault instead of 512, and a direct read or write pins one
+    page instead of 512. The kernel may map memory at any page, so more is mapped than used: whole huge pages hold all
+    of the buffer, and the rest is never touched. docs/decisions/024-buffer-arena.md has the measurements. Only private
+    memory gets huge pages. After a fork private memory would be copied page by page, in the parent too; so a child
+    gets none of it.
     """
     length = room = -(-buffer_bytes // PAGE_BYTES) * PAGE_BYTES
     if length >= _HUGE_PAGE_BYTES:
@@ -35,39 +35,39 @@ def allocate_aligned(buffer_bytes: int) -> memoryview:
     try:
         private.madvise(_WIPE_ON_FORK)
     except OSError:
-        return memoryview(mmap.mmap(-1, length))  # a kernel before 4.14: memory that parent and child share
+        return memoryview(mmap.mmap(-1, length))  # Linux before 4.14: memory shared by parent and child
     try:
         private.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        pass  # a kernel built without them
+        pass  # The kernel has no huge pages.
     first = -ctypes.addressof(ctypes.c_char.from_buffer(private)) % _HUGE_PAGE_BYTES if room > length else 0
     return memoryview(private)[first : first + length]
 
 
 class BufferPool:
-    """A fixed number of equal buffers cut from one allocation; who wants one while all are out waits."""
+    """A fixed number of equal buffers from one allocation; `take` blocks while all are in use."""
 
     def __init__(self, count: int, buffer_bytes: int) -> None:
-        pitch = -(-buffer_bytes // PAGE_BYTES) * PAGE_BYTES
-        memory = allocate_aligned(count * pitch)
-        # Last in, first out: the buffer used a moment ago is the one still in the processor's cache.
+        stride = -(-buffer_bytes // PAGE_BYTES) * PAGE_BYTES
+        memory = allocate_aligned(count * stride)
+        # Last in, first out: the buffer used last is still in the processor's cache.
         self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()
-        self._pitch = pitch
+        self._stride = stride
         for number in reversed(range(count)):
-            self._free.put(memory[number * pitch : (number + 1) * pitch])
+            self._free.put(memory[number * stride : (number + 1) * stride])
 
     def take(self) -> memoryview:
-        """Return a free buffer."""
+        """Return a free buffer, waiting for one if needed."""
         return self._free.get()
 
     def give(self, buffer: memoryview) -> None:
-        """Put a buffer back."""
+        """Return a buffer to the pool."""
         self._free.put(buffer)
 
     def quarantine_buffer(self, buffer: memoryview) -> None:
-        """Never lend a buffer again, for a device may still copy into it; another takes its place."""
+        """Never lend a buffer again, since a device may still copy into it; add a new one in its place."""
         QUARANTINED.append(buffer)
-        self.give(allocate_aligned(self._pitch))
+        self.give(allocate_aligned(self._stride))
 
     @contextmanager
     def lent(self) -> Iterator[memoryview]:

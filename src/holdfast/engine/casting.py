@@ -1,4 +1,4 @@
-"""Elements of one type as numbers, and as elements of another type."""
+"""Widens elements of a type to numbers that numpy computes with, and casts them to another type."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from holdfast.errors import InvalidError
 from holdfast.geometry.dtype import DTYPES
 
 CAST_TO = ("float16", "bfloat16", "float32", "float64")
-"""Types that floating elements are cast to."""
+"""Types to which floating elements can be cast."""
 
 _BFLOAT16_NAN = 0x7FC0
 
 
 def widened(stored: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
-    """Return elements as numbers that numpy reckons with, none of them rounded.
+    """Return elements as numbers that numpy computes with, without rounding.
 
     Args:
-        stored: Elements as they lie in a file, of the numpy dtype that `DTYPES` names.
+        stored: Elements as stored, of the numpy dtype in `DTYPES`.
         dtype: Their true type.
     Returns:
-        float32 for floating types narrower than it, complex64 for complex32; anything else as it is.
+        float32 for narrower floating types, complex64 for complex32; other types unchanged.
     """
     if dtype == "bfloat16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
@@ -42,7 +42,7 @@ def widened(stored: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
 
 
 def can_cast(source: str, target: str) -> bool:
-    """Return whether `cast` takes elements of one type to another."""
+    """Return whether `cast` supports these two types."""
     floating = DTYPES[source].floating and not source.startswith("complex")
     return source == target or (floating and target in CAST_TO)
 
@@ -50,16 +50,17 @@ def can_cast(source: str, target: str) -> bool:
 def cast(stored: NDArray[np.generic], source: str, target: str) -> NDArray[np.generic]:
     """Return floating elements as another floating type, rounded to nearest, ties to even.
 
-    What is too large becomes infinite, and any NaN a NaN. float64 becomes a 16-bit type by way of float32, as in torch.
+    Numbers that are too large become infinite; a NaN stays a NaN. float64 is cast to a 16-bit type via float32, as in
+    torch, so it is rounded twice.
 
     Args:
-        stored: Elements as they lie in a file, of the numpy dtype that `DTYPES` names.
+        stored: Elements as stored, of the numpy dtype in `DTYPES`.
         source: Their true type.
         target: One of `CAST_TO`.
     Returns:
-        Elements as they lie in a file, of the numpy dtype that `DTYPES` names for `target`.
+        Elements as stored, of the numpy dtype in `DTYPES` for `target`.
     Raises:
-        InvalidError: They are not floating, or complex, or the target is none of those.
+        InvalidError: The source is not a real floating type, or the target is not in `CAST_TO`.
     """
     if source == target:
         return stored
@@ -78,29 +79,29 @@ def cast(stored: NDArray[np.generic], source: str, target: str) -> NDArray[np.ge
 
 
 def common_type(a: str, b: str) -> str | None:
-    """Return the numpy type that holds every element of two types exactly; None where numpy has none.
+    """Return the numpy type that represents every element of two types exactly; None if numpy has none.
 
     Args:
         a, b: Element types by name.
     """
-    numbers = [_number_type(a), _number_type(b)]
-    if all(each.kind in "biu" for each in numbers):
-        both = np.promote_types(*numbers)
+    types = [_number_type(a), _number_type(b)]
+    if all(number.kind in "biu" for number in types):
+        both = np.promote_types(*types)
         return both.name if both.kind in "biu" else None
-    if any(each.kind in "iu" and each.itemsize > 4 for each in numbers):
+    if any(number.kind in "iu" and number.itemsize > 4 for number in types):
         return None
-    return "complex128" if any(each.kind == "c" for each in numbers) else "float64"
+    return "complex128" if any(number.kind == "c" for number in types) else "float64"
 
 
 def _number_type(dtype: str) -> np.dtype[np.generic]:
-    """Return the numpy type of what `widened` makes of elements."""
+    """Return the numpy type of the result of `widened`."""
     return widened(np.zeros(0, DTYPES[dtype].numpy), dtype).dtype
 
 
 def _bfloat16(single: NDArray[np.generic]) -> NDArray[np.uint16]:
     """Return the upper halves of float32 elements, rounded to nearest even.
 
-    Source: adding 0x7FFF and the lowest bit that is kept carries exactly where the number is to be rounded up.
+    Source: adding 0x7FFF plus the lowest kept bit carries into the upper half exactly if the number rounds up.
     """
     bits = single.view(np.uint32)
     rounded = bits >> 16
@@ -109,6 +110,7 @@ def _bfloat16(single: NDArray[np.generic]) -> NDArray[np.uint16]:
     rounded += bits
     rounded >>= 16
     upper = rounded.astype(np.uint16)
+    # The carry can turn a NaN into an infinity or a negative zero, so NaNs are set by hand.
     nan = np.isnan(single.view(np.float32))
     if nan.any():
         upper[nan] = _BFLOAT16_NAN
@@ -118,13 +120,13 @@ def _bfloat16(single: NDArray[np.generic]) -> NDArray[np.uint16]:
 def _float8_table(
     exponent_bits: int, bias: int, *, like_ieee: bool = False, one_zero: bool = False
 ) -> NDArray[np.float32]:
-    """Return the number that each of 256 bytes stands for.
+    """Return the number that each of the 256 bytes encodes.
 
     Args:
-        exponent_bits: Bits of the exponent; the sign has one, the fraction the rest.
-        bias: What is taken from the exponent.
-        like_ieee: Whether the largest exponent stands for infinity and NaN; else only the largest byte is a NaN.
-        one_zero: Whether there is no negative zero, and its byte is the only NaN.
+        exponent_bits: Bits of the exponent; the sign has one bit, the fraction the rest.
+        bias: Subtracted from the exponent.
+        like_ieee: Whether the largest exponent encodes infinities and NaNs; otherwise only 0x7F and 0xFF are NaNs.
+        one_zero: Whether the byte of negative zero is the only NaN.
     Source: OCP 8-bit Floating Point Specification 1.0, and arXiv:2206.02915 for the `fnuz` types.
     """
     fraction_bits = 7 - exponent_bits
@@ -140,8 +142,8 @@ def _float8_table(
     table[0x80:] *= -1
     if one_zero:
         table[0x80] = np.nan
-    found: NDArray[np.float32] = table.astype(np.float32)
-    return found
+    numbers: NDArray[np.float32] = table.astype(np.float32)
+    return numbers
 
 
 _FLOAT8: dict[str, NDArray[np.float32]] = {

@@ -1,4 +1,4 @@
-"""Two copies of a tensor against each other: bit for bit, and by how much they differ as numbers."""
+"""Compares two copies of a tensor: bit for bit, and by how much they differ as numbers."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from holdfast.types.diff import Change
 Array = NDArray[np.generic]
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements measured at once: what is made of them on the way stays in the processor's cache."""
+"""Elements measured at once; their intermediate results stay in the processor's cache."""
 
 _SAFE_EXPONENT = 400
-"""Numbers between 2**-400 and 2**400 are squared, and their squares summed, without overflow or underflow."""
+"""Numbers between 2**-400 and 2**400 can be squared and summed without overflow or underflow."""
 
 
 @value_class
 class Disagreement:
-    """Where two runs of elements that ought to be the same are not."""
+    """Where two runs of elements differ that should be equal."""
 
     count: int
     """Elements that differ."""
 
     first: int
-    """Number of the first of them in the run."""
+    """Index of the first of them in the run."""
 
     last: int
-    """Number of the last."""
+    """Index of the last."""
 
     expected: str
-    """What the first ought to be: its bytes in hex, as they lie in a file."""
+    """Expected bytes of the first, in hex, as stored."""
 
     found: str
-    """What it is."""
+    """Found bytes of the first, in hex, as stored."""
 
 
 def disagreement(
@@ -48,9 +48,9 @@ def disagreement(
     """Return where two copies differ in a bit, or None.
 
     Args:
-        expected, found: Both in as many parts, each of one shape.
-        cast_from: Type of what is expected, where what is found ought to be a cast of it: all NaNs are alike then,
-            since which one a cast makes differs by machine.
+        expected, found: The copies, in parts of pairwise equal shape.
+        cast_from: Element type of `expected`, if `found` should be a cast of it. Then any two NaNs are equal, since
+            the NaN that a cast makes differs by machine.
     """
     ours, theirs = _joined(expected), _joined(found)
     dtype = found[0].dtype
@@ -67,7 +67,7 @@ def disagreement(
 
 
 class Measure:
-    """By how much one tensor differs in two checkpoints, as far as was compared; sums are of 64-bit floats."""
+    """By how much one tensor differs in two checkpoints, over the windows added so far; sums use 64-bit floats."""
 
     def __init__(self) -> None:
         self._changed = self._unmeasured = 0
@@ -77,11 +77,11 @@ class Measure:
         self._norms = [_Norm(), _Norm(), _Norm()]
 
     def add(self, a: Sequence[HostTarget], b: Sequence[HostTarget], common: str) -> None:
-        """Measure one window more.
+        """Add one window.
 
         Args:
-            a, b: Both in as many parts, each of one shape.
-            common: The numpy type they are widened to, where their own types differ; else empty.
+            a, b: The window in both checkpoints, in parts of pairwise equal shape.
+            common: The numpy type to which both are widened if their types differ; else empty.
         """
         for ours, theirs in zip(a, b, strict=True):
             first, second = ours.array.reshape(-1), theirs.array.reshape(-1)
@@ -94,7 +94,7 @@ class Measure:
                         self._add_alike(x, y, ours.dtype)
 
     def merge(self, other: Measure) -> None:
-        """Take in what was measured of another part of the tensor."""
+        """Add the measure of another part of the tensor."""
         self._changed += other._changed
         self._unmeasured += other._unmeasured
         self._absolute = max(self._absolute, other._absolute)
@@ -102,11 +102,11 @@ class Measure:
         for side in (0, 1):
             self._nan[side] += other._nan[side]
             self._inf[side] += other._inf[side]
-        for own, its in zip(self._norms, other._norms, strict=True):
-            own.merge(its)
+        for norm, other_norm in zip(self._norms, other._norms, strict=True):
+            norm.merge(other_norm)
 
     def change(self) -> Change:
-        """Return what was measured."""
+        """Return the totals."""
         a, b, difference = (norm.root() for norm in self._norms)
         return Change(
             changed=self._changed,
@@ -121,7 +121,7 @@ class Measure:
         )
 
     def _add_alike(self, x: Array, y: Array, dtype: str) -> None:
-        """Measure elements of one type: those that are the same in every bit but once."""
+        """Measure elements of one type. Blocks with equal bits are measured once, for both sides."""
         differs = _differs(x, y)
         if differs.any():
             self._add(widened(x, dtype), widened(y, dtype), differs)
@@ -133,7 +133,7 @@ class Measure:
         self.merge(other)
 
     def _add(self, x: Array, y: Array, differs: NDArray[np.bool_] | None = None) -> None:
-        """Measure elements as numbers; those that differ are told, or are those of another value."""
+        """Measure elements as numbers; `differs` marks those that differ, None: those of unequal value."""
         if differs is None:
             differs = (x != y) & ~(_nans(x) & _nans(y))
         self._changed += int(np.count_nonzero(differs))
@@ -153,7 +153,7 @@ class Measure:
         numbers = distance.astype(np.float64)
         self._norms[2].add(numbers)
         if math.isinf(absolute):
-            # Two of the largest numbers lie further apart than the largest; a quarter of each tells as much.
+            # The distance of two numbers near the largest may overflow; quarters have the same relative distance.
             x, y = np.multiply(x, 0.25), np.multiply(y, 0.25)
             numbers = _distance(x, y).astype(np.float64)
         larger = np.maximum(_magnitude(x), _magnitude(y))
@@ -161,7 +161,7 @@ class Measure:
         self._relative = max(self._relative, float(relative.max(initial=0.0)))
 
     def _count(self, side: int, numbers: Array) -> Array:
-        """Count what is no finite number; return what is."""
+        """Count NaN and infinite numbers of one side; return the finite ones."""
         if numbers.dtype.kind not in "fc":
             return numbers
         finite = np.isfinite(numbers)
@@ -174,7 +174,7 @@ class Measure:
 
 
 class _Norm:
-    """A sum of squares times a power of two, which neither overflows nor vanishes."""
+    """A sum of squares, kept with a separate exponent so that it neither overflows nor underflows."""
 
     def __init__(self) -> None:
         self._sum, self._exponent = 0.0, 0
@@ -193,21 +193,21 @@ class _Norm:
         if -_SAFE_EXPONENT < exponent < _SAFE_EXPONENT:
             exponent = 0
         scaled = np.ldexp(wide, -exponent) if exponent else wide
-        # Not np.dot: its threads would fight those that compare other windows for the cores.
-        self._take(float(np.square(scaled).sum()), exponent)
+        # Not np.dot: its threads would compete for cores with the threads that compare other windows.
+        self._add_scaled(float(np.square(scaled).sum()), exponent)
 
     def merge(self, other: _Norm) -> None:
         """Add another sum."""
-        self._take(other._sum, other._exponent)
+        self._add_scaled(other._sum, other._exponent)
 
     def root(self) -> float:
-        """Return the square root of the sum; infinity where no 64-bit float holds it."""
+        """Return the square root of the sum; infinity if it exceeds a 64-bit float."""
         try:
             return math.ldexp(math.sqrt(self._sum), self._exponent)
         except OverflowError:
             return math.inf
 
-    def _take(self, squares: float, exponent: int) -> None:
+    def _add_scaled(self, squares: float, exponent: int) -> None:
         if not squares:
             return
         if not self._sum or exponent > self._exponent:
@@ -223,12 +223,12 @@ def _joined(parts: Sequence[HostTarget]) -> Array:
 
 
 def _differs(x: Array, y: Array) -> NDArray[np.bool_]:
-    """Return which elements differ in a bit; both of one numpy type, one dimension."""
+    """Return which elements differ in a bit; both arrays have one dimension and the same numpy type."""
     if x.itemsize > 8:
-        found: NDArray[np.bool_] = (x.view(np.uint64) != y.view(np.uint64)).reshape(len(x), -1).any(axis=1)
-        return found
-    unsigned = np.dtype(f"u{x.itemsize}")
-    differs: NDArray[np.bool_] = x.view(unsigned) != y.view(unsigned)
+        differs: NDArray[np.bool_] = (x.view(np.uint64) != y.view(np.uint64)).reshape(len(x), -1).any(axis=1)
+    else:
+        unsigned = np.dtype(f"u{x.itemsize}")
+        differs = x.view(unsigned) != y.view(unsigned)
     return differs
 
 
@@ -237,17 +237,17 @@ def _nans(numbers: Array) -> NDArray[np.bool_]:
 
 
 def _distance(x: Array, y: Array) -> Array:
-    """Return |x − y|: whole numbers exactly, floating ones in 64 bits."""
+    """Return |x − y|: integers exactly, floating numbers in 64 bits."""
     if x.dtype.kind == "c":
         return np.abs(x.astype(np.complex128) - y.astype(np.complex128))
     if x.dtype.kind == "f":
         return np.abs(x.astype(np.float64) - y.astype(np.float64))
-    # The difference of two 64-bit whole numbers, taken modulo 2**64, is right where it is not negative.
+    # The difference of two 64-bit integers modulo 2**64 is exact, because the larger one comes first.
     larger, smaller = np.maximum(x, y), np.minimum(x, y)
     return larger.astype(np.uint64) - smaller.astype(np.uint64)
 
 
 def _magnitude(numbers: Array) -> NDArray[np.float64]:
     wide = numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
-    found: NDArray[np.float64] = np.abs(wide)
-    return found
+    magnitude: NDArray[np.float64] = np.abs(wide)
+    return magnitude

@@ -1,7 +1,14 @@
-"""Carries out a load in which ranks pass bytes to each other: reads and checks on threads, collectives on the caller's.
+"""Executes a load in which ranks send bytes to each other: threads read and check, the caller's thread communicates.
 
-While one round is passed on, the next is read and the one before is placed. Every round begins with a word from every
-rank, so that all of them stop together when one has failed; nothing that failed its check is ever sent.
+While one round is exchanged, the next is read and the one before is placed. Every round begins with a status word from
+every rank, so that all ranks stop together if one has failed. Bytes that failed their check are never sent.
+
+A round passes through these states on each rank:
+
+    planned -> reading (`_begin_reading`) -> ready (`prepare`; status words are gathered) -> exchanged (`exchange`)
+    exchanged -> placing (threads check and copy) -> placed (`_finish_placing`)
+
+If any rank reports a failure, no rank goes on to `exchange`, and the load ends on all of them.
 """
 
 from __future__ import annotations
@@ -21,34 +28,36 @@ from holdfast.settings import Settings
 from holdfast.types.exchange import ExchangePlan, ExchangeRound, Take, Throughput, give_slot_bytes, take_slot_bytes
 from holdfast.types.plan import LoadPlan, ReadRun
 
-_WORD = struct.Struct("<?qdqd")
+_STATUS = struct.Struct("<?qdqd")
+"""Status word of a rank: whether it failed, then its `Throughput`."""
+
 _AREAS = 2
-"""Rounds whose bytes are in memory at once: one is passed on while the next is read, or the one before placed."""
+"""Rounds whose bytes are in memory at once: one is exchanged while the next is read, or the one before is placed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What a rank's load came to."""
+    """What one rank read and received."""
 
     read_bytes: int
     """Read from storage."""
 
     received_bytes: int
-    """Given by other ranks."""
+    """Received from other ranks."""
 
     whole: bool = True
-    """Whether everything was placed; False where another rank failed, and all of them stopped."""
+    """Whether everything was placed; False if another rank failed, so that all ranks stopped."""
 
     exchanging_seconds: float = 0.0
-    """How long the rounds of an exchange took, from the start; what came after them was read."""
+    """Seconds from the start to the last round of the exchange; the rest was read alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeProbe:
-    """When to look at what was measured, and what to make of it; the same on every rank."""
+    """When to compare measured throughputs, and the decision; the same on every rank."""
 
     after_rounds: int
-    """Rounds that are measured first."""
+    """Rounds to measure first."""
 
     goes_on: Callable[[Sequence[Throughput]], bool]
     """Whether to exchange the rest too, by the throughput of all ranks; otherwise every rank reads its own."""
@@ -77,28 +86,28 @@ def execute_exchange(
     settings: Settings,
     moved: Callable[[int], None] | None = None,
 ) -> TransferStats:
-    """Read, pass on, check and place everything a plan lists; a collective of every rank.
+    """Read, send, check and place everything a plan lists; a collective of all ranks.
 
-    A receiver checks every chunk again: it must not trust memory and wires that the reader's check never saw.
+    A receiver checks every chunk again: the reader's check covers neither the network nor the receiver's memory.
 
     Args:
         exchange: What this rank exchanges.
         comm: The ranks.
         clock: Measures throughput.
-        packs: Where from.
-        targets: Where to, by wanted number.
+        packs: Where each pack is stored.
+        targets: Where to place, by wanted number.
         settings: Reads in flight.
-        moved: Told how many bytes were read or received, on any thread.
+        moved: Called with byte counts of what was read or received, on any thread.
     Raises:
-        CorruptError: A chunk that this rank read or was given is not what was saved.
+        CorruptError: A chunk that this rank read or received differs from what was saved.
         UnavailableError: The store failed.
     """
     start = clock.monotonic_seconds()
     with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
         try:
             probe_rounds = exchange.probe.after_rounds if exchange.probe else 0
-            passing = _Passing(threads, clock, packs, targets, probe_rounds, moved)
-            rest = _exchange(exchange, comm, passing)
+            rounds = _Rounds(threads, clock, packs, targets, probe_rounds, moved)
+            rest = _exchange(exchange, comm, rounds)
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
             raise
@@ -108,60 +117,61 @@ def execute_exchange(
     seconds = clock.monotonic_seconds() - start
     plan = LoadPlan(tuple(_joined(runs, settings.read_window_bytes)))
     if moved is not None:
-        moved(given_bytes + received_bytes - passing.moved_bytes)
+        moved(given_bytes + received_bytes - rounds.moved_bytes)
     execute(plan, packs, targets, settings, moved=moved)
     return TransferStats(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds)
 
 
-def _exchange(exchange: PlannedExchange, comm: Comm, passing: _Passing) -> tuple[list[ReadRun], int, int] | None:
-    """Go through the rounds; return what is left to read, bytes read and bytes received, or None if a rank failed."""
-    own: Exception | None = None
+def _exchange(exchange: PlannedExchange, comm: Comm, state: _Rounds) -> tuple[list[ReadRun], int, int] | None:
+    """Run the rounds; return the runs left to read, bytes read and bytes received, or None if another rank failed."""
+    failure: Exception | None = None
     probe = exchange.probe
     rounds: Sequence[ExchangeRound] = ()
     alone = LoadPlan(())
     try:
         plan = exchange.plan()
         rounds, alone = plan.rounds, plan.alone
-        passing.begin(rounds)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        own = error
+        state.begin(rounds)
+    except Exception as error:  # noqa: BLE001 - the next status word reports it to the other ranks
+        failure = error
     number = 0
     for number in range(exchange.round_count):
-        if own is None:
+        if failure is None:
             try:
-                passing.prepare(number)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-                own = error
-        words = [_WORD.unpack(word) for word in comm.all_gather(_word(own, passing.pace))]
-        if own is not None:
-            raise own
+                state.prepare(number)
+            except Exception as error:  # noqa: BLE001 - the next status word reports it to the other ranks
+                failure = error
+        words = [_STATUS.unpack(word) for word in comm.all_gather(_status_word(failure, state.throughput))]
+        if failure is not None:
+            raise failure
         if any(word[0] for word in words):
             return None
         if probe and number == probe.after_rounds and not probe.goes_on([Throughput(*word[1:]) for word in words]):
             break
         try:
-            passing.exchange(number, comm)
-        except Exception as error:  # noqa: BLE001 - the next word tells the other ranks, or what ends the load
-            own = error
+            state.exchange(number, comm)
+        except Exception as error:  # noqa: BLE001 - the next status word reports it, or the end of the load
+            failure = error
     else:
         number = exchange.round_count
-    if own is not None:
-        raise own
-    passing.finish()
-    # A round that was not exchanged has been read by those who were to pass it on, and the one after it too.
-    takes = [take.run for each in rounds[number:] for take in each.takes]
-    gives = [give.run for each in rounds[number + _AREAS :] for give in each.gives]
-    given_bytes = sum(_bytes(give.run) for each in rounds[: number + _AREAS] for give in each.gives)
-    received_bytes = sum(_bytes(take.run) for each in rounds[:number] for take in each.takes)
+    if failure is not None:
+        raise failure
+    state.finish()
+    # The probe ended the exchange at round `number`. Its readers have read and placed what they would have sent in this
+    # round and the next; everybody else still has to read what they would have received.
+    takes = [take.run for later in rounds[number:] for take in later.takes]
+    gives = [give.run for later in rounds[number + _AREAS :] for give in later.gives]
+    given_bytes = sum(_bytes(give.run) for early in rounds[: number + _AREAS] for give in early.gives)
+    received_bytes = sum(_bytes(take.run) for early in rounds[:number] for take in early.takes)
     return [*takes, *gives, *alone.runs], given_bytes, received_bytes
 
 
-def _word(own: Exception | None, pace: Throughput) -> bytes:
-    return _WORD.pack(own is not None, pace.read_bytes, pace.read_seconds, pace.moved_bytes, pace.moved_seconds)
+def _status_word(failure: Exception | None, best: Throughput) -> bytes:
+    return _STATUS.pack(failure is not None, best.read_bytes, best.read_seconds, best.moved_bytes, best.moved_seconds)
 
 
-class _Passing:
-    """The rounds of one rank: what is read, passed on and placed meanwhile, in memory allocated once."""
+class _Rounds:
+    """The rounds of one rank: reads, sends and places them in memory that is allocated once."""
 
     def __init__(
         self,
@@ -174,7 +184,7 @@ class _Passing:
     ) -> None:
         self._moved = moved
         self.moved_bytes = 0
-        """Bytes of the rounds that were passed on."""
+        """Bytes of the rounds that were exchanged."""
         self._threads, self._clock, self._probe_rounds = threads, clock, probe_rounds
         self._packs, self._targets = packs, targets
         self._rounds: Sequence[ExchangeRound] = ()
@@ -183,27 +193,27 @@ class _Passing:
         self._gives: dict[int, list[memoryview]] = {}
         self._takes: dict[int, list[memoryview]] = {}
         self._taken: list[memoryview] = []
-        self._begun = 0
+        self._rounds_begun = 0
         self._exchange_began = 0.0
-        self.pace = Throughput(0, 0.0, 0, 0.0)
-        """The best of the rounds that were measured: other work on the machine only ever slows them."""
+        self.throughput = Throughput(0, 0.0, 0, 0.0)
+        """The best of the measured rounds: other work on the machine can only slow a round down."""
 
     def begin(self, rounds: Sequence[ExchangeRound]) -> None:
         """Allocate memory for the largest round, for each direction."""
         self._rounds = rounds
-        give_bytes = max((sum(_give_sizes(each)) for each in rounds), default=0)
-        take_bytes = max((sum(_take_sizes(each)) for each in rounds), default=0)
+        give_bytes = max((sum(_give_sizes(planned)) for planned in rounds), default=0)
+        take_bytes = max((sum(_take_sizes(planned)) for planned in rounds), default=0)
         areas = _AREAS if len(rounds) > max(self._probe_rounds, 1) else 1
         self._give_areas = [allocate_aligned(max(give_bytes, 1)) for _ in range(areas)]
         self._take_areas = [allocate_aligned(max(take_bytes, 1)) for _ in range(areas)]
 
     def prepare(self, number: int) -> None:
-        """Read what this rank gives in a round, and have memory ready for what it takes.
+        """Read what this rank sends in a round, and lay out memory for what it receives.
 
-        Whatever can fail here does so before the round's word; to pass it on is the collective and little else.
+        Everything that is likely to fail comes before the round's status word; `exchange` is little but the collective.
 
-        The rounds of the probe are read, passed on and placed one after the other, so that each is timed alone; after
-        them, the next round is read while this one is passed on and the one before is placed.
+        The rounds of the probe are read, exchanged and placed one after the other, so that each is timed alone. After
+        the probe, the next round is read while this one is exchanged and the one before is placed.
         """
         if 0 < number <= self._probe_rounds:
             self._finish_placing(number - 1)
@@ -216,17 +226,17 @@ class _Passing:
         else:
             self._begin_reading(number + 1)
         self._finish_placing(number - _AREAS)
-        self._lay_out(number, read)
+        self._assign_memory(number, read)
 
     def _area(self, number: int) -> int:
-        """Return which memory a round uses. Rounds of the probe all use the same, so that only one touches it first."""
+        """Return the memory area of a round: one for the whole probe, so that only its first round pays page faults."""
         return max(number - max(self._probe_rounds, 1) + 1, 0) % _AREAS
 
     def _begin_reading(self, number: int) -> None:
-        """Let the threads read what this rank gives in a round, if there is such a round and they are not at it."""
-        if not self._begun <= number < len(self._rounds):
+        """Let the threads read what this rank sends in a round, unless they have begun or the round does not exist."""
+        if not self._rounds_begun <= number < len(self._rounds):
             return
-        self._begun = number + 1
+        self._rounds_begun = number + 1
         this = self._rounds[number]
         slots = _slots(self._give_areas[self._area(number)], _give_sizes(this))
         self._reads[number] = [
@@ -234,8 +244,8 @@ class _Passing:
             for give, slot in zip(this.gives, slots, strict=True)
         ]
 
-    def _lay_out(self, number: int, read: Sequence[memoryview]) -> None:
-        """Note which memory goes to whom in a round, and which is filled by whom."""
+    def _assign_memory(self, number: int, read: Sequence[memoryview]) -> None:
+        """Assign memory to the receivers and the senders of a round."""
         this = self._rounds[number]
         self._gives, self._takes = {}, {}
         for give, data in zip(this.gives, read, strict=True):
@@ -247,11 +257,11 @@ class _Passing:
             self._takes.setdefault(take.reader, []).append(data)
 
     def exchange(self, number: int, comm: Comm) -> None:
-        """Pass a round on that was prepared, and let the threads check and place what was given in it."""
+        """Exchange a prepared round, and let the threads check and place what was received."""
         self._exchange_began = self._clock.monotonic_seconds()
         comm.exchange(self._gives, self._takes)
         self._places[number] = [
-            self._threads.submit(verify_and_place_all, take.run, data, self._way_of(take), self._targets)
+            self._threads.submit(verify_and_place_all, take.run, data, self._origin_of(take), self._targets)
             for take, data in zip(self._rounds[number].takes, self._taken, strict=True)
         ]
         if self._moved is not None:
@@ -260,30 +270,30 @@ class _Passing:
             self.moved_bytes += count
             self._moved(count)
 
-    def _way_of(self, take: Take) -> str:
-        return f"{self._packs(take.run.pack).url}, as rank {take.reader} read and passed it on"
+    def _origin_of(self, take: Take) -> str:
+        return f"{self._packs(take.run.pack).url}, as rank {take.reader} read and sent it"
 
     def _measure_reading(self, number: int, start: float) -> None:
         read_bytes = sum(_bytes(give.run) for give in self._rounds[number].gives)
         seconds = self._clock.monotonic_seconds() - start
-        if read_bytes * self.pace.read_seconds >= self.pace.read_bytes * seconds:
-            self.pace = replace(self.pace, read_bytes=read_bytes, read_seconds=seconds)
+        if read_bytes * self.throughput.read_seconds >= self.throughput.read_bytes * seconds:
+            self.throughput = replace(self.throughput, read_bytes=read_bytes, read_seconds=seconds)
 
     def _measure_exchange(self, number: int) -> None:
         this = self._rounds[number]
         sent_bytes = sum(_bytes(give.run) * len(give.receivers) for give in this.gives)
         moved_bytes = max(sent_bytes, sum(_bytes(take.run) for take in this.takes))
         seconds = self._clock.monotonic_seconds() - self._exchange_began
-        if moved_bytes * self.pace.moved_seconds >= self.pace.moved_bytes * seconds:
-            self.pace = replace(self.pace, moved_bytes=moved_bytes, moved_seconds=seconds)
+        if moved_bytes * self.throughput.moved_seconds >= self.throughput.moved_bytes * seconds:
+            self.throughput = replace(self.throughput, moved_bytes=moved_bytes, moved_seconds=seconds)
 
     def _finish_placing(self, number: int) -> None:
-        """Wait until everything given in a round is placed, if there was such a round."""
+        """Wait until everything received in a round is placed, if there was such a round."""
         for place in self._places.pop(number, ()):
             place.result()
 
     def finish(self) -> None:
-        """Wait for everything under way."""
+        """Wait for all reads and placements under way."""
         for reads in self._reads.values():
             for read in reads:
                 read.result()
@@ -292,17 +302,17 @@ class _Passing:
 
 
 def _joined(runs: Sequence[ReadRun], run_bytes_max: int) -> Iterator[ReadRun]:
-    """Yield runs by pack and offset, neighbours in one as far as they may be."""
-    kept: ReadRun | None = None
+    """Yield runs by pack and offset, adjacent ones joined up to `run_bytes_max` bytes."""
+    last: ReadRun | None = None
     for run in sorted(runs, key=lambda run: (run.pack, run.start)):
-        if kept and (kept.pack, kept.stop) == (run.pack, run.start) and run.stop - kept.start <= run_bytes_max:
-            kept = ReadRun(run.pack, kept.start, run.stop, kept.chunks + run.chunks)
+        if last and (last.pack, last.stop) == (run.pack, run.start) and run.stop - last.start <= run_bytes_max:
+            last = ReadRun(run.pack, last.start, run.stop, last.chunks + run.chunks)
             continue
-        if kept:
-            yield kept
-        kept = run
-    if kept:
-        yield kept
+        if last:
+            yield last
+        last = run
+    if last:
+        yield last
 
 
 def _bytes(run: ReadRun) -> int:

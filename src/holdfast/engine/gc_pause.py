@@ -1,4 +1,4 @@
-"""Python's garbage collector, held off while a plan of many small values is made and while little data moves."""
+"""Pauses Python's cyclic garbage collector while a plan of many small values is built or a small transfer runs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Self
 
 from holdfast.settings import MIB
 
-_LITTLE_BYTES = 4 * MIB
-"""Moved in a few milliseconds, where planning as many bytes of tiny tensors takes hundreds."""
+_SMALL_TRANSFER_BYTES = 4 * MIB
+"""Transferred in a few milliseconds; planning the same bytes as tiny tensors takes hundreds of milliseconds."""
 
-_lock = threading.RLock()  # A signal handler may save while this thread is about to.
+_lock = threading.RLock()  # Reentrant: a signal handler may save while this thread holds it.
 _holders = 0
+"""Pauses in force in this process."""
 _was_enabled = False
 
 
 class GcPause:
-    """Keeps the cyclic garbage collector from running in this process from `begin` to `end`, or for a block.
+    """Pauses the cyclic garbage collector in this process from `begin` to `end`, or for a block.
 
-    A plan for 20,000 tensors makes hundreds of thousands of values that all live until it is carried out. The
-    collector takes that growth for garbage and walks every object of the training process several times
-    (measured: half the time of such a save). Reference counting goes on; pauses may nest and overlap in threads, and
-    each may be ended twice, by whichever thread. What lives when it ends is walked once.
+    A plan for 20,000 tensors makes hundreds of thousands of values, which all live until the plan is executed. Their
+    number makes the collector walk every object of the training process several times (measured: half the time of such
+    a save). Reference counting goes on. Pauses may nest and overlap in threads. Any thread may end a pause, twice too.
     """
 
     def __init__(self) -> None:
         self._holds = False
 
     def begin(self) -> None:
-        """Hold the collector off."""
+        """Pause the collector."""
         global _holders, _was_enabled
         try:
             with _lock:
@@ -41,24 +41,24 @@ class GcPause:
                     _was_enabled = gc.isenabled()
                 self._holds, _holders = True, _holders + 1
                 gc.disable()
-        except BaseException:  # Ctrl-C: whoever began for a block is not in it yet, and would never end.
+        except BaseException:  # Ctrl-C before the with-block is entered: `__exit__` will not run, so undo here.
             self.end()
             raise
 
     def end(self) -> None:
-        """Let the collector go on, unless it is held off elsewhere."""
+        """Let the collector run again, unless another pause is in force."""
         global _holders
         with _lock:
             if not self._holds:
                 return
             if _holders <= 1 and _was_enabled:
                 gc.enable()
-            _holders = max(_holders - 1, 0)  # None holds it in a child that was forked meanwhile.
+            _holders = max(_holders - 1, 0)  # A child that was forked meanwhile starts at 0.
             self._holds = False
 
     def __del__(self) -> None:
-        # Ctrl-C at the very entry of `__exit__` must not hold it off for good. At the end of the interpreter, when the
-        # lock may be gone, none is held.
+        # Ctrl-C at the very start of `__exit__` must not pause the collector for good. The check comes first: at the
+        # end of the interpreter the lock may be gone, but then no pause is in force.
         if self._holds:
             self.end()
 
@@ -71,17 +71,17 @@ class GcPause:
 
 
 def is_small_transfer(data_bytes: int) -> bool:
-    """Return whether so much data moves in less time than a plan of many tensors takes."""
-    return data_bytes <= _LITTLE_BYTES
+    """Return whether a transfer of this size takes less time than a plan of many tensors."""
+    return data_bytes <= _SMALL_TRANSFER_BYTES
 
 
 def gc_paused_for(data_bytes: int) -> GcPause | nullcontext[None]:
-    """Keep the collector from running while little data moves."""
+    """Return a pause for the time of a small transfer; for a larger one, a context manager that does nothing."""
     return GcPause() if is_small_transfer(data_bytes) else nullcontext()
 
 
-def _start_afresh() -> None:
-    """In a forked child (a data loader's worker): the threads that held the collector off are not there."""
+def _reset_in_child() -> None:
+    """End all pauses in a forked child (a data loader's worker): the threads that began them do not exist there."""
     global _lock, _holders
     _lock = threading.RLock()
     if _holders:
@@ -90,4 +90,4 @@ def _start_afresh() -> None:
             gc.enable()
 
 
-os.register_at_fork(after_in_child=_start_afresh)
+os.register_at_fork(after_in_child=_reset_in_child)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _ESCAPES = {r"\040": " ", r"\011": "\t", r"\012": "\n", r"\134": "\\"}
-"""How the kernel writes these characters in a list of mounts."""
+"""How the kernel escapes these characters in a list of mounts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What one version of control groups calls its files, and where its memory hierarchy usually is mounted."""
+    """Names of the files of one version of control groups, and the usual mount of its memory hierarchy."""
 
     limit: str
     usage: str
@@ -31,17 +31,17 @@ _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"),
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
-    """Return the bytes this process may still take: what the host has available, within every limit above it.
+    """Return the bytes this process may still allocate: available memory of the host, within every group limit.
 
-    What cannot be read is skipped: without any limit, the host decides.
+    Files that cannot be read are skipped: without any limit, the host's available memory is the answer.
 
     Args:
-        proc: Where the kernel describes processes.
-        root: What mount points are relative to.
+        proc: Mount point of procfs.
+        root: Folder to which mount points are relative.
     """
     available = _numbers_in(proc / "meminfo").get("MemAvailable:")
     free = available * 1024 if available is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # A parent's limit holds for all groups below it together, so every level counts and the smallest decides.
+    # A parent's limit applies to all groups below it together, so every level counts and the smallest headroom wins.
     headrooms = [
         headroom
         for version in (_V1, _V2)
@@ -58,11 +58,11 @@ def ranks_on_host() -> int:
 
 
 def _headroom_bytes(version: _Version, folder: Path) -> int | None:
-    """Return what a control group's limit leaves free; None where there is no limit."""
+    """Return the bytes that a control group's limit leaves; None if it has no limit."""
     limit, usage = _number_of(folder / version.limit), _number_of(folder / version.usage)
     if limit is None or usage is None:
         return None
-    # The kernel counts the group's page cache as used, and reclaims it before the limit stops an allocation.
+    # The kernel counts page cache as used, but reclaims it before it refuses an allocation.
     counts = _numbers_in(folder / "memory.stat")
     return limit - usage + sum(counts.get(kind, 0) for kind in version.cached)
 
@@ -72,14 +72,14 @@ def _group_folders(version: _Version, proc: Path, root: Path) -> Iterator[Path]:
     group = _group_path(version, proc)
     mounts = _mounts(version, proc) or [(PurePosixPath("/"), version.usual_mount)]
     below = [(group.relative_to(top), point) for top, point in mounts if group.is_relative_to(top)]
-    # In a container the group may be named from outside of what is mounted: the mount is then the container's own.
+    # In a container the group's path may be outside every mount, because the host names it; the mount is then its own.
     for relative, point in below or [(PurePosixPath(), point) for _, point in mounts]:
         folder = root / point.lstrip("/")
         yield from (folder / level for level in (relative, *relative.parents))
 
 
 def _group_path(version: _Version, proc: Path) -> PurePosixPath:
-    """Return the path of this process's group in the hierarchy of a version; its root where nothing says."""
+    """Return the path of this process's group in the hierarchy of a version; the root if the kernel states none."""
     for line in _lines_of(proc / "self" / "cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -91,18 +91,18 @@ def _group_path(version: _Version, proc: Path) -> PurePosixPath:
 
 
 def _mounts(version: _Version, proc: Path) -> list[tuple[PurePosixPath, str]]:
-    """Return the mounts of a version's memory hierarchy: the group that each shows as its root, and where it is."""
-    found = []
+    """Return the mounts of a version's memory hierarchy: for each its root group and its mount point."""
+    mounts = []
     for line in _lines_of(proc / "self" / "mountinfo"):
-        # Any number of optional fields comes before the separator.
+        # Before the separator come any number of optional fields.
         before, _, after = line.partition(" - ")
         fields, source = before.split(" "), after.split(" ")
         if len(fields) < 5 or len(source) < 3:
             continue
         is_v1 = source[0] == "cgroup" and "memory" in source[-1].split(",")
         if is_v1 if version is _V1 else source[0] == "cgroup2":
-            found.append((PurePosixPath(_unescaped(fields[3])), _unescaped(fields[4])))
-    return found
+            mounts.append((PurePosixPath(_unescaped(fields[3])), _unescaped(fields[4])))
+    return mounts
 
 
 def _unescaped(field: str) -> str:
@@ -112,13 +112,13 @@ def _unescaped(field: str) -> str:
 
 
 def _number_of(path: Path) -> int | None:
-    """Return the number that a file holds; None where it holds another word, or cannot be read."""
+    """Return the number in a file; None if it holds something else or cannot be read."""
     (word, *_) = (*_lines_of(path), "")
     return int(word) if word.strip().isdigit() else None
 
 
 def _numbers_in(path: Path) -> dict[str, int]:
-    """Return the numbers that a file gives names to, one a line; none where it cannot be read."""
+    """Return the named numbers in a file, one per line; none if it cannot be read."""
     rows = [line.split() for line in _lines_of(path)]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

@@ -1,8 +1,8 @@
-"""Counts elements that are NaN or infinite in raw bytes, as they pass through the processor's cache.
+"""Counts NaN and infinite elements in raw bytes, while the processor's cache holds them.
 
-A non-finite element has all bits of its exponent set; taken as a whole number with its sign, and without, such bits
-are the largest there are. So the maxima of both tell, at the speed of memory and without a copy, that there is none;
-only where there is one are elements counted.
+A non-finite element has all bits of its exponent set. Read as integers, its bits are at least the exponent mask: as a
+signed integer if the element is positive, as an unsigned one if it is negative. So two maxima, taken at memory speed
+and without a copy, show that there is none. Elements are counted only if a maximum shows one.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from holdfast.types.plan import PackItem
 
 
 @dataclass(frozen=True, slots=True)
-class _Code:
-    """How an element type writes what is not finite."""
+class _Encoding:
+    """How an element type encodes non-finite numbers."""
 
     bits: int
-    """Of one number; a complex element is two."""
+    """Bits of one number; a complex element has two numbers."""
 
     mask: int
-    """Bits that tell, all set where it is not finite."""
+    """Bits that are all set in a non-finite number."""
 
     parts: int = 1
     """Numbers in an element."""
 
 
-_CODES = {
-    "float16": _Code(16, 0x7C00),
-    "bfloat16": _Code(16, 0x7F80),
-    "float32": _Code(32, 0x7F80_0000),
-    "float64": _Code(64, 0x7FF0_0000_0000_0000),
-    "complex32": _Code(16, 0x7C00, parts=2),
-    "complex64": _Code(32, 0x7F80_0000, parts=2),
-    "complex128": _Code(64, 0x7FF0_0000_0000_0000, parts=2),
-    "float8_e5m2": _Code(8, 0x7C),
-    # No infinity; all but the sign set is NaN.
-    "float8_e4m3fn": _Code(8, 0x7F),
+_ENCODINGS = {
+    "float16": _Encoding(16, 0x7C00),
+    "bfloat16": _Encoding(16, 0x7F80),
+    "float32": _Encoding(32, 0x7F80_0000),
+    "float64": _Encoding(64, 0x7FF0_0000_0000_0000),
+    "complex32": _Encoding(16, 0x7C00, parts=2),
+    "complex64": _Encoding(32, 0x7F80_0000, parts=2),
+    "complex128": _Encoding(64, 0x7FF0_0000_0000_0000, parts=2),
+    "float8_e5m2": _Encoding(8, 0x7C),
+    # No infinity; NaN has all bits set except the sign, which is either.
+    "float8_e4m3fn": _Encoding(8, 0x7F),
 }
 _NEGATIVE_ZERO_IS_NAN = ("float8_e4m3fnuz", "float8_e5m2fnuz")
-"""Types without infinity whose one NaN is what negative zero would be."""
+"""Types without infinity; their only NaN has the bits of a negative zero."""
 
 
 def nonfinite_count(dtype: str, data: bytes | memoryview) -> int:
-    """Return how many elements are NaN or infinite; of a complex one either part.
+    """Return how many elements are NaN or infinite; a complex element counts once if either part is.
 
     Args:
         dtype: Element type by name.
@@ -56,38 +56,40 @@ def nonfinite_count(dtype: str, data: bytes | memoryview) -> int:
     if dtype in _NEGATIVE_ZERO_IS_NAN:
         signed = np.frombuffer(data, np.int8)
         return int(np.count_nonzero(signed == -128)) if signed.size and signed.min() == -128 else 0
-    code = _CODES.get(dtype)
-    if code is None or not len(data):
+    encoding = _ENCODINGS.get(dtype)
+    if encoding is None or not len(data):
         return 0
-    unsigned = np.frombuffer(data, f"<u{code.bits // 8}")
-    sign = 1 << (code.bits - 1)
-    if unsigned.view(f"<i{code.bits // 8}").max() < code.mask and unsigned.max() < sign | code.mask:
+    unsigned = np.frombuffer(data, f"<u{encoding.bits // 8}")
+    sign = 1 << (encoding.bits - 1)
+    if unsigned.view(f"<i{encoding.bits // 8}").max() < encoding.mask and unsigned.max() < sign | encoding.mask:
         return 0
-    mask = unsigned.dtype.type(code.mask)
-    found = (unsigned & mask) == mask
-    return int(np.count_nonzero(found.reshape(-1, code.parts).any(axis=1) if code.parts > 1 else found))
+    mask = unsigned.dtype.type(encoding.mask)
+    nonfinite = (unsigned & mask) == mask
+    if encoding.parts > 1:
+        nonfinite = nonfinite.reshape(-1, encoding.parts).any(axis=1)
+    return int(np.count_nonzero(nonfinite))
 
 
 class NonFinite:
-    """What was counted of the tensors that passed."""
+    """Counts of non-finite elements by tensor."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        """Elements by FQN, where there are any."""
+        """Number of elements by FQN; tensors without any are absent."""
 
     def look(self, item: PackItem, data: memoryview) -> None:
-        """Count some whole elements of a piece."""
+        """Count in some whole elements of a piece."""
         self._add(item, nonfinite_count(item.tensor.dtype, data))
 
     def look_together(self, items: Sequence[PackItem], data: memoryview) -> None:
-        """Count neighbouring pieces of which all bytes are there: those of one element type in one go."""
+        """Count in the complete bytes of consecutive pieces; pieces of one element type take one check together."""
         for dtype, run in groupby(items, lambda item: item.tensor.dtype):
-            own = list(run)
-            start = own[0].data_offset - items[0].data_offset
-            stop = own[-1].data_offset + own[-1].bytes - items[0].data_offset
+            alike = list(run)
+            start = alike[0].data_offset - items[0].data_offset
+            stop = alike[-1].data_offset + alike[-1].bytes - items[0].data_offset
             if not nonfinite_count(dtype, data[start:stop]):
                 continue
-            for item in own:
+            for item in alike:
                 at = item.data_offset - items[0].data_offset
                 self._add(item, nonfinite_count(dtype, data[at : at + item.bytes]))
 

@@ -1,4 +1,4 @@
-"""Carries out a load plan: several reads in flight, every chunk checked."""
+"""Executes a load plan: several reads in flight, every chunk checked before it is placed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from holdfast.ports.store import Packs, Stored
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.plan import ChunkRead, LoadPlan, Part, ReadRun
 
-_SETTLED_BYTES = MIB
-"""What is read past the page cache before it is settled. Memory that is filled again and again stays in the processor's
-cache (docs/architecture.md, Amendments, has the measurements)."""
+_PART_BYTES_MAX = MIB
+"""Bytes read from storage before they are checked and placed. One buffer of this size is filled again and again, so it
+stays in the processor's cache. docs/decisions/036-reading-packs.md has the measurements."""
 
 
 def execute(
@@ -36,15 +36,15 @@ def execute(
 
     Args:
         plan: What to read.
-        packs: Where from.
-        targets: Where to, by wanted number.
-        settings: Windows in flight, and from which size on chunks are read straight into targets.
-        buffers: What to read through, for who carries out one plan after the other: one for each read in
-            flight, each as long as the longest read and two pages. None: new ones.
-        moved: Told how many bytes were read, run by run, on any thread.
+        packs: Where each pack is stored.
+        targets: Where to place, by wanted number.
+        settings: Reads in flight, and the size from which on chunks are read straight into targets.
+        buffers: Pool to read through, for a caller that executes several plans: one buffer for each read in flight,
+            each two pages longer than the longest read. None: allocate new ones.
+        moved: Called with the byte count of each run once it is read, on any thread.
     Raises:
-        CorruptError: A chunk is not what was saved; the message names tensor, pack and byte range. Targets may hold
-            bytes that failed their check.
+        CorruptError: A chunk differs from what was saved; the message names tensor, pack and byte range. Targets may
+            hold bytes that failed their check.
         UnavailableError: The store failed.
     """
     if not plan.runs:
@@ -71,7 +71,7 @@ def execute(
 
 
 class _RunRead:
-    """One run on its way: straight into the targets what lies in memory already, the rest through a buffer."""
+    """Reads one run: cached bytes straight into the targets, the rest through a buffer."""
 
     def __init__(
         self,
@@ -82,45 +82,45 @@ class _RunRead:
         copying: threading.Semaphore,
     ) -> None:
         self._run, self._stored, self._targets = run, stored, targets
-        self._in_place_bytes_min, self._copying = zero_copy_bytes_min, copying
+        self._zero_copy_bytes_min, self._copying = zero_copy_bytes_min, copying
 
     def execute(self, buffer: memoryview) -> None:
         """Read, check and place every chunk."""
         run = self._run
         homes = [self._home(chunk) for chunk in run.chunks]
-        arrived = 0
+        placed = 0
         if any(homes):
-            # More copies at once than cores push each other's bytes out of the cache before they are hashed.
+            # With more copies at once than cores, each evicts the others' bytes from the cache before they are hashed.
             with self._copying, pack_expected(run, self._stored):
-                arrived = self._take_cached(homes, buffer)
-        if arrived < len(run.chunks):
-            self._settle_rest(ReadRun.of(run.pack, run.chunks[arrived:]), buffer)
+                placed = self._place_cached(homes, buffer)
+        if placed < len(run.chunks):
+            self._place_rest(ReadRun.of(run.pack, run.chunks[placed:]), buffer)
 
-    def _settle_rest(self, rest: ReadRun, buffer: memoryview) -> None:
-        """Read what is left of the run through the front of the buffer, a few chunks at a time, and settle it."""
-        parts = list(_parted(rest, _SETTLED_BYTES))
+    def _place_rest(self, rest: ReadRun, buffer: memoryview) -> None:
+        """Read the rest of the run through the front of the buffer, a few chunks at a time; check and place them."""
+        parts = list(_parts_of(rest, _PART_BYTES_MAX))
         ranges = [(part.start, part.stop) for part in parts]
-        unsettled: list[Exception] = []
+        failures: list[Exception] = []
 
-        def settle_part(number: int, data: memoryview) -> None:
+        def place_part(number: int, data: memoryview) -> None:
             try:
                 verify_and_place_all(parts[number], data, self._stored.url, self._targets)
             except Exception as error:
-                unsettled.append(error)
+                failures.append(error)
                 raise
 
         try:
             with pack_expected(rest, self._stored):
-                self._stored.files.get_ranges(self._stored.key, ranges, [buffer] * len(ranges), settle_part)
+                self._stored.files.get_ranges(self._stored.key, ranges, [buffer] * len(ranges), place_part)
         except Exception:
-            if unsettled:
-                # A target's own error is none of the store's, whatever the store made of it.
-                raise unsettled[0] from None
+            if failures:
+                # A failed check or a target's own error; the store may have wrapped it as an error of its own.
+                raise failures[0] from None
             raise
 
     def _home(self, chunk: ChunkRead) -> list[memoryview]:
-        """Return the targets' own memory for all of a chunk, in its order; empty where a buffer must come between."""
-        if chunk.bytes < self._in_place_bytes_min:
+        """Return the memory of targets that holds all of a chunk, in its order; empty if a buffer is needed."""
+        if chunk.bytes < self._zero_copy_bytes_min:
             return []
         home, at = [], 0
         for part in chunk.parts:
@@ -133,26 +133,28 @@ class _RunRead:
             at += memory.nbytes
         return home if at == chunk.bytes else []
 
-    def _take_cached(self, homes: Sequence[list[memoryview]], buffer: memoryview) -> int:
-        """Settle the chunks at the front of the run that need no wait for storage; return how many these are."""
+    def _place_cached(self, homes: Sequence[list[memoryview]], buffer: memoryview) -> int:
+        """Check and place the chunks at the front of the run that the store has in memory; return their number."""
         run = self._run
         buffers: list[memoryview] = []
-        apart = run.start  # What has no home in the targets goes to its place in the buffer, neighbours in one read.
+        # Chunks without memory in the targets are read into the buffer, consecutive ones in one read that starts here.
+        buffered_from = run.start
         for chunk, home in zip(run.chunks, homes, strict=True):
             if home:
                 buffers += home
-                apart = chunk.offset + chunk.bytes
+                buffered_from = chunk.offset + chunk.bytes
                 continue
-            if chunk.offset > apart:
+            if chunk.offset > buffered_from:
                 buffers.pop()
-            buffers.append(buffer[apart - run.start : chunk.offset + chunk.bytes - run.start])
+            buffers.append(buffer[buffered_from - run.start : chunk.offset + chunk.bytes - run.start])
         hashing = _Hashing(run, [bool(home and chunk.expected) for chunk, home in zip(run.chunks, homes, strict=True)])
         stop = run.start + self._stored.files.get_cached(self._stored.key, run.start, buffers, hashing.take)
         for number, (chunk, home) in enumerate(zip(run.chunks, homes, strict=True)):
             if chunk.offset + chunk.bytes > stop:
                 return number
             if home:
-                # Threads that fill targets that overlap may have been at these bytes too: the buffer's copy decides.
+                # On a wrong digest, read the chunk again through the buffer: targets may overlap, so another thread may
+                # have written to this memory meanwhile. The check of the buffer's copy decides.
                 if chunk.expected and hashing.digests[number] != chunk.expected:
                     return number
             else:
@@ -162,8 +164,8 @@ class _RunRead:
         return len(run.chunks)
 
 
-def _parted(run: ReadRun, bytes_max: int) -> Iterator[ReadRun]:
-    """Yield a run in parts, as many chunks in each as fit."""
+def _parts_of(run: ReadRun, bytes_max: int) -> Iterator[ReadRun]:
+    """Yield a run in parts of at most `bytes_max` bytes, or of one chunk."""
     chunks, first = run.chunks, 0
     for number, chunk in enumerate(chunks):
         if number > first and chunk.offset + chunk.bytes - chunks[first].offset > bytes_max:
@@ -173,11 +175,11 @@ def _parted(run: ReadRun, bytes_max: int) -> Iterator[ReadRun]:
 
 
 class _Hashing:
-    """Digests of the chunks of a run that are read where they belong, fed with its bytes as they come."""
+    """Hashes the chunks of a run that are read straight into targets, as their bytes are copied."""
 
     def __init__(self, run: ReadRun, hashed: Sequence[bool]) -> None:
         self.digests: dict[int, bytes] = {}
-        """By number of the chunk, once it is there in full."""
+        """By number of the chunk, once all of it is copied."""
         self._chunks, self._hashed = run.chunks, hashed
         self._number, self._at, self._digest = 0, 0, new_digest()
 
@@ -185,10 +187,10 @@ class _Hashing:
         """Take the next bytes of the run."""
         while piece:
             chunk = self._chunks[self._number]
-            own, piece = piece[: chunk.bytes - self._at], piece[chunk.bytes - self._at :]
-            self._at += len(own)
+            data, piece = piece[: chunk.bytes - self._at], piece[chunk.bytes - self._at :]
+            self._at += len(data)
             if self._hashed[self._number]:
-                self._digest.update(own)
+                self._digest.update(data)
             if self._at == chunk.bytes:
                 if self._hashed[self._number]:
                     self.digests[self._number] = self._digest.digest()
@@ -198,7 +200,7 @@ class _Hashing:
 
 @contextmanager
 def pack_expected(run: ReadRun, stored: Stored) -> Iterator[None]:
-    """Say of a pack that is missing that the manifest names it."""
+    """Turn a missing pack into `CorruptError`: the manifest names it."""
     try:
         yield
     except MissingError as missing:
@@ -209,7 +211,7 @@ def pack_expected(run: ReadRun, stored: Stored) -> Iterator[None]:
 
 
 def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer: memoryview) -> memoryview:
-    """Read a run into a buffer, check and place every chunk, and return where its bytes lie in the buffer."""
+    """Read a run into a buffer, check and place every chunk, and return the view of its bytes."""
     with pack_expected(run, stored):
         (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [buffer])
     verify_and_place_all(run, data, stored.url, targets)
@@ -217,10 +219,10 @@ def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer
 
 
 def verify_and_place_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Target]) -> None:
-    """Check every chunk of a run and copy what is wanted of it.
+    """Check every chunk of a run and copy its wanted parts to the targets.
 
     Raises:
-        CorruptError: A chunk is not what was saved; what came before it may be placed.
+        CorruptError: A chunk differs from what was saved; earlier chunks may be placed.
     """
     assert len(data) >= run.stop - run.start, "all of a run has been read"
     tiny: list[tuple[Target, Box, tuple[int, int]]] = []
@@ -234,17 +236,17 @@ def verify_and_place_all(run: ReadRun, data: memoryview, where: str, targets: Se
         else:
             verify_and_place(chunk, raw, where, targets)
     if tiny:
-        own, boxes, ranges = zip(*tiny, strict=True)
-        own[0].place_together(own, boxes, data, ranges)
+        tiny_targets, boxes, ranges = zip(*tiny, strict=True)
+        tiny_targets[0].place_together(tiny_targets, boxes, data, ranges)
 
 
 def _is_all(chunk: ChunkRead, part: Part) -> bool:
-    """Return whether a part is known at a glance to be the whole piece, of which the chunk is the only one."""
+    """Return whether a part is the whole of a piece with a single chunk, decided by identity alone: it is cheap."""
     return part.box is chunk.piece.region and part.box is part.source_box and chunk.bytes == chunk.piece.bytes
 
 
 def verify_and_place(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
-    """Check a chunk and copy what is wanted of it."""
+    """Check a chunk and copy its wanted parts to the targets."""
     _require_digest(chunk, raw, where)
     itemsize = chunk.piece.tensor.itemsize
     for part in chunk.parts:
@@ -254,7 +256,7 @@ def verify_and_place(chunk: ChunkRead, raw: memoryview, where: str, targets: Seq
 
 def _require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
     expected = chunk.expected
-    # Another system's checkpoint that is read in place says nothing of its chunks.
+    # A foreign checkpoint that is read in place has no digests.
     if expected and (found := digest_of(raw)) != expected:
         raise CorruptError(
             f"{chunk.piece.tensor.fqn}: {where}: bytes "

@@ -1,4 +1,12 @@
-"""One save's packs on their way through an arena: copied by one thread, hashed and written by another."""
+"""Stages one save: one thread copies its packs into buffers of the arena, another hashes and writes them.
+
+A window passes through these states; the thread that makes each step is in brackets.
+
+    empty -> filling (copier: `_empty`) -> queued (copier: `_put`; a device may still copy into it)
+    queued -> whole (writer: `take` waits for the device) -> written -> back in the arena (writer: `give`)
+    queued -> back in the arena (whichever side calls `give_up`, once the device is done)
+    queued -> quarantined (whichever side waits for the device, if the wait fails)
+"""
 
 from __future__ import annotations
 
@@ -16,20 +24,20 @@ from holdfast.types.plan import PlannedPack
 
 
 class Staging:
-    """Windows in file order, filled from the state and taken by whoever writes them.
+    """A queue of windows in file order, between the thread that copies the state and the thread that writes.
 
-    One thread copies, as far ahead of the writer as the arena has buffers. Copies that a device makes are only queued
-    by it, and their windows passed on at once; whoever takes a window waits until it is whole. Whoever gives up ends
-    both sides: nothing more is copied, and every buffer goes back once no copy into it is under way; where a wait fails
-    nobody can tell, and the buffer is retired.
+    The copying thread runs ahead of the writer as far as the arena has buffers. It only enqueues device copies and
+    passes their windows on at once; the writer waits until a window is whole. If either side gives up, both end:
+    nothing more is copied, and each buffer returns to the arena once no copy into it is under way. If that wait fails,
+    a device may still copy into the buffer, so it is quarantined.
     """
 
     def __init__(self, arena: Arena, bytes_max: int | None = None) -> None:
         """Begin with nothing copied.
 
         Args:
-            arena: Where buffers are from.
-            bytes_max: What the arena may grow to for this, within its budget; None: to all of it.
+            arena: Where the buffers come from.
+            bytes_max: Size to which the arena may grow for this save; None: its whole budget.
         """
         self._arena, self._bytes_max = arena, bytes_max
         # Reentrant: a signal handler may save, and give up, while this thread is in here.
@@ -40,30 +48,31 @@ class Staging:
         self._over = threading.Event()
         self._retired_before = arena.retired
         self.unsure: Exception | None = None
-        """What waiting failed with for copies that may still read the state, once `wait` is through."""
+        """The error of a wait for copies that may still read the state; valid once `wait` has returned True."""
 
     def copy(self, packs: Sequence[PlannedPack], sources: Sequence[Source]) -> None:
-        """Copy packs, each from the start of a window on; never raises, the writer hears of it.
+        """Copy packs, each from the start of a window on. Never raises: the writing thread raises the error.
 
         Args:
-            packs: What to copy, in the order in which it will be written.
-            sources: Bytes by shard number.
+            packs: What to copy, in the order of the writes.
+            sources: Where the bytes come from, by shard number.
         """
         try:
             for pack in packs:
-                windows = _Filled(self._empty, self._put, self._arena.buffer_bytes)
+                windows = _StagedWindows(self._empty, self._put, self._arena.buffer_bytes)
                 try:
                     fill(pack.header, pack.plan, windows, sources)
                 finally:
                     windows.close()
             self._await_copies()
         except BaseException as error:  # noqa: BLE001 - the thread that writes raises it
-            # What is being read must not be let go before.
+            # The state must stay alive until no device reads it.
             self._await_copies()
-            # Frames that are done with hold the state for as long as somebody holds the error; this one goes on.
+            # The frames in the traceback hold the state for as long as the error lives. Clearing them skips this frame,
+            # which still runs, so its own reference is dropped by hand.
             traceback.clear_frames(error.__traceback__)
             sources = ()
-            if not isinstance(error, _GivenUp):  # Then the thread that writes knows why.
+            if not isinstance(error, _GivenUp):  # `_GivenUp`: the writer gave up and has the reason.
                 self.give_up(error)
         finally:
             self.end()
@@ -72,7 +81,7 @@ class Staging:
         """Return the next filled window, waiting for it.
 
         Raises:
-            BaseException: What copying failed with.
+            BaseException: The copy failed with this error.
         """
         window = self._filled.get()
         if window is None:
@@ -83,11 +92,11 @@ class Staging:
         return window.buffer
 
     def give(self, buffer: memoryview) -> None:
-        """Give a window back that is written."""
+        """Return the buffer of a written window to the arena."""
         self._arena.give(buffer)
 
     def give_up(self, error: BaseException) -> None:
-        """End both sides for an error; the first one stands."""
+        """End both sides because of an error; the first error is kept."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
@@ -102,30 +111,30 @@ class Staging:
         self._arena.wake()
 
     def end(self) -> None:
-        """Note that nothing more will be read from the state, unless `unsure` says otherwise."""
+        """Note that nothing reads the state any more, unless `unsure` is set."""
         self._over.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing more is read from the state; return whether that came in time."""
+        """Wait until nothing reads the state any more; return False if that took longer than `timeout` seconds."""
         return self._over.wait(timeout)
 
     def raise_failure(self) -> None:
-        """Raise what either side gave up for."""
+        """Raise the error that either side gave up for, if one did."""
         if self._failure is not None:
             raise self._failure
 
     def _empty(self) -> memoryview:
-        buffer = self._arena.take(self._waits_in_vain, self._bytes_max)
+        buffer = self._arena.take(self._wait_is_futile, self._bytes_max)
         if buffer is not None:
             return buffer
         if self._failure is not None:
             raise _GivenUp
         raise UnavailableError(
-            "memory for copies of what is saved was lost to a device for which waiting failed; expected as much of it "
-            "as when this save began. Save again"
+            "the arena lost a buffer because waiting for a device failed; expected as many buffers as when this save "
+            "began. Save again"
         )
 
-    def _waits_in_vain(self) -> bool:
+    def _wait_is_futile(self) -> bool:
         return self._failure is not None or self._arena.retired > self._retired_before
 
     def _put(self, window: _Window) -> None:
@@ -139,15 +148,15 @@ class Staging:
         raise _GivenUp
 
     def _give_back(self, window: _Window) -> None:
-        """Give back a window that nobody will write, once nothing is copied into it any more."""
+        """Return the buffer of a window that will not be written, once no copy into it is under way."""
         try:
             self._require_whole(window)
-        except Exception:  # noqa: BLE001 - why it was given up stands
+        except Exception:  # noqa: BLE001 - the first error is kept
             return
         self._arena.give(window.buffer)
 
     def _require_whole(self, window: _Window) -> None:
-        """Wait until a window is whole; one of which nobody can tell is given up, and its buffer retired."""
+        """Wait until a window is whole. If the wait fails, quarantine the buffer: a device may still copy into it."""
         try:
             window.wait()
         except BaseException as error:
@@ -157,7 +166,7 @@ class Staging:
             raise
 
     def _await_copies(self) -> None:
-        """Wait until every copy that was queued is complete, or waiting for it has failed."""
+        """Wait until every enqueued copy is complete, or its wait has failed."""
         for window in self._under_way:
             try:
                 window.wait()
@@ -168,26 +177,26 @@ class Staging:
 
 
 class _GivenUp(Exception):
-    """The other side has given up."""
+    """Stops the copying thread after the writer has given up."""
 
 
 class _Window:
-    """A buffer, and the copies into it that may be under way."""
+    """A buffer, and tickets of the copies into it that may be under way."""
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
         self.tickets: list[Ticket] = []
 
     def wait(self) -> None:
-        """Wait until it is whole; any thread, any number of times. One copy's failure says nothing of another's."""
+        """Wait until the buffer is whole; any thread, any number of times. A failed wait does not end the others."""
         with ExitStack() as waits:
             for ticket in self.tickets:
                 waits.callback(ticket.wait)
         self.tickets = []
 
 
-class _Filled:
-    """The windows of one pack, each passed on as soon as all of it is copied or on its way."""
+class _StagedWindows:
+    """The windows of one pack. Each is passed on once all of its bytes are copied, or their copies enqueued."""
 
     def __init__(self, take: Callable[[], memoryview], put: Callable[[_Window], None], buffer_bytes: int) -> None:
         self._take, self._put, self._buffer_bytes = take, put, buffer_bytes
@@ -206,7 +215,7 @@ class _Filled:
             self.close()
 
     def close(self) -> None:
-        """Pass on what is begun."""
+        """Pass on the last window, if it holds anything."""
         window, self._window = self._window, None
         if window is not None:
             self._put(window)

@@ -1,4 +1,4 @@
-"""One pass through a pack in file order: windows are filled, or hashed, or both in one."""
+"""One pass through a pack in file order: fill its windows, or hash them, or both at once."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from holdfast.types.plan import PackItem, PackPlan
 
 
 class BufferStream(Protocol):
-    """The stream of one pack, cut into windows."""
+    """The bytes of one pack, cut into windows."""
 
     def room(self) -> memoryview:
-        """Return the rest of the current window, never empty."""
+        """Return the unused rest of the current window; never empty."""
         ...
 
     def advance(self, count: int) -> None:
-        """Count bytes of `room` that are done with."""
+        """Mark the first bytes of `room` as used."""
         ...
 
 
 class FilledWindows(BufferStream, Protocol):
-    """Windows into which copies may still be under way when they are passed on."""
+    """Windows that may be passed on while copies into them are still under way."""
 
     def await_copy(self, ticket: Ticket) -> None:
-        """Note that the current window is not whole before a copy is complete."""
+        """Make the current window wait for a copy before it counts as whole."""
         ...
 
 
 def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequence[Source]) -> None:
-    """Copy a pack into windows in file order; nobody waits here for a copy that a device makes.
+    """Copy a pack into windows in file order, without waiting for copies that a device makes.
 
     Args:
         header, pack: The pack.
         windows: Where its bytes go.
-        sources: Bytes by shard number.
+        sources: Where the bytes come from, by shard number.
     """
     at = 0
     while at < len(header):
@@ -52,13 +52,13 @@ def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequenc
         item = pack.items[number]
         if tiny := _tiny_from(pack.items, number, windows, TINY_BYTES_MAX):
             room = _room_for(tiny, windows)
-            windows.await_copy(_copied_together(tiny, room, sources))
+            windows.await_copy(_copy_together(tiny, room, sources))
             windows.advance(len(room))
             number += len(tiny)
             continue
         at = 0
         while at < item.bytes:
-            # Windows begin on whole pages, so that no element is cut in two.
+            # Windows begin on whole pages, so a cut never divides an element.
             room = windows.room()[: item.bytes - at]
             windows.await_copy(sources[item.shard_number].copy_into(item.region, at, at + len(room), room))
             windows.advance(len(room))
@@ -74,15 +74,15 @@ def stream(
     sources: Sequence[Source] | None,
     nonfinite: NonFinite | None = None,
 ) -> tuple[bytes, ...]:
-    """Go through a pack in file order once, hashing it; return the chunk digests of each item.
+    """Hash a pack in one pass in file order; return the chunk digests of each item.
 
     Args:
         header, pack: The pack.
         windows: Where its bytes go, or where they are.
-        chunk_bytes: What one digest is of. Each chunk is hashed as soon as it is copied and still in the processor's
-            cache. The digest is always of the copy, never of memory that training may change.
-        sources: What fills the windows; None if they are filled already.
-        nonfinite: Looks at what is hashed.
+        chunk_bytes: Bytes per digest. Each chunk is hashed right after its copy, from the processor's cache. The
+            digest is always of the copy, never of memory that training may change.
+        sources: Where the bytes come from, by shard number; None if the windows are filled already.
+        nonfinite: Counts NaN and infinite elements of the hashed bytes; None: not counted.
     """
     at = 0
     while at < len(header):
@@ -92,32 +92,32 @@ def stream(
             room[:count] = header[at : at + count]
         windows.advance(count)
         at += count
-    found: list[bytes] = []
+    digests: list[bytes] = []
     tiny_bytes_max = min(TINY_BYTES_MAX, chunk_bytes)
     number = 0
     while number < len(pack.items):
         item = pack.items[number]
         tiny = _tiny_from(pack.items, number, windows, tiny_bytes_max)
         if tiny:
-            found += _together(tiny, windows, sources, nonfinite)
+            digests += _copy_and_hash_together(tiny, windows, sources, nonfinite)
         else:
             source = None if sources is None else sources[item.shard_number]
-            found.append(b"".join(chunk_digests(item, windows, chunk_bytes, source, nonfinite)))
+            digests.append(b"".join(chunk_digests(item, windows, chunk_bytes, source, nonfinite)))
         number += len(tiny) or 1
-    return tuple(found)
+    return tuple(digests)
 
 
-_TOGETHER_MAX = 1024
-"""Pieces copied at once: their bytes are hashed before they leave the processor's cache."""
+_PIECES_TOGETHER_MAX = 1024
+"""Pieces copied at once: few enough to hash their bytes before these leave the processor's cache."""
 
 
 def _tiny_from(items: Sequence[PackItem], first: int, windows: BufferStream, tiny_bytes_max: int) -> Sequence[PackItem]:
-    """Return the tiny pieces, neighbours from `first` on, that the rest of a window holds."""
+    """Return consecutive tiny pieces from `first` on that fit the rest of the current window."""
     if not 0 < items[first].bytes <= tiny_bytes_max:
         return ()
     last_offset = items[first].data_offset + len(windows.room())
     stop = first
-    for item in islice(items, first, first + _TOGETHER_MAX):
+    for item in islice(items, first, first + _PIECES_TOGETHER_MAX):
         if not 0 < item.bytes <= tiny_bytes_max or item.data_offset + item.bytes > last_offset:
             break
         stop += 1
@@ -125,22 +125,22 @@ def _tiny_from(items: Sequence[PackItem], first: int, windows: BufferStream, tin
 
 
 def _room_for(items: Sequence[PackItem], windows: BufferStream) -> memoryview:
-    """Return what of the current window neighbouring pieces fill."""
+    """Return the part of the current window that consecutive pieces fill."""
     return windows.room()[: items[-1].data_offset + items[-1].bytes - items[0].data_offset]
 
 
-def _copied_together(items: Sequence[PackItem], room: memoryview, sources: Sequence[Source]) -> Ticket:
-    own = [sources[item.shard_number] for item in items]
-    return own[0].copy_together(own, [item.region for item in items], room)
+def _copy_together(items: Sequence[PackItem], room: memoryview, sources: Sequence[Source]) -> Ticket:
+    item_sources = [sources[item.shard_number] for item in items]
+    return item_sources[0].copy_together(item_sources, [item.region for item in items], room)
 
 
-def _together(
+def _copy_and_hash_together(
     items: Sequence[PackItem], windows: BufferStream, sources: Sequence[Source] | None, nonfinite: NonFinite | None
 ) -> list[bytes]:
-    """Copy and hash neighbouring pieces of one chunk each, in one go; return their digests."""
+    """Copy and hash consecutive pieces of one chunk each, in one call; return their digests."""
     room, start = _room_for(items, windows), items[0].data_offset
     if sources is not None:
-        _copied_together(items, room, sources).wait()
+        _copy_together(items, room, sources).wait()
     digests = [digest_of(room[item.data_offset - start :][: item.bytes]) for item in items]
     if nonfinite is not None:
         nonfinite.look_together(items, room)
@@ -151,7 +151,7 @@ def _together(
 def chunk_digests(
     item: PackItem, windows: BufferStream, chunk_bytes: int, source: Source | None, nonfinite: NonFinite | None
 ) -> Iterator[bytes]:
-    """Copy and hash a piece of any size; yield the digest of each chunk as soon as it is known."""
+    """Copy and hash a piece of any size; yield the digest of each chunk once it is hashed."""
     for number in range(chunk_count(item.bytes, chunk_bytes)):
         start, stop = chunk_range(item.bytes, chunk_bytes, number)
         chunk = windows.room()[: stop - start]
@@ -164,7 +164,7 @@ def chunk_digests(
             windows.advance(stop - start)
             yield digest
             continue
-        # Windows begin on whole pages, so that no element is cut in two.
+        # The chunk spans windows. Windows begin on whole pages, so a cut never divides an element.
         state = new_digest()
         while start < stop:
             part = windows.room()[: stop - start]
@@ -179,10 +179,10 @@ def chunk_digests(
 
 
 class Scratch:
-    """Windows that nobody keeps."""
+    """Windows whose bytes are only hashed, so one buffer serves for all of them."""
 
     def __init__(self, buffer: memoryview) -> None:
-        """Begin at the front of a buffer, which is filled again and again."""
+        """Begin at the front of `buffer`."""
         self._buffer, self._filled = buffer, 0
 
     def room(self) -> memoryview:
@@ -190,5 +190,5 @@ class Scratch:
         return self._buffer[self._filled :]
 
     def advance(self, count: int) -> None:
-        """Count bytes that are done with; at its end the buffer begins anew."""
+        """Mark bytes as used; start again at the front when the buffer is full."""
         self._filled = (self._filled + count) % len(self._buffer)

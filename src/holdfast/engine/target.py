@@ -1,4 +1,4 @@
-"""A target in host memory, held by numpy: where loading goes when there is no framework."""
+"""A load target in host memory, held by numpy: for loads without a framework."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class HostTarget(Target):
             array = np.empty(box.shape, dtype=self._numpy)
         except MemoryError as error:
             raise UnavailableError(
-                f"no memory for {dtype} of shape {list(box.shape)}: {error}. Read it slice by slice"
+                f"no memory for {dtype} of shape {list(box.shape)}: {error}. Read the tensor slice by slice"
             ) from error
         self.array: NDArray[np.generic] = array
-        """What was placed; shape `box.shape`; unsigned integers where numpy lacks the dtype."""
+        """The placed elements; shape `box.shape`; unsigned integers if numpy lacks the dtype."""
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`."""
@@ -34,6 +34,6 @@ class HostTarget(Target):
         self.array[part.relative_to(self._box.start)] = stored[part.relative_to(source_box.start)]
 
     def memory(self, part: Box) -> memoryview | None:
-        """Return the bytes of `part` if they are one run of the array."""
+        """Return the bytes of `part` if they are contiguous in the array."""
         run = self.array[part.relative_to(self._box.start)]
         return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None

@@ -1,7 +1,7 @@
-"""Writes packs: copied and hashed in file order, written in full windows by other threads.
+"""Writes packs: one thread copies and hashes a pack in file order, other threads write its full windows.
 
-A pack is written straight from its sources, or from windows that another thread fills (`engine/staging.py`): the same
-stream, filled in one pass and hashed in the same one or in a later one.
+The bytes come straight from the sources, or from windows that another thread has filled (`engine/staging.py`).
+`stream.stream` does both: it copies and hashes in one pass, or only hashes what is in the windows already.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from holdfast.types.plan import PlannedPack
 
 @dataclass(frozen=True, slots=True)
 class WrittenPack:
-    """A pack that is durable, if not yet published."""
+    """A pack that is durable, but named by no manifest yet."""
 
     record: FileRecord
     """Name, size and digest."""
 
     digests: tuple[bytes, ...]
-    """For each item of the plan its chunk digests, 16 bytes each."""
+    """For each item of the plan its chunk digests, 16 bytes per chunk."""
 
     nonfinite: Mapping[str, int]
-    """Elements that are NaN or infinite, by FQN where there are any; empty where they are not counted."""
+    """Number of NaN or infinite elements by FQN, where there are any; empty if the settings do not count them."""
 
 
 class PackWriter:
-    """Writes packs through a fixed set of windows."""
+    """Writes packs through a fixed pool of buffers."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
@@ -51,38 +51,38 @@ class PackWriter:
 
         Args:
             pack: The pack.
-            sources: Bytes by shard number.
-            written: Told how many bytes were written, window by window, on any thread.
+            sources: Where the bytes come from, by shard number.
+            written: Called with the byte count of each window once it is written, on any thread.
         Raises:
-            CheckpointError: It could not be written; nothing of it is left.
+            CheckpointError: The write failed; nothing of the pack is left.
         """
         return self._write(pack, self._buffers.take, self._buffers.give, sources, written)
 
     def write_staged(
         self, pack: PlannedPack, staging: Staging, written: Callable[[int], None] | None = None
     ) -> WrittenPack:
-        """Write the next pack of a staging and make it durable; its windows go back as they are written.
+        """Write the next staged pack and make it durable; each window returns to the arena once it is written.
 
         Args:
             pack: The pack.
-            staging: Where its windows come from.
+            staging: Where its filled windows come from.
             written: As `write`.
         Raises:
-            CheckpointError: It could not be written; nothing of it is left.
-            BaseException: What copying it failed with.
+            CheckpointError: The write failed; nothing of the pack is left.
+            BaseException: The copy failed with this error.
         """
         return self._write(pack, staging.take, staging.give, None, written)
 
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
-        """Return for each item of a pack the chunk digests of what its source holds now."""
+        """Return for each item of a pack the chunk digests of its source's current bytes."""
         with self.lent() as buffer:
             return stream(pack.header, pack.plan, Scratch(buffer), self._settings.chunk_bytes, sources)
 
     @contextmanager
     def lent(self) -> Iterator[memoryview]:
-        """Lend a window, to copy into, for the length of a block.
+        """Lend a buffer to copy into for the length of a block.
 
-        Where the block fails nobody can tell whether a copy into it goes on: the window is never lent again.
+        If the block raises, a device may still be copying into the buffer, so it is never lent again.
         """
         buffer = self._buffers.take()
         try:
@@ -116,7 +116,7 @@ class PackWriter:
 
 
 class _WrittenWindows:
-    """Windows that other threads write as soon as they are full; each buffer goes back once it is written."""
+    """The windows of one pack. Other threads write each one once it is full, and then return its buffer."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _WrittenWindows:
 
     def room(self) -> memoryview:
         if self._buffer is None:
-            # The first failed window ends the pack: nothing more is copied for it.
+            # One failed window fails the pack, so copying more would be wasted.
             self._raise_failure()
             self._buffer, self._filled = self._take(), 0
         return self._buffer[self._filled : self._window_bytes]
@@ -156,7 +156,7 @@ class _WrittenWindows:
             self._begin_write()
 
     def close(self) -> None:
-        """Write what is left and wait for every write."""
+        """Write the last window and wait for every write."""
         if self._filled:
             self._begin_write()
         self._threads.join()
@@ -169,7 +169,7 @@ class _WrittenWindows:
         self._threads.begin(lambda: self._write(offset, buffer, count))
 
     def _write(self, offset: int, buffer: memoryview, count: int) -> None:
-        """Write the first bytes of a buffer, unless the pack has failed, and give the buffer back in any case."""
+        """Write the first bytes of a buffer, unless the pack has failed. Return the buffer in any case."""
         try:
             if not self._given_up and not self._failures:
                 self._upload.write(offset, buffer[:count])
@@ -181,6 +181,6 @@ class _WrittenWindows:
             self._give(buffer)
 
     def _raise_failure(self) -> None:
-        """Raise what the first failed window met."""
+        """Raise the error of the first window that failed."""
         if self._failures:
             raise self._failures[0]

@@ -366,7 +366,7 @@ def test_who_waits_for_memory_that_is_retired_is_told_and_not_left_waiting(devic
     device.goes_on.set()
     copying.join(20.0)
     waiting.join(20.0)
-    with pytest.raises(UnavailableError, match="lost to a device"):
+    with pytest.raises(UnavailableError, match="the arena lost a buffer because waiting for a device failed"):
         second.raise_failure()
     assert not arena.holds(1), "what comes after is written without it"
 

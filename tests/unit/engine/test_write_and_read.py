@@ -92,7 +92,7 @@ def arena_for(pack: PlannedPack, settings: Settings) -> Arena:
 
 
 def require_all_back(arena: Arena) -> None:
-    assert len(arena._free) == arena._made
+    assert len(arena._free) == arena._count
 
 
 def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: int) -> dict[str, list[Piece]]:
@@ -284,7 +284,7 @@ def test_copying_and_writing_go_on_beside_each_other_through_an_arena_of_one_sla
     copying.join(20.0)
     staging.raise_failure()
     assert store.get(KEY, 1 << 30) == _written_whole(shards) and written.record.bytes == pack.bytes
-    assert arena._made == len(arena._free) == 1
+    assert arena._count == len(arena._free) == 1
 
 
 def _written_whole(shards: Sequence[LocalShard]) -> bytes:
@@ -302,7 +302,7 @@ def test_who_gives_up_ends_a_copy_that_waits_for_memory() -> None:
     sources = [each.source for each in shards]
     copying = threading.Thread(target=lambda: staging.copy([pack], sources), daemon=True)
     copying.start()
-    while arena._free or not arena._made:
+    while arena._free or not arena._count:
         threading.Event().wait(0.001)
     staging.give_up(UnavailableError("full"))
     staging.give_up(UnavailableError("a later one"))

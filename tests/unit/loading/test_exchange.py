@@ -249,7 +249,7 @@ def test_what_was_damaged_on_its_way_is_caught_where_it_arrives(store: MemorySto
 
     found = loaded(store, [ALWAYS] * RANKS, spoil={1: flip})
     assert all(isinstance(error, CorruptError) for error, _, _ in found)
-    assert "read and passed it on: bytes" in str(found[1][0])
+    assert "read and sent it: bytes" in str(found[1][0])
     assert str(found[0][0]).startswith("rank 1: ")
 
 

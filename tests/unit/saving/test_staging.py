@@ -217,7 +217,7 @@ def test_a_save_that_is_not_handed_on_is_lost_at_once(error: BaseException) -> N
         else:
             failed = saved(run, 1, state(1.0))
         arena = run._job.arena
-        assert len(arena._free) == arena._made
+        assert len(arena._free) == arena._count
         return failed, saved(run, 2, state(2.0)), loaded(run, 2)
 
     (first, *_), (told, report, value) = world.play(part)  # type: ignore[misc]
