@@ -71,7 +71,7 @@ def test_two_copies_that_differ_are_both_named(tmp_path: Path) -> None:
     for _, after in said(two, "even"):
         assert after["divergent"] == {WEIGHT: [0, 1], MOMENT: [0, 1]}
         assert sorted(after["undecided"]) == sorted([WEIGHT, MOMENT])
-        assert all("which is right is unknown" in each for each in after["unhealthy"])
+        assert all("the right one is unknown" in each for each in after["unhealthy"])
 
 
 def test_of_hybrid_shards_only_those_who_hold_the_same_are_compared(tmp_path: Path) -> None:

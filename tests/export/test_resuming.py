@@ -168,7 +168,7 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)  # Ends its input: it is held no longer.
     assert process.returncode == 130
-    assert "Run the same command again: it goes on where it was" in said
+    assert "Run the same command again: it resumes" in said
     assert not (tmp_path / "out").exists()
     durable_bytes = sum(written_down(tmp_path / ".out.holdfast-export"))
     command = [sys.executable, "-m", "holdfast.cli", *arguments, "--json"]

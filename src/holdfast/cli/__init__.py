@@ -12,7 +12,7 @@ _NEEDED = {"typer", "rich", "click"}
 
 
 def main() -> None:
-    """Run the command line; ends the process with 0, 1 (damaged), 2 (could not be done) or 130 (interrupted)."""
+    """Run the command line, then exit: 0 as expected, 1 damaged or different, 2 not possible, 130 interrupted."""
     try:
         from holdfast.cli.app import run
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`python -m holdfast.cli`, for where the script is not on the path."""
+"""`python -m holdfast.cli`, for machines where the script is not on the path."""
 
 from holdfast.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands put together."""
+"""The typer application: every command under its name."""
 
 from __future__ import annotations
 
@@ -20,25 +20,17 @@ from holdfast.cli.commands.verify import verify
 
 app = typer.Typer(
     name="holdfast",
-    help="Look at checkpoints of training runs, check, compare, repair and name them, take in and write those of "
-    "others. Needs no PyTorch.",
-    epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 could not be done, 130 interrupted.",
+    help="List, inspect, verify, compare, repair and tag checkpoints of training runs; import and export other "
+    "formats. Needs no PyTorch.",
+    epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 not possible, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
-    # Tracebacks of our own bugs are plain: rich prints local variables, and with them whatever a state holds.
+    # Plain tracebacks: rich would print local variables, and with them values of the user's state.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(name="ls")(ls)
-app.command(name="inspect")(inspect)
-app.command(name="verify")(verify)
-app.command(name="export")(export)
-app.command(name="diff")(diff)
-app.command(name="import")(import_)
-app.command(name="tag")(tag)
-app.command(name="gc")(gc)
-app.command(name="trace")(trace)
-app.command(name="repair")(repair)
+for command in (ls, inspect, verify, export, diff, import_, tag, gc, trace, repair):
+    app.command(name=command.__name__.rstrip("_"))(command)
 
 
 def _version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one line for what went wrong."""
+"""Exit statuses of the commands, and the one line that reports an error."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DIFFERENT = 1
 NOT_DONE = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
-"""What a shell reports of a program that SIGPIPE ended."""
+"""The status that a shell reports for a process killed by SIGPIPE."""
 
 
 @contextmanager
 def ended_well(corrupt: int = DAMAGED) -> Iterator[None]:
-    """Run the body of a command; an error of Holdfast becomes one line and a status, never a traceback.
+    """Run the body of a command. An error of Holdfast becomes one line on stderr and a status, never a traceback.
 
     Args:
-        corrupt: The status where a checkpoint is damaged.
+        corrupt: The status for a damaged checkpoint.
     """
     try:
         for stream in (sys.stdout, sys.stderr):
-            # A character that the terminal cannot show must not end the command.
+            # A character that the terminal cannot encode must not abort the command.
             getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
         yield
         sys.stdout.flush()
@@ -37,7 +37,7 @@ def ended_well(corrupt: int = DAMAGED) -> Iterator[None]:
         complain(str(error))
         raise typer.Exit(corrupt if isinstance(error, CorruptError) else NOT_DONE) from error
     except BrokenPipeError:
-        # What is still buffered goes nowhere, so that the interpreter does not complain at its end.
+        # Discard what is still buffered: the interpreter would report a failed flush when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(PIPE_CLOSED) from None
     except KeyboardInterrupt:
@@ -45,5 +45,5 @@ def ended_well(corrupt: int = DAMAGED) -> Iterator[None]:
 
 
 def complain(message: str) -> None:
-    """Say on stderr, in one line, what went wrong."""
+    """Print an error on stderr, in one line."""
     stderr().line(f"holdfast: {printable(message)}", style="red")

@@ -1,4 +1,4 @@
-"""A progress bar on stderr, where somebody looks at it."""
+"""A progress bar on stderr, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from holdfast.types.events import Event, Progress
 
 @contextmanager
 def shown_progress(doing: str) -> Iterator[Bar | None]:
-    """Show how far a piece of work has come while the block runs; nothing where stderr is no terminal."""
+    """Show a progress bar while the block runs; yield None if stderr is not a terminal."""
     screen = stderr()
     with ExitStack() as stack:
         bar = Bar(screen, doing) if screen.interactive else None
         if bar is not None:
-            # An interrupt in the middle of starting leaves nothing that could be stopped but a hidden cursor.
+            # Ctrl-C while the bar starts leaves the cursor hidden, and no bar to stop.
             stack.callback(screen.console.show_cursor, True)
             stack.enter_context(bar)
         yield bar
 
 
 class Bar:
-    """A progress bar that goes away when the work is done."""
+    """A progress bar that disappears at the end of the work."""
 
     def __init__(self, screen: Screen, doing: str) -> None:
         self._bar = progress.Progress(
@@ -44,10 +44,10 @@ class Bar:
         self._bar.start()
 
     def __exit__(self, *_: object) -> None:
-        """Take it away."""
+        """Remove it."""
         self._bar.stop()
 
     def on_event(self, event: Event) -> None:
-        """Move on."""
+        """Advance to the bytes of a `Progress` event."""
         if isinstance(event, Progress):
             self._bar.update(self._task, completed=event.done_bytes, total=event.total_bytes)

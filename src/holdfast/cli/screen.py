@@ -1,12 +1,12 @@
-"""Lines and tables, for a terminal of any width and for a pipe; what comes from a checkpoint is made harmless."""
+"""Lines, tables and JSON on a stream: a terminal of any width, or a pipe."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Literal, TextIO, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -22,11 +22,16 @@ def shown_bytes(count: int) -> str:
     scaled = float(count)
     for unit in _UNITS:
         scaled /= 1024
-        # 1023.95 would be shown as 1024.0 of a unit.
+        # 1023.95 would be rounded to 1024.0 of this unit.
         if scaled < 1023.95 or unit == _UNITS[-1]:
-            # Only the last unit may reach thousands that are worth a separator.
+            # Only a count of the last unit can reach thousands.
             return f"{scaled:,.1f} {unit}" if unit == _UNITS[-1] else f"{scaled:.1f} {unit}"
     raise AssertionError
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 tensor`, `2,048 tensors`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
@@ -48,25 +53,25 @@ class Column:
     """Its heading."""
 
     align: Literal["left", "right"] = "left"
-    """Side its cells lean to."""
+    """Side on which its cells are aligned."""
 
 
 class _Console(Console):
-    """A console that leaves a reader gone away to the command: rich would end the process with status 1."""
+    """A console that leaves a closed pipe to the command; rich would exit with status 1."""
 
     def on_broken_pipe(self) -> None:
-        """Raise what was caught."""
+        """Raise the error that rich caught."""
         raise BrokenPipeError
 
 
 class Screen:
-    """A stream that people or programs read."""
+    """An output stream for people or programs."""
 
     def __init__(self, stream: TextIO) -> None:
         self.console = _Console(file=stream, highlight=False, markup=False, emoji=False)
-        """What draws on it."""
+        """The console of rich that writes to the stream."""
         self.interactive = stream.isatty()
-        """Whether somebody looks at it: long lists are cut short then, with a note; never in a pipe."""
+        """Whether it is a terminal. Long lists are cut short on a terminal, with a note; never in a pipe."""
 
     def line(self, text: str = "", *, style: str = "") -> None:
         """Print one line, however long."""
@@ -77,16 +82,16 @@ class Screen:
         self._print(Text.assemble((f"  {name:<10} ", "dim"), text))
 
     def heading(self, text: str) -> None:
-        """Print a heading, a blank line before it."""
+        """Print a blank line and a heading."""
         self.line()
         self.line(text, style="bold")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-        """Print rows under headings; where they are wider than the terminal, each row's first cell on its own line.
+        """Print rows under headings. If they are wider than the terminal, each row's first cell gets its own line.
 
         Args:
             columns: Headings.
-            rows: Cells, one per column, harmless already.
+            rows: Cells, one per column, without control characters.
             styles: One per row, or none.
         """
         cells = [[column.title for column in columns], *rows]
@@ -103,12 +108,23 @@ class Screen:
             else:
                 self.line(_aligned(row, widths, columns), style=style)
 
+    def first_lines(self, lines: Sequence[str], limit: int | None, hint: str) -> None:
+        """Print at most `limit` lines, and a note with the number of the others and a hint how to see them."""
+        for line in lines[:limit]:
+            self.line(line)
+        self.note_left_out(len(lines), limit, hint)
+
+    def note_left_out(self, count: int, limit: int | None, hint: str) -> None:
+        """Print how many of `count` entries are left out beyond `limit`, if any."""
+        if limit is not None and count > limit:
+            self.line(f"… and {count - limit:,} more{hint}", style="dim")
+
     def json(self, document: object) -> None:
-        """Print a document as JSON in ASCII, which no terminal takes for a command."""
+        """Print a document as ASCII JSON, in which no terminal finds a control sequence."""
         self.console.file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     def _print(self, text: Text) -> None:
-        # Lines are never wrapped or cut here: a name must stay one word to whoever copies or searches it.
+        # Never wrap or cut a line: a name must stay one word for copying and searching.
         with self.console.capture() as captured:
             self.console.print(text, soft_wrap=True)
         self.console.file.write(captured.get())
@@ -120,8 +136,26 @@ def stdout() -> Screen:
 
 
 def stderr() -> Screen:
-    """Return the screen for complaints."""
+    """Return the screen for errors, progress and notes."""
     return Screen(sys.stderr)
+
+
+Result = TypeVar("Result")
+
+
+def print_result(
+    result: Result, show: Callable[[Screen, Result], None], document: Callable[[Result], object], *, as_json: bool
+) -> None:
+    """Print the result of a command on stdout, as JSON or for people."""
+    if as_json:
+        stdout().json(document(result))
+    else:
+        show(stdout(), result)
+
+
+def attributes(record: object, *names: str) -> dict[str, object]:
+    """Return attributes of a record by name, for a JSON object that has the same names."""
+    return {name: getattr(record, name) for name in names}
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:

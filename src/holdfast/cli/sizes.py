@@ -14,10 +14,10 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def bytes_of(text: str, option: str) -> int:
-    """Return the bytes a text stands for; KB, MB, GB count in thousands, KiB, MiB, GiB (and K, M, G) in 1024.
+    """Return the bytes that a text states: KB, MB and GB are powers of 1000; KiB, MiB, GiB, K, M and G of 1024.
 
     Raises:
-        InvalidError: It is no size.
+        InvalidError: The text is not a size.
     """
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     unit = _UNITS.get(match[2].upper()) if match else None

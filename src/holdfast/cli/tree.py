@@ -1,4 +1,4 @@
-"""Values that are not tensors, as a tree of lines: containers indented, what is long cut and its length said."""
+"""Values that are not tensors, as an indented tree of lines. Long values are cut and their length is printed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _CUT = "…"
 
 
 def tree_lines(values: Mapping[str, object], *, whole_names: bool) -> list[str]:
-    """Return the lines of a tree, harmless to a terminal.
+    """Return the lines of a tree, without control characters.
 
-    Children of one dict that are shown the same and whole are said once, under all their names: the hyperparameters
-    of a thousand parameters are a handful of lines.
+    Equal children of one dict are printed once, under all their names, if none of them is cut: the hyperparameters of
+    a thousand parameters take a few lines.
 
     Args:
         values: The root.
-        whole_names: Say every name of such children, rather than the first two and a count.
+        whole_names: Print every name of equal children, rather than the first two and a count.
     """
     return _block(((_name(key), value) for key, value in values.items()), whole_names)
 
 
 def in_line(value: object) -> str:
-    """Return a value in one line, harmless to a terminal; what is long is cut."""
+    """Return a value in one line, without control characters; a long value is cut."""
     shown = _shown(value, whole_names=False)
     return shown if isinstance(shown, str) else _clipped("; ".join(line.strip() for line in shown))
 
@@ -45,7 +45,7 @@ def _block(items: Iterable[tuple[str, object]], whole_names: bool) -> list[str]:
         if isinstance(shown, str):
             key: tuple[str, ...] = (f"{name}: {shown}",)
         elif any(_CUT in line for line in shown):
-            # What was cut may differ beyond what is shown.
+            # Values may differ beyond the cut, so cut values never count as equal.
             key = (f"{name}:", *(f"  {line}" for line in shown))
         else:
             key = ("", *(f"  {line}" for line in shown))
@@ -95,7 +95,7 @@ def _leaf(value: object) -> str:
     if isinstance(value, bytes | bytearray):
         return f"{len(value):,} bytes: {value[:16].hex()}{_CUT * (len(value) > 16)}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        # Python refuses to write huge integers in decimal.
+        # Python refuses to convert huge integers to decimal.
         return f"{hex(value)[:40]}{_CUT} ({value.bit_length():,} bits)"
     if isinstance(value, np.ndarray):
         return _array(value)
@@ -129,7 +129,7 @@ def _framework_part(content: object) -> str:
     try:
         return str(content)
     except ValueError:
-        return _CUT  # A huge integer somewhere inside, which Python refuses to write in decimal.
+        return _CUT  # It holds a huge integer, which Python refuses to convert to decimal.
 
 
 def _clipped(text: str) -> str:

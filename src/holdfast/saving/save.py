@@ -38,7 +38,7 @@ from holdfast.saving.provenance import layouts_of
 from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.operation import OperationTrace
-from holdfast.types.health import Health
+from holdfast.types.health import Health, findings_of
 from holdfast.types.manifest import Manifest, Parent
 from holdfast.types.plan import PlannedPack
 from holdfast.types.reports import SaveReport
@@ -340,7 +340,7 @@ class Save:
         except Exception as error:
             commit_vote.announce_failure(error, certain=True)
             raise Aborted(_typed(error, self._name)) from error
-        commit_vote.announce_committed(digest, () if health is None else health.told())
+        commit_vote.announce_committed(digest, findings_of(health))
         with self._trace.phase("sweep"):
             sweep(self._place, agreement.attempt, self._name, epoch_of(agreement.note))
         return digest
@@ -372,7 +372,7 @@ class Save:
             except CheckpointError as failure:
                 self._fail_unknown(f"{undecided.reason}; {failure}")
             else:
-                found = () if manifest.health is None else manifest.health.told()
+                found = findings_of(manifest.health)
                 self._succeed(agreement, report_of, manifest.digest, found)
         elif manifest is not None:
             self._remove_own()

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError
 from holdfast.saving.health_findings import Findings
-from holdfast.types.health import NAMED_RANKS_MAX, Counted, Expectation, Health, ReplicaGroup, Replicas, is_healthy
+from holdfast.types.health import (
+    NAMED_RANKS_MAX,
+    Counted,
+    Expectation,
+    Health,
+    ReplicaGroup,
+    Replicas,
+    findings_of,
+    is_healthy,
+)
 
 EXPECTATIONS: tuple[Expectation, ...] = ("parameter", "optimizer", "buffer", "expected")
 COUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 5))
@@ -46,7 +55,7 @@ def test_the_counts_of_ranks_are_added_up() -> None:
     health = findings.health(None)
     assert health == Health(nonfinite={"v": 1, "w": 7}, new={"v": 0, "w": 0})
     assert is_healthy(health) is False
-    assert health.told() == ("v: 1 non-finite elements, 0 before", "w: 7 non-finite elements, 0 before")
+    assert findings_of(health) == ("v: 1 non-finite elements, 0 before", "w: 7 non-finite elements, 0 before")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +100,7 @@ def test_what_the_checkpoint_before_did_not_hold_is_counted_for_the_first_time(
 
 def test_a_name_steers_no_terminal_that_hears_of_it() -> None:
     health = Health({"a\x1b[31m\nb": 3}, {"a\x1b[31m\nb": 0}, {"c\r": (1,)}, (), {1: "host\x07"})
-    assert health.told() == (
+    assert findings_of(health) == (
         r"'a\x1b[31m\nb': 3 non-finite elements, 0 before",
         r"'c\r': the copy of rank 1 ('host\x07') differs from most others",
     )
@@ -138,14 +147,14 @@ def test_who_differs_from_most_is_named(data: st.DataObject) -> None:
 def test_two_copies_name_both_and_say_that_nobody_can_tell() -> None:
     health = compared([{"w": b"a" * 8}, {"w": b"b" * 8}])
     assert health.divergent == {"w": (0, 1)} and health.undecided == ("w",)
-    assert health.told() == (
-        "w: the copies of ranks 0 (node0), 1 (node1) differ, and none has a majority: which is right is unknown",
+    assert findings_of(health) == (
+        "w: the copies of ranks 0 (node0), 1 (node1) differ, and none has a majority: the right one is unknown",
     )
 
 
 def test_of_three_copies_the_odd_one_is_named() -> None:
     health = compared([{"w": b"a" * 8}, {"w": b"b" * 8}, {"w": b"a" * 8}])
-    assert health.told() == ("w: the copy of rank 1 (node1) differs from most others",)
+    assert findings_of(health) == ("w: the copy of rank 1 (node1) differs from most others",)
 
 
 def test_classes_that_hold_other_tensors_besides_are_compared() -> None:
@@ -169,7 +178,7 @@ def test_what_different_ranks_hold_is_not_compared() -> None:
 def test_many_ranks_are_named_up_to_a_limit() -> None:
     health = compared([{"w": rank.to_bytes(8, "little")} for rank in range(3 * NAMED_RANKS_MAX)])
     assert health.divergent == {"w": tuple(range(NAMED_RANKS_MAX))}
-    (said,) = health.told()
+    (said,) = findings_of(health)
     assert len(said) < 400
 
 
@@ -179,7 +188,7 @@ def test_many_tensors_are_told_up_to_a_limit() -> None:
     findings.add(0, counts, None)
     health = findings.health(None)
     assert health is not None
-    said = health.told()
+    said = findings_of(health)
     assert len(said) == 21 and said[-1] == "and 280 more tensors"
 
 

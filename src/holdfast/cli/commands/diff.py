@@ -1,18 +1,19 @@
-"""`holdfast diff`: what differs between two checkpoints, of whatever formats."""
+"""`holdfast diff`: compares two checkpoints of any formats."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from holdfast import api
 from holdfast.cli.ending import DIFFERENT, NOT_DONE, ended_well
-from holdfast.cli.opening import AllowRoot, opened
+from holdfast.cli.opening import AllowRoot, AsJson, opened
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Column, Screen, shown_bytes, stdout
+from holdfast.cli.screen import Column, Screen, attributes, counted, print_result, shown_bytes
 from holdfast.cli.tree import in_line
 from holdfast.errors import printable
 
@@ -31,78 +32,72 @@ _COLUMNS = (
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="One checkpoint, of any format.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another, of the same format or not.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one, of any format.")],
     tensors: Annotated[
         str | None,
-        typer.Option("--tensors", metavar="GLOB", help="Compare only tensors whose name matches, no values."),
+        typer.Option("--tensors", metavar="GLOB", help="Compare only tensors with matching names, and no values."),
     ] = None,
     cast: Annotated[bool, typer.Option("--cast", help="Compare tensors of different types by value.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Read what digests settle too: norms of whole tensors.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="List equal tensors too; cut no list short.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read tensors with equal digests too, for norms of whole tensors.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List equal tensors too, and every list in full.")] = False,
     allow_root: AllowRoot = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what differs between two checkpoints: tensors, names, values. Exits with 0 if nothing does, else with 1.
+    """Compare tensors, names and values of two checkpoints. The exit status is 0 if they are equal, else 1.
 
-    What digests show to be the same is not read.
+    Bytes with equal digests are not read.
     """
     with ended_well(corrupt=NOT_DONE):
         checkpoints = opened(a, allow_root), opened(b, allow_root)
         with shown_progress("comparing") as bar:
-            found = api.diff(*checkpoints, tensors=tensors, cast=cast, full=full, observer=bar)
-        if as_json:
-            stdout().json(_document(found))
-        else:
-            screen = stdout()
-            limit = ROWS_MAX if screen.interactive and not everything else None
-            _show(screen, found, limit, equal_too=everything)
-    if not found.equal:
+            result = api.diff(*checkpoints, tensors=tensors, cast=cast, full=full, observer=bar)
+        print_result(result, partial(_show, everything=everything), _document, as_json=as_json)
+    if not result.equal:
         raise typer.Exit(DIFFERENT)
 
 
-def _show(screen: Screen, found: api.Diff, limit: int | None, *, equal_too: bool) -> None:
-    _show_changes(screen, [each for each in found.tensors if _has_row(each, equal_too=equal_too)], limit)
-    _show_lines(screen, "different dtype or shape", _mismatches(found), limit)
-    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
+def _show(screen: Screen, result: api.Diff, *, everything: bool) -> None:
+    limit = ROWS_MAX if screen.interactive and not everything else None
+    listed = {api.Verdict.CHANGED, api.Verdict.EQUAL} if everything else {api.Verdict.CHANGED}
+    _show_changes(screen, [tensor for tensor in result.tensors if tensor.verdict in listed], limit)
+    _show_lines(screen, "different dtype or shape", _mismatches(result), limit)
+    for title, names in (("only in A", result.only_a), ("only in B", result.only_b)):
         _show_lines(screen, title, map(_only, names), limit)
-    ties = (f"{printable(tie.name)}: {printable(tie.a)} in A, {printable(tie.b)} in B" for tie in found.ties)
+    ties = (f"{printable(tie.name)}: {printable(tie.a)} in A, {printable(tie.b)} in B" for tie in result.ties)
     _show_lines(screen, "tied otherwise", ties, limit)
-    _show_lines(screen, "values", _values(found, together=limit is not None), limit)
-    if not found.equal:
+    _show_lines(screen, "values", _values(result, together=limit is not None), limit)
+    if not result.equal:
         screen.line()
-    screen.line(_summary(found), style="green" if found.equal else "bold")
-
-
-def _has_row(each: api.TensorDiff, *, equal_too: bool) -> bool:
-    return each.verdict is api.Verdict.CHANGED or (equal_too and each.verdict is api.Verdict.EQUAL)
+    screen.line(_summary(result), style="green" if result.equal else "bold")
 
 
 def _show_changes(screen: Screen, tensors: list[api.TensorDiff], limit: int | None) -> None:
     if not tensors:
         return
-    screen.table(_COLUMNS, [_row(each) for each in tensors[:limit]])
-    if limit is not None and len(tensors) > limit:
-        screen.line(f"… and {len(tensors) - limit:,} more: --all shows them, --tensors 'GLOB' chooses", style="dim")
-    for each in tensors[:limit]:
-        change = each.change
+    screen.table(_COLUMNS, [_row(tensor) for tensor in tensors[:limit]])
+    screen.note_left_out(len(tensors), limit, ": --all shows them, --tensors 'GLOB' chooses")
+    for tensor in tensors[:limit]:
+        change = tensor.change
         if change is not None and (any(change.nan) or any(change.inf)):
             screen.line(
-                f"{printable(each.fqn)}: NaN {change.nan[0]:,} in A, {change.nan[1]:,} in B; infinite "
+                f"{printable(tensor.fqn)}: NaN {change.nan[0]:,} in A, {change.nan[1]:,} in B; infinite "
                 f"{change.inf[0]:,} in A, {change.inf[1]:,} in B; {change.unmeasured:,} changed elements are one or "
                 "the other, and in no maximum or norm",
                 style="yellow",
             )
 
 
-def _row(each: api.TensorDiff) -> list[str]:
-    change = each.change
+def _row(tensor: api.TensorDiff) -> list[str]:
+    change = tensor.change
     if change is None:
-        return [printable(each.fqn), "0 %", *"00---"]
-    # Of what digests settle the norms are not known.
-    norms = ["-", "-"] if each.settled_bytes else [_number(change.norm_a), _number(change.norm_b)]
+        return [printable(tensor.fqn), "0 %", *"00---"]
+    # Parts with equal digests were not read, so the norms of the whole tensor are unknown.
+    norms = ["-", "-"] if tensor.settled_bytes else [_number(change.norm_a), _number(change.norm_b)]
     return [
-        printable(each.fqn),
-        _percent(change.changed, each.numel),
+        printable(tensor.fqn),
+        _percent(change.changed, tensor.numel),
         _number(change.max_absolute),
         _number(change.max_relative),
         *norms,
@@ -110,12 +105,12 @@ def _row(each: api.TensorDiff) -> list[str]:
     ]
 
 
-def _mismatches(found: api.Diff) -> Iterator[str]:
-    for each in found.tensors:
-        if each.verdict is api.Verdict.SHAPE:
-            yield f"{printable(each.fqn)}: {list(each.shape[0])} in A, {list(each.shape[1])} in B"
-        elif each.verdict is api.Verdict.DTYPE:
-            yield f"{printable(each.fqn)}: {each.dtype[0]} in A, {each.dtype[1]} in B; not compared, --cast may"
+def _mismatches(result: api.Diff) -> Iterator[str]:
+    for tensor in result.tensors:
+        if tensor.verdict is api.Verdict.SHAPE:
+            yield f"{printable(tensor.fqn)}: {list(tensor.shape[0])} in A, {list(tensor.shape[1])} in B"
+        elif tensor.verdict is api.Verdict.DTYPE:
+            yield f"{printable(tensor.fqn)}: {tensor.dtype[0]} in A, {tensor.dtype[1]} in B; not compared, --cast may"
 
 
 def _only(name: api.NameOnly) -> str:
@@ -123,43 +118,38 @@ def _only(name: api.NameOnly) -> str:
     return f"{printable(name.fqn)}: {name.dtype} {list(name.shape)}{tied}"
 
 
-def _values(found: api.Diff, *, together: bool) -> Iterator[str]:
-    """Yield a line for each value; where `together`, one for all of one name that changed alike."""
+def _values(result: api.Diff, *, together: bool) -> Iterator[str]:
+    """Yield a line for each value; if `together`, one line for equal changes of values with the same last name."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    for each in found.values:
-        sides = tuple(
-            in_line(value) if there else "absent" for value, there in ((each.a, each.in_a), (each.b, each.in_b))
-        )
-        key = each.path.rpartition(".")[2] if together else each.path
-        lines.setdefault((key, *sides), []).append(each.path)
+    for value in result.values:
+        a = in_line(value.a) if value.in_a else "absent"
+        b = in_line(value.b) if value.in_b else "absent"
+        key = value.path.rpartition(".")[2] if together else value.path
+        lines.setdefault((key, a, b), []).append(value.path)
     for (_, a, b), paths in lines.items():
         more = f" and {len(paths) - 1:,} more alike" if len(paths) > 1 else ""
         yield f"{printable(paths[0])}{more}: {a} in A, {b} in B"
 
 
 def _show_lines(screen: Screen, title: str, lines: Iterable[str], limit: int | None) -> None:
-    shown = list(lines)
-    if not shown:
-        return
-    screen.heading(title)
-    for line in shown[:limit]:
-        screen.line(f"  {line}")
-    if limit is not None and len(shown) > limit:
-        screen.line(f"  … and {len(shown) - limit:,} more: --all shows them", style="dim")
+    shown = [f"  {line}" for line in lines]
+    if shown:
+        screen.heading(title)
+        screen.first_lines(shown, limit, ": --all shows them")
 
 
-def _summary(found: api.Diff) -> str:
-    read = f"{shown_bytes(found.read_bytes)} read, {shown_bytes(found.settled_bytes)} settled by digests"
-    count = len(found.tensors)
-    if found.equal:
-        return f"equal: {count:,} tensor{'s' * (count != 1)}; {read}"
-    differing = sum(each.verdict is not api.Verdict.EQUAL for each in found.tensors)
-    parts = [f"{differing:,} of {count:,} tensor{'s' * (count != 1)}"]
-    for names, where in ((found.only_a, "A"), (found.only_b, "B")):
+def _summary(result: api.Diff) -> str:
+    read = f"{shown_bytes(result.read_bytes)} read, {shown_bytes(result.settled_bytes)} settled by digests"
+    tensors = counted(len(result.tensors), "tensor")
+    if result.equal:
+        return f"equal: {tensors}; {read}"
+    differing = sum(tensor.verdict is not api.Verdict.EQUAL for tensor in result.tensors)
+    parts = [f"{differing:,} of {tensors}"]
+    for names, side in ((result.only_a, "A"), (result.only_b, "B")):
         if names:
-            parts.append(f"{len(names):,} only in {where}")
-    if found.values:
-        parts.append(f"{len(found.values):,} value{'s' * (len(found.values) != 1)}")
+            parts.append(f"{len(names):,} only in {side}")
+    if result.values:
+        parts.append(counted(len(result.values), "value"))
     return f"different: {', '.join(parts)}; {read}"
 
 
@@ -174,61 +164,50 @@ def _number(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:.4g}"
 
 
-def _document(found: api.Diff) -> dict[str, object]:
+def _document(result: api.Diff) -> dict[str, object]:
     counts = {verdict.value: 0 for verdict in api.Verdict}
-    for each in found.tensors:
-        counts[each.verdict.value] += 1
+    for tensor in result.tensors:
+        counts[tensor.verdict.value] += 1
     return {
-        "a": found.a,
-        "b": found.b,
-        "equal": found.equal,
+        **attributes(result, "a", "b", "equal"),
         "tensor_counts": counts,
-        "tensors": {each.fqn: _tensor_document(each) for each in found.tensors},
-        "only_a": [_name_document(each) for each in found.only_a],
-        "only_b": [_name_document(each) for each in found.only_b],
-        "ties": [{"name": each.name, "a": each.a, "b": each.b} for each in found.ties],
-        "values": [_value_document(each) for each in found.values],
-        "read_bytes": found.read_bytes,
-        "settled_bytes": found.settled_bytes,
+        "tensors": {tensor.fqn: _tensor_document(tensor) for tensor in result.tensors},
+        "only_a": [_name_document(name) for name in result.only_a],
+        "only_b": [_name_document(name) for name in result.only_b],
+        "ties": [attributes(tie, "name", "a", "b") for tie in result.ties],
+        "values": [_value_document(value) for value in result.values],
+        **attributes(result, "read_bytes", "settled_bytes"),
     }
 
 
-def _tensor_document(each: api.TensorDiff) -> dict[str, object]:
-    document: dict[str, object] = {
-        "verdict": each.verdict.value,
-        "dtype": list(each.dtype),
-        "shape": [list(shape) for shape in each.shape],
-        "settled_bytes": each.settled_bytes,
-    }
-    change = each.change
+def _tensor_document(tensor: api.TensorDiff) -> dict[str, object]:
+    document = {"verdict": tensor.verdict.value, **attributes(tensor, "dtype", "shape", "settled_bytes")}
+    change = tensor.change
     if change is not None:
         document |= {
             "changed": change.changed,
-            "changed_fraction": change.changed / each.numel,
+            "changed_fraction": change.changed / tensor.numel,
             "unmeasured": change.unmeasured,
             "max_absolute": _finite(change.max_absolute),
             "max_relative": _finite(change.max_relative),
             "norm_difference": _finite(change.norm_difference),
         }
-        if not each.settled_bytes:
-            document |= {
-                "norm": [_finite(change.norm_a), _finite(change.norm_b)],
-                "nan": list(change.nan),
-                "inf": list(change.inf),
-            }
+        if not tensor.settled_bytes:
+            norms = [_finite(change.norm_a), _finite(change.norm_b)]
+            document |= {"norm": norms, **attributes(change, "nan", "inf")}
     return document
 
 
-def _name_document(each: api.NameOnly) -> dict[str, object]:
-    return {"name": each.fqn, "dtype": each.dtype, "shape": list(each.shape), "tied_to": each.tied_to}
+def _name_document(name: api.NameOnly) -> dict[str, object]:
+    return {"name": name.fqn, **attributes(name, "dtype", "shape", "tied_to")}
 
 
-def _value_document(each: api.ValueDiff) -> dict[str, object]:
-    document: dict[str, object] = {"path": each.path}
-    if each.in_a:
-        document["a"] = api.value_document(each.a)
-    if each.in_b:
-        document["b"] = api.value_document(each.b)
+def _value_document(value: api.ValueDiff) -> dict[str, object]:
+    document: dict[str, object] = {"path": value.path}
+    if value.in_a:
+        document["a"] = api.value_document(value.a)
+    if value.in_b:
+        document["b"] = api.value_document(value.b)
     return document
 
 

@@ -1,4 +1,4 @@
-"""`holdfast export`: a checkpoint as files that another system reads."""
+"""`holdfast export`: writes a checkpoint as files of another system."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
-from holdfast.cli.opening import AllowRoot
+from holdfast.cli.opening import AllowRoot, AsJson, settings_with
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, shown_bytes, stdout
+from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
 from holdfast.cli.sizes import bytes_of
 from holdfast.errors import printable
-from holdfast.settings import Settings
 
 
 def export(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="One checkpoint, of Holdfast's or of a format it reads.")],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="What is to be made; nothing may be there.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of Holdfast, or of a format that it reads.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The file or folder to create; it must not exist.")],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="What to write: safetensors, torch, dcp, or holdfast.")
+        str, typer.Option("--to", metavar="FORMAT", help="Format to write: safetensors, torch, dcp or holdfast.")
     ],
     shard_size: Annotated[
-        str, typer.Option(help="Tensors in one file, at most, where the format has several.")
+        str, typer.Option(help="Most bytes of tensors in one file, for formats with several files.")
     ] = "5GB",
     dtype: Annotated[
         str | None, typer.Option(help="Cast the model's floating tensors: float32, float16 or bfloat16.")
@@ -31,14 +30,14 @@ def export(
     with_optimizer: Annotated[
         bool, typer.Option("--with-optimizer", help="Write everything, not only the model.")
     ] = False,
-    memory: Annotated[str, typer.Option(help="Memory for bytes on their way, of all workers together.")] = "1GiB",
-    workers: Annotated[int, typer.Option(help="Processes that do it beside each other.")] = 1,
+    memory: Annotated[str, typer.Option(help="Memory for data in flight, of all workers together.")] = "1GiB",
+    workers: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,
     allow_root: AllowRoot = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as another system's files, all at once. Stopped, the same command goes on where it was.
+    """Write a checkpoint as files of another system; they appear all at once.
 
-    To holdfast, it begins anew.
+    After an interruption, the same command resumes (to holdfast: it starts again).
     """
     with ended_well():
         try:
@@ -53,36 +52,27 @@ def export(
                     memory_bytes=bytes_of(memory, "--memory"),
                     workers=workers,
                     observer=bar,
-                    settings=Settings(allowed_roots=tuple(allow_root or ())),
+                    settings=settings_with(allow_root),
                 )
         except KeyboardInterrupt:
-            goes_on = "it begins anew" if to == "holdfast" else "it goes on where it was"
-            complain(f"interrupted; no checkpoint is at {dst} yet. Run the same command again: {goes_on}")
+            outcome = "it starts again" if to == "holdfast" else "it resumes"
+            complain(f"interrupted; no checkpoint is at {dst} yet. Run the same command again: {outcome}")
             raise
-        if as_json:
-            stdout().json(_document(report))
-        else:
-            _show(stdout(), report)
+        print_result(report, _show, _document, as_json=as_json)
 
 
 def _show(screen: Screen, report: api.ExportReport) -> None:
-    files = f"{len(report.files):,} file{'s' * (len(report.files) != 1)}"
+    files = counted(len(report.files), "file")
     rate = (report.bytes - report.resumed_bytes) / max(report.seconds, 1e-3)
     screen.line(f"exported {shown_bytes(report.bytes)} in {files} to {printable(report.url.removeprefix('file://'))}")
     screen.field("format", report.format)
     screen.field("time", f"{report.seconds:.1f} s, {shown_bytes(int(rate))}/s")
     if report.resumed_bytes:
-        screen.field("resumed", f"{shown_bytes(report.resumed_bytes)} were there from an earlier try")
+        screen.field("resumed", f"{shown_bytes(report.resumed_bytes)} were written by an earlier attempt")
 
 
 def _document(report: api.ExportReport) -> dict[str, object]:
     return {
-        "url": report.url,
-        "format": report.format,
-        "bytes": report.bytes,
-        "resumed_bytes": report.resumed_bytes,
-        "read_bytes": report.read_bytes,
-        "begun_anew": report.begun_anew,
-        "seconds": report.seconds,
+        **attributes(report, "url", "format", "bytes", "resumed_bytes", "read_bytes", "begun_anew", "seconds"),
         "files": [{"name": name, "bytes": count} for name, count in report.files.items()],
     }

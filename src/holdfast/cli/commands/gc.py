@@ -1,14 +1,16 @@
-"""`holdfast gc`: removes what no rule keeps."""
+"""`holdfast gc`: removes steps that no retention rule keeps."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
 
 from holdfast import api, policies
 from holdfast.cli.ending import ended_well
-from holdfast.cli.screen import Column, Screen, shown_bytes, stderr, stdout
+from holdfast.cli.opening import AsJson, Root
+from holdfast.cli.screen import Column, Screen, attributes, print_result, shown_bytes, stderr
 from holdfast.errors import InvalidError, printable
 from holdfast.settings import Settings
 
@@ -16,7 +18,7 @@ _COLUMNS = (Column("STEP", "right"), Column("STAYS BECAUSE"))
 
 
 def gc(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
+    root: Root,
     keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")] = None,
     keep_every: Annotated[
         int | None, typer.Option("--keep-every", metavar="N", help="Keep steps divisible by N.")
@@ -30,27 +32,24 @@ def gc(
     ] = None,
     grace: Annotated[
         float | None,
-        typer.Option("--grace", metavar="SECONDS", help="Time for readers between mark and removal.", min=0),
+        typer.Option("--grace", metavar="SECONDS", help="Wait for readers between mark and removal.", min=0),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be removed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Remove the steps of a run that no rule keeps, and what dead saves left. Without a rule every step stays.
+    """Remove the steps of a run that no rule keeps, and files of dead saves. Without a rule every step stays.
 
-    The newest valid step, tagged ones, and what somebody reads always stay, and so do bytes that a step which stays
-    shares with one that goes. Refused while a job writes to the run: with a rule of its own it collects itself.
-    Interrupted at any moment it leaves every step whole or gone; the same command goes on.
+    The newest valid step, tagged steps and steps with readers always stay. So do packs that a kept step refers to.
+    The command is refused while a job writes to the run; a job with keep= removes steps itself. An interruption leaves
+    every step complete or gone; run the same command again.
     """
     with ended_well():
         policy = _policy(keep_last, keep_every, keep_best or [], keep_per)
         if not dry_run and not as_json:
             seconds = Settings().collect_grace_seconds if grace is None else grace
-            stderr().line(f"what goes is marked, then left in peace for {seconds:g} s", style="dim")
+            stderr().line(f"steps are marked, and removed after {seconds:g} s", style="dim")
         report = api.collect(root, keep=policy, dry_run=dry_run, grace_seconds=grace)
-        if as_json:
-            stdout().json(_document(report, dry_run))
-        else:
-            _show(stdout(), report, dry_run)
+        print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
 
 
 def _policy(
@@ -75,7 +74,7 @@ def _best(text: str) -> policies.KeepPolicy:
     return policies.BestN(int(number), metric, "max" if mode == "max" else "min")
 
 
-def _show(screen: Screen, report: api.CollectReport, dry_run: bool) -> None:
+def _show(dry_run: bool, screen: Screen, report: api.CollectReport) -> None:
     if report.reasons:
         screen.table(_COLUMNS, [[str(step), printable(", ".join(why))] for step, why in report.reasons.items()])
     verb = "would be removed" if dry_run else "removed"
@@ -83,9 +82,9 @@ def _show(screen: Screen, report: api.CollectReport, dry_run: bool) -> None:
     screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}")
 
 
-def _document(report: api.CollectReport, dry_run: bool) -> dict[str, object]:
+def _document(dry_run: bool, report: api.CollectReport) -> dict[str, object]:
     return {
         "dry_run": dry_run,
-        "kept": {str(step): list(why) for step, why in report.reasons.items()},
-        "removed": {"steps": list(report.steps), "files": report.files, "bytes": report.bytes},
+        "kept": {str(step): why for step, why in report.reasons.items()},
+        "removed": attributes(report, "steps", "files", "bytes"),
     }

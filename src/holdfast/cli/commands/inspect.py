@@ -1,4 +1,4 @@
-"""`holdfast inspect`: what is in one checkpoint."""
+"""`holdfast inspect`: shows one checkpoint."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from holdfast import api
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.commands.plan import plan_document, show_plan
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import opened
-from holdfast.cli.screen import Column, Screen, shown_bytes, shown_ranks, stdout
+from holdfast.cli.opening import AsJson, opened
+from holdfast.cli.screen import Column, Screen, attributes, counted, shown_bytes, shown_ranks, stdout
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
+from holdfast.types.health import findings_of
 
 TENSORS_MAX = 50
 RANKS_MAX = 64
 VALUE_LINES_MAX = 60
+_MORE_LINES = " lines: --all shows them"
 
 _COLUMNS = (
     Column("TENSOR"),
@@ -35,20 +37,19 @@ _COLUMNS = (
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="One checkpoint: a step-* folder, or a path saved to.")],
     tensors: Annotated[
-        str | None, typer.Option("--tensors", metavar="GLOB", help="Show only tensors whose name matches, no values.")
+        str | None,
+        typer.Option("--tensors", metavar="GLOB", help="Show only tensors with matching names, and no values."),
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(
-            "--plan", metavar="MESH", help="Show instead what each rank of a job, e.g. dp=2,fsdp=4, would read."
-        ),
+        typer.Option("--plan", metavar="MESH", help="Show how much each rank of a job, e.g. dp=2,fsdp=4, would read."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Cut no list short on a terminal.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every list in full on a terminal.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show tensors, values and provenance of one checkpoint, and which rank wrote what.
+    """Show tensors, values and provenance of one checkpoint, and which rank wrote each tensor.
 
-    On a terminal long lists are cut short; in a pipe they never are.
+    Long lists are cut short on a terminal, never in a pipe.
     """
     with ended_well():
         checkpoint = opened(path)
@@ -75,7 +76,7 @@ def inspect(
 
 
 def _chosen(checkpoint: api.Checkpoint, glob: str | None) -> list[str]:
-    """Return the stored tensors that match, by their own name or one they are tied under."""
+    """Return the stored tensors whose own name or tied name matches."""
     if glob is None:
         return list(checkpoint.tensors)
     tied = {fqn for alias, fqn in checkpoint.aliases.items() if fnmatchcase(alias, glob)}
@@ -83,7 +84,7 @@ def _chosen(checkpoint: api.Checkpoint, glob: str | None) -> list[str]:
 
 
 def _natural(fqn: str) -> list[tuple[int, str]]:
-    """Return what sorts `layers.2` before `layers.10`."""
+    """Return a sort key that puts `layers.2` before `layers.10`."""
     return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d{1,18})", fqn)]
 
 
@@ -98,8 +99,8 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     if manifest.attempt:
         screen.field("run", printable(manifest.run_id))
         screen.field("created", shown_time(manifest.created))
-    for said in () if manifest.health is None else manifest.health.told():
-        screen.field("unhealthy", printable(said))
+    for finding in findings_of(manifest.health):
+        screen.field("unhealthy", printable(finding))
     if manifest.health is not None and manifest.healthy:
         screen.field("health", "healthy")
     if manifest.metrics:
@@ -109,20 +110,21 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
         run = "" if parent.run_id == manifest.run_id else f" of run {printable(parent.run_id)}"
         screen.field("continues", f"step {parent.step}{run} (manifest {printable(parent.digest)})")
     steps = checkpoint.packs_of_other_steps
-    elsewhere = [pack for packs in steps.values() for pack in packs]
-    pack_bytes = sum(pack.bytes for pack in manifest.packs) - sum(pack.bytes for pack in elsewhere)
-    count = len(manifest.packs) - len(elsewhere)
+    shared = [pack for packs in steps.values() for pack in packs]
+    pack_bytes = sum(pack.bytes for pack in manifest.packs) - sum(pack.bytes for pack in shared)
     kind = "referenced file" if checkpoint.references else "pack" if manifest.attempt else "file"
     screen.field("size", f"{manifest.tensors:,} tensors of {shown_bytes(manifest.tensor_bytes)}")
-    screen.field("stored", f"{shown_bytes(pack_bytes)} in {count:,} {kind}{'s' * (count != 1)}")
-    if elsewhere:
-        of = f"step{'s' * (len(steps) != 1)} {', '.join(map(str, steps))}"
-        screen.field("unchanged", f"what lies in {len(elsewhere):,} pack{'s' * (len(elsewhere) != 1)} of {of}")
-    screen.field("saved by", f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}")
+    screen.field("stored", f"{shown_bytes(pack_bytes)} in {counted(len(manifest.packs) - len(shared), kind)}")
+    if shared:
+        owners = f"step{'s' * (len(steps) != 1)} {', '.join(map(str, steps))}"
+        screen.field("unchanged", f"in {counted(len(shared), 'pack')} of {owners}")
+    screen.field("saved by", counted(manifest.world_size, "rank"))
     for layout in _layouts(manifest.layouts):
         screen.field("layout", layout)
     if manifest.attempt:
-        screen.field("software", printable(", ".join(f"{name} {each}" for name, each in manifest.software.items())))
+        screen.field(
+            "software", printable(", ".join(f"{name} {version}" for name, version in manifest.software.items()))
+        )
         screen.field("attempt", manifest.attempt)
         screen.field("digest", manifest.digest)
     for remark in checkpoint.remarks:
@@ -130,7 +132,7 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
 
 
 def _layouts(layouts: tuple[dict[str, object], ...]) -> Iterator[str]:
-    """Yield provenance that nothing but this line depends on, so it is shown whatever it is."""
+    """Yield a line for each layout. Only people read it, so a layout of any form is shown."""
     for layout in layouts:
         mesh, placements = layout.get("mesh"), layout.get("placements")
         if isinstance(mesh, list) and isinstance(placements, list):
@@ -162,10 +164,7 @@ def _show_tensors(screen: Screen, checkpoint: api.Checkpoint, names: list[str], 
             ]
         )
     screen.table(_COLUMNS, rows)
-    if len(rows) < len(names):
-        screen.line(
-            f"… and {len(names) - len(rows):,} more tensors: --all shows them, --tensors 'GLOB' chooses", style="dim"
-        )
+    screen.note_left_out(len(names), limit, " tensors: --all shows them, --tensors 'GLOB' chooses")
 
 
 def _show_aliases(screen: Screen, aliases: Mapping[str, str], names: list[str], limit: int | None) -> None:
@@ -173,20 +172,13 @@ def _show_aliases(screen: Screen, aliases: Mapping[str, str], names: list[str], 
     tied = [f"  {printable(alias)} = {printable(fqn)}" for alias, fqn in sorted(aliases.items()) if fqn in chosen]
     if tied:
         screen.heading("tied")
-        _show_lines(screen, tied, limit)
+        screen.first_lines(tied, limit, _MORE_LINES)
 
 
 def _show_values(screen: Screen, checkpoint: api.Checkpoint, limit: int | None) -> None:
     screen.heading("values")
     lines = tree_lines(checkpoint.objects, whole_names=limit is None)
-    _show_lines(screen, [f"  {line}" for line in lines] or ["  none"], limit)
-
-
-def _show_lines(screen: Screen, lines: list[str], limit: int | None) -> None:
-    for line in lines[:limit]:
-        screen.line(line)
-    if limit is not None and len(lines) > limit:
-        screen.line(f"  … and {len(lines) - limit:,} more lines: --all shows them", style="dim")
+    screen.first_lines([f"  {line}" for line in lines] or ["  none"], limit, _MORE_LINES)
 
 
 def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) -> dict[str, object]:
@@ -194,23 +186,16 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
     parent = manifest.parent
     chosen = set(names)
     document: dict[str, object] = {
-        "url": checkpoint.url,
-        "origin": checkpoint.origin,
-        "remarks": list(checkpoint.remarks),
-        "step": manifest.step,
-        "run_id": manifest.run_id,
-        "attempt": manifest.attempt,
-        "created": manifest.created,
+        **attributes(checkpoint, "url", "origin", "remarks"),
+        **attributes(manifest, "step", "run_id", "attempt", "created"),
         **health_document(manifest.health),
         "metrics": {name: json_number(value) for name, value in manifest.metrics.items()},
         "digest": manifest.digest,
-        "parent": None if parent is None else {"run_id": parent.run_id, "step": parent.step, "digest": parent.digest},
-        "world_size": manifest.world_size,
-        "layouts": list(manifest.layouts),
-        "software": manifest.software,
+        "parent": None if parent is None else attributes(parent, "run_id", "step", "digest"),
+        **attributes(manifest, "world_size", "layouts", "software"),
         "tensor_count": manifest.tensors,
         "tensor_bytes": manifest.tensor_bytes,
-        "packs": [{"name": pack.name, "bytes": pack.bytes, "digest": pack.digest} for pack in manifest.packs],
+        "packs": [attributes(pack, "name", "bytes", "digest") for pack in manifest.packs],
         "tensors": {fqn: _tensor_document(checkpoint, fqn) for fqn in names},
         "aliases": {alias: fqn for alias, fqn in sorted(checkpoint.aliases.items()) if fqn in chosen},
     }
@@ -222,16 +207,9 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
 def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
     info = checkpoint.tensors[fqn]
     return {
-        "dtype": info.dtype,
-        "shape": list(info.shape),
-        "bytes": info.bytes,
+        **attributes(info, "dtype", "shape", "bytes"),
         "pieces": [
-            {
-                **_region(piece.region),
-                "pack": piece.pack,
-                "offset": piece.offset,
-                "bytes": piece.bytes,
-            }
+            {**_region(piece.region), **attributes(piece, "pack", "offset", "bytes")}
             for piece in checkpoint.pieces(fqn)
         ],
         "pieces_by_rank": {str(rank): count for rank, count in sorted(checkpoint.written_by(fqn).items())},
@@ -239,7 +217,7 @@ def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
 
 
 def _region(region: api.Region) -> dict[str, object]:
-    """Return which part of its tensor a piece is: corners of a box, or a run of the flattened tensor."""
+    """Return the region of a piece: corners of a box, or a range of the flattened tensor."""
     if isinstance(region, api.FlatRange):
         return {"flat_start": region.start, "flat_stop": region.stop}
-    return {"start": list(region.start), "stop": list(region.stop)}
+    return attributes(region, "start", "stop")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated
-
-import typer
 
 from holdfast import api
 from holdfast.cli.ending import ended_well
-from holdfast.cli.screen import Column, Screen, shown_bytes, stdout
+from holdfast.cli.opening import AsJson, Root
+from holdfast.cli.screen import Column, Screen, attributes, counted, print_result, shown_bytes
 from holdfast.errors import printable
-from holdfast.types.health import Health, is_healthy
+from holdfast.types.health import Health, findings_of, is_healthy
 
 _COLUMNS = (
     Column("STEP", "right"),
@@ -27,23 +25,19 @@ _COLUMNS = (
 
 
 def ls(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    root: Root,
+    as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a run, oldest first, with what is damaged or unfinished."""
+    """List the steps of a run, oldest first, with damaged and unfinished ones."""
     with ended_well():
-        run = api.list_steps(root)
-        if as_json:
-            stdout().json(_document(run))
-        else:
-            _show(stdout(), run)
+        print_result(api.list_steps(root), _show, _document, as_json=as_json)
 
 
 def _show(screen: Screen, run: api.RunRecord) -> None:
     committed = [record for record in run.steps if record.committed]
     if committed:
         now = datetime.now(UTC)
-        extra = [each for each in _EXTRA if any(each[1](record) for record in committed)]
+        extra = [(column, shown) for column, shown in _EXTRA if any(map(shown, committed))]
         rows = [[*_row(record, now), *(shown(record) or "-" for _, shown in extra)] for record in committed]
         columns = [*_COLUMNS, *(column for column, _ in extra)]
         screen.table(columns, rows, ["red" if record.error else "" for record in committed])
@@ -55,23 +49,22 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
         if record.error:
             screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
         elif record.fenced:
-            screen.line(f"step {record.step}: fenced, a newer writer did not find it; no checkpoint", style="yellow")
+            screen.line(f"step {record.step}: fenced: a newer writer did not accept it; not loaded", style="yellow")
         elif not record.committed:
-            screen.line(f"step {record.step}: unfinished, no manifest (a save is under way, or died)", style="yellow")
+            screen.line(f"step {record.step}: unfinished, no manifest (a save is running, or died)", style="yellow")
         elif record.quarantined is not None:
             screen.line(f"step {record.step}: under quarantine: {printable(record.quarantined)}", style="red")
         elif record.leftovers:
-            count = len(record.leftovers)
-            text = f"step {record.step}: holds {count} unfinished attempt{'s' * (count > 1)} beside the committed one"
-            screen.line(text, style="yellow")
+            attempts = counted(len(record.leftovers), "unfinished attempt")
+            screen.line(f"step {record.step}: holds {attempts} beside the committed one", style="yellow")
         _show_health(screen, record)
 
 
 def _show_health(screen: Screen, record: api.StepRecord) -> None:
-    said = () if record.manifest is None or record.manifest.health is None else record.manifest.health.told()
-    if said:
-        more = f" (and {len(said) - 1} more, see: holdfast inspect)" if len(said) > 1 else ""
-        screen.line(f"step {record.step}: unhealthy: {printable(said[0])}{more}", style="yellow")
+    findings = () if record.manifest is None else findings_of(record.manifest.health)
+    if findings:
+        more = f" (and {len(findings) - 1} more, see: holdfast inspect)" if len(findings) > 1 else ""
+        screen.line(f"step {record.step}: unhealthy: {printable(findings[0])}{more}", style="yellow")
 
 
 def _row(record: api.StepRecord, now: datetime) -> list[str]:
@@ -107,16 +100,16 @@ _EXTRA: tuple[tuple[Column, Callable[[api.StepRecord], str]], ...] = (
     (Column("METRICS"), _metrics),
     (Column("TAGS"), _tags),
 )
-"""Columns that are shown where a step has something in them."""
+"""Columns that are shown if a step has a value in them."""
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
-    """Return what was said of a step, for people: `loss=0.25 accuracy=0.9`."""
+    """Return the metrics of a step, for people: `loss=0.25 accuracy=0.9`."""
     return printable(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
 
 
 def shown_age(created: str, now: datetime) -> str:
-    """Return how long ago a step was saved, for people: `12 min`; `-` where its time says nothing, or is to come."""
+    """Return the age of a step, for people: `12 min`; `-` if its time is malformed or in the future."""
     try:
         seconds = (now - datetime.fromisoformat(created)).total_seconds()
     except (ValueError, TypeError):
@@ -124,28 +117,28 @@ def shown_age(created: str, now: datetime) -> str:
     if seconds < 0:
         return "-"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        # Up to two days in hours, and so on: what is 90 minutes old is not an hour old.
+        # Hours up to two days, and so on: "1 h" would be wrong for 90 minutes.
         if seconds >= 2 * length:
             return f"{int(seconds // length)} {unit}"
     return f"{int(seconds)} s"
 
 
 def shown_time(created: str) -> str:
-    """Return the time of a manifest for people."""
+    """Return the creation time in a manifest, for people."""
     return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
 
 
 def health_document(health: Health | None) -> dict[str, object]:
-    """Return what was found of a checkpoint's health, as JSON."""
+    """Return the health of a checkpoint, as JSON."""
     return {
         "healthy": is_healthy(health),
         "nonfinite": None if health is None or health.nonfinite is None else dict(health.nonfinite),
-        "unhealthy": [] if health is None else list(health.told()),
+        "unhealthy": findings_of(health),
     }
 
 
 def json_number(value: float) -> float | str:
-    """Return a number as JSON has it; text where JSON has none: `NaN`, `Infinity`, `-Infinity`."""
+    """Return a number for JSON; as text if JSON cannot express it: `NaN`, `Infinity`, `-Infinity`."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -183,7 +176,5 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "digest": manifest and manifest.digest,
         **health_document(None if manifest is None else manifest.health),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
-        "tags": list(record.tags),
-        "leftovers": list(record.leftovers),
-        "quarantined": record.quarantined,
+        **attributes(record, "tags", "leftovers", "quarantined"),
     }

@@ -1,9 +1,9 @@
-"""What `holdfast inspect --plan` shows: which rank of a job would read how much."""
+"""Output of `holdfast inspect --plan`: how much each rank of a job would read."""
 
 from __future__ import annotations
 
 from holdfast import api
-from holdfast.cli.screen import Column, Screen, shown_bytes
+from holdfast.cli.screen import Column, Screen, attributes, counted, shown_bytes
 from holdfast.errors import printable
 
 _COLUMNS = (
@@ -19,7 +19,7 @@ def show_plan(screen: Screen, checkpoint: api.Checkpoint, forecast: api.Forecast
     """Print what every rank would read, at most `limit` of them."""
     mesh, ranks = forecast.mesh, forecast.ranks
     dimensions = zip(mesh.names, mesh.shape, mesh.placements, strict=True)
-    screen.line(f"plan for {len(ranks):,} rank{'s' * (len(ranks) != 1)}; nothing was read", style="bold")
+    screen.line(f"plan for {counted(len(ranks), 'rank')}; nothing was read", style="bold")
     screen.field("path", printable(checkpoint.url.removeprefix("file://")))
     screen.field("mesh", ", ".join(f"{name}={size} {placement}" for name, size, placement in dimensions))
     screen.field("tensors", f"{forecast.tensors:,} of {shown_bytes(forecast.stored_bytes)}")
@@ -27,16 +27,15 @@ def show_plan(screen: Screen, checkpoint: api.Checkpoint, forecast: api.Forecast
     screen.field("imbalance", f"{forecast.imbalance:.2f} (most over mean)")
     screen.line()
     rows = [
-        [str(each.rank), shown_bytes(each.held_bytes), shown_bytes(each.bytes), f"{each.chunks:,}", f"{each.reads:,}"]
-        for each in ranks[:limit]
+        [str(rank.rank), shown_bytes(rank.held_bytes), shown_bytes(rank.bytes), f"{rank.chunks:,}", f"{rank.reads:,}"]
+        for rank in ranks[:limit]
     ]
     screen.table(_COLUMNS, rows)
-    if len(rows) < len(ranks):
-        screen.line(f"… and {len(ranks) - len(rows):,} more ranks: --all shows them", style="dim")
+    screen.note_left_out(len(ranks), limit, " ranks: --all shows them")
 
 
 def plan_document(checkpoint: api.Checkpoint, forecast: api.Forecast) -> dict[str, object]:
-    """Return the same as a JSON document."""
+    """Return the plan as a JSON document."""
     mesh = forecast.mesh
     dimensions = zip(mesh.names, mesh.shape, mesh.placements, strict=True)
     return {
@@ -47,14 +46,5 @@ def plan_document(checkpoint: api.Checkpoint, forecast: api.Forecast) -> dict[st
         "tensor_bytes": forecast.stored_bytes,
         "bytes": forecast.bytes,
         "imbalance": forecast.imbalance,
-        "ranks": [
-            {
-                "rank": each.rank,
-                "held_bytes": each.held_bytes,
-                "bytes": each.bytes,
-                "chunks": each.chunks,
-                "reads": each.reads,
-            }
-            for each in forecast.ranks
-        ],
+        "ranks": [attributes(rank, "rank", "held_bytes", "bytes", "chunks", "reads") for rank in forecast.ranks],
     }

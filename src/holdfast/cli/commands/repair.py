@@ -1,77 +1,65 @@
-"""`holdfast repair`: manifests and indexes made again from what else is there."""
+"""`holdfast repair`: rebuilds damaged manifests and indexes."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
-from holdfast.cli.opening import AllowRoot
+from holdfast.cli.opening import AllowRoot, AsJson, Root, settings_with
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, stdout
+from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
-from holdfast.settings import Settings
 
 _STYLES = {"whole": "green", "repaired": "green", "damaged": "red", "unfinished": "yellow"}
 
 
 def repair(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
+    root: Root,
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", help="This step, read back wholly; otherwise each that looks damaged."),
+        typer.Option(
+            "--step", metavar="N", help="Only this step, and read all of it; default: every step that looks damaged."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; tell what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; print what would be done.")] = False,
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Take in a fenced step, if all of it is whole; with --step.")
+        bool, typer.Option("--unfinished", help="With --step: accept a fenced step, if all of it is intact.")
     ] = False,
     allow_root: AllowRoot = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Make damaged manifests and indexes again where digests prove them, and tell what is lost.
+    """Rebuild damaged manifests and indexes whose content digests prove, and print what is lost.
 
-    Exits with 0 if nothing is damaged any more, with 1 if something is.
+    The exit status is 0 if nothing is damaged any more, else 1.
     """
     with ended_well():
-        settings = Settings(allowed_roots=tuple(allow_root or ()))
+        settings = settings_with(allow_root)
         with shown_progress("reading back") as bar:
             report = api.repair(root, step, dry_run=dry_run, unfinished=unfinished, observer=bar, settings=settings)
-        if as_json:
-            stdout().json(_document(report, dry_run=dry_run))
-        else:
-            _show(stdout(), report, dry_run=dry_run)
+        print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
     if not report.is_whole:
         raise typer.Exit(DAMAGED)
 
 
-def _show(screen: Screen, report: api.RepairReport, *, dry_run: bool) -> None:
+def _show(dry_run: bool, screen: Screen, report: api.RepairReport) -> None:
     if not report.steps:
         screen.line("nothing looks damaged; `holdfast verify` reads every byte of a step", style="green")
-    for each in report.steps:
-        would = "would be " * (dry_run and each.outcome == "repaired")
-        screen.line(f"step {each.step}: {would}{each.outcome}", style=_STYLES[each.outcome])
-        for said in each.done:
-            screen.line(f"  {printable(said)}")
-        for said in each.lost:
-            screen.line(f"  {'lost: ' * (each.outcome == 'damaged')}{printable(said)}")
-        if each.lost_tensors:
-            screen.line(f"  lost of {len(each.lost_tensors)} tensors: {printable(', '.join(each.lost_tensors))}")
+    for step in report.steps:
+        would = "would be " * (dry_run and step.outcome == "repaired")
+        screen.line(f"step {step.step}: {would}{step.outcome}", style=_STYLES[step.outcome])
+        for action in step.done:
+            screen.line(f"  {printable(action)}")
+        for loss in step.lost:
+            screen.line(f"  {'lost: ' * (step.outcome == 'damaged')}{printable(loss)}")
+        if step.lost_tensors:
+            # All of them: they are the result, not a message.
+            screen.line(f"  lost of {len(step.lost_tensors)} tensors: {printable(', '.join(step.lost_tensors))}")
 
 
-def _document(report: api.RepairReport, *, dry_run: bool) -> dict[str, object]:
-    return {
-        "root": report.url,
-        "dry_run": dry_run,
-        "steps": [
-            {
-                "step": each.step,
-                "outcome": each.outcome,
-                "done": list(each.done),
-                "lost": list(each.lost),
-                "lost_tensors": list(each.lost_tensors),
-            }
-            for each in report.steps
-        ],
-    }
+def _document(dry_run: bool, report: api.RepairReport) -> dict[str, object]:
+    steps = [attributes(step, "step", "outcome", "done", "lost", "lost_tensors") for step in report.steps]
+    return {"root": report.url, "dry_run": dry_run, "steps": steps}

@@ -1,4 +1,4 @@
-"""`holdfast tag`: the names of steps."""
+"""`holdfast tag`: names steps of a run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import typer
 from holdfast import api
 from holdfast.cli.commands.ls import shown_time
 from holdfast.cli.ending import ended_well
-from holdfast.cli.screen import Column, Screen, stdout
+from holdfast.cli.opening import Root
+from holdfast.cli.screen import Column, Screen, print_result
 from holdfast.errors import InvalidError, printable
 
 _COLUMNS = (Column("TAG"), Column("STEP", "right"), Column("GIVEN"))
 
 
 def tag(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")],
+    root: Root,
     step: Annotated[int | None, typer.Argument(metavar="STEP", help="The step to name.", show_default=False)] = None,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Its name.", show_default=False)] = None,
     remove: Annotated[
-        str | None, typer.Option("--remove", metavar="NAME", help="Take this name away; its step stays.")
+        str | None, typer.Option("--remove", metavar="NAME", help="Remove this name; the step stays.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the tags as JSON.")] = False,
 ) -> None:
-    """Name a step of a run, take a name away, or list the names."""
+    """Name a step of a run, remove a name, or list all names."""
     with ended_well():
         if remove is not None:
             if step is not None:
@@ -34,10 +35,8 @@ def tag(
             if name is None:
                 raise InvalidError(f"step {step}: no name; expected: holdfast tag ROOT STEP NAME")
             api.tag(root, step, name)
-        elif not as_json:
-            _show(stdout(), api.list_steps(root))
-        if as_json:
-            stdout().json(_document(api.list_steps(root)))
+        if as_json or (step is None and remove is None):
+            print_result(api.list_steps(root), _show, _document, as_json=as_json)
 
 
 def _show(screen: Screen, run: api.RunRecord) -> None:

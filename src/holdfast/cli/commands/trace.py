@@ -1,4 +1,4 @@
-"""`holdfast trace`: what each rank did when, to be drawn by Perfetto or chrome://tracing."""
+"""`holdfast trace`: a timeline of all ranks, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
-from holdfast.cli.screen import stdout
+from holdfast.cli.screen import counted, stdout
 from holdfast.errors import InvalidError, UnavailableError, printable
 
 
 def trace(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or the folder of a run: all its steps.")],
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="Where the trace goes; - prints it.")
+        str, typer.Option("--output", "-o", metavar="FILE", help="File to write; - prints the trace.")
     ] = "trace.json",
 ) -> None:
-    """Make a trace of the saves and loads of a checkpoint or run, from the reports that its ranks left.
+    """Write a trace of the saves and loads of a checkpoint or run, from the reports of its ranks.
 
     Open it at https://ui.perfetto.dev or chrome://tracing: one process per rank, one track per phase.
     """
     with ended_well():
-        made = api.trace(path)
-        for key, error in made.unreadable:
+        result = api.trace(path)
+        for key, error in result.unreadable:
             complain(f"{key} is left out: {error}")
-        if made.left_out_from is not None:
-            where = made.left_out_from.rstrip("/") or "this checkpoint"
+        if result.left_out_from is not None:
+            where = result.left_out_from.rstrip("/") or "this checkpoint"
             complain(f"more reports than a trace holds: of {where} and older ones, some or all are left out")
-        text = json.dumps(made.document, allow_nan=False)
+        text = json.dumps(result.document, allow_nan=False)
         if output == "-":
             stdout().console.file.write(text + "\n")
             return
         _write(Path(output), text)
-        counts = f"{made.saves} save{'s' * (made.saves != 1)} and {made.loads} load{'s' * (made.loads != 1)}"
-        stdout().line(f"{printable(output)}: {counts}, {made.ranks} rank{'s' * (made.ranks != 1)}", style="green")
+        counts = f"{counted(result.saves, 'save')} and {counted(result.loads, 'load')}"
+        stdout().line(f"{printable(output)}: {counts}, {counted(result.ranks, 'rank')}", style="green")
         stdout().line("open it at https://ui.perfetto.dev or chrome://tracing", style="dim")
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whole, or leave what was there; write into what is no regular file, such as a pipe."""
+    """Replace a file atomically; write directly into anything but a regular file, such as a pipe."""
     try:
-        # Behind a link lies what is to be replaced.
+        # Replace the file that a link points to, not the link.
         target = path.resolve()
         if target.exists() and not target.is_file() and not target.is_dir():
             target.write_text(text + "\n")
