@@ -1,4 +1,4 @@
-"""Shares of one piece of work that bring unequal loads as close to level as they can come."""
+"""Divides one piece of work so that unequal loads become as equal as possible."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ Ints = NDArray[np.int64]
 
 
 def water_fill(loads: Ints, amount: int, share_min: int) -> Ints:
-    """Return how much of `amount` falls to each, the least loaded first, all of it in total.
+    """Return each rank's share of `amount`: the least loaded ranks are filled first. Shares add up to `amount`.
 
     Args:
-        loads: What each has already.
-        amount: What is to be shared out.
-        share_min: Nobody is given less than about this much, so that shares stay worth having: fewer take part then.
+        loads: Present load by rank.
+        amount: Work to divide.
+        share_min: Smallest useful share. If the amount is small, fewer ranks take part.
     """
     order = np.argsort(loads, kind="stable")
-    taking = min(len(loads), max(amount // max(share_min, 1), 1))
-    ascending = loads[order[:taking]]
-    # With the k least loaded taking part the level is (amount + their loads) / k; it must not lie below any of theirs.
+    takers = min(len(loads), max(amount // max(share_min, 1), 1))
+    ascending = loads[order[:takers]]
+    # With the k least loaded ranks the common level is (amount + their loads) / k. It must not be below any of their
+    # loads, so take the largest k for which it is not.
     sums = np.cumsum(ascending)
-    counts = np.arange(1, taking + 1)
+    counts = np.arange(1, takers + 1)
     fits = ascending * counts - sums <= amount
-    taking = int(np.flatnonzero(fits)[-1]) + 1
-    height, rest = divmod(amount + int(sums[taking - 1]), taking)
+    takers = int(np.flatnonzero(fits)[-1]) + 1
+    level, rest = divmod(amount + int(sums[takers - 1]), takers)
     shares = np.zeros(len(loads), dtype=np.int64)
-    shares[order[:taking]] = height - ascending[:taking] + (np.arange(taking) < rest)
+    shares[order[:takers]] = level - ascending[:takers] + (np.arange(takers) < rest)
     return shares

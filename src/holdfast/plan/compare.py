@@ -1,4 +1,4 @@
-"""What of two copies must be read to compare them: which chunks digests do not settle, in batches of bounded size."""
+"""Which chunks of two copies must be read to compare them: those not proved equal by digests, in bounded batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.geometry.value_class import value_class
 from holdfast.types.plan import Piece
 
 Spot = tuple[object, ...]
-"""Which elements a chunk holds, in which order: equal for chunks that hold the same."""
+"""Identifies the elements of a chunk and their order: equal for chunks of the same elements."""
 
 
 @value_class
@@ -19,25 +19,25 @@ class CompareWindow:
     """A run of a piece's own elements, compared at once."""
 
     number: int
-    """Which comparison it is a part of."""
+    """Number of the comparison that it belongs to."""
 
     piece: Piece
     """The piece."""
 
     start: int
-    """Number of the first element, in the piece's own order."""
+    """Index of the first element, in the piece's own order."""
 
     stop: int
-    """Number past the last."""
+    """Index past the last element."""
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """What of the tensor it is, in order, global coordinates."""
+        """Its elements as boxes, in order, global coordinates."""
         return tuple(run_boxes(self.piece.region, self.piece.tensor.global_shape, self.start, self.stop))
 
     @property
     def bytes(self) -> int:
-        """Bytes of it."""
+        """Bytes of the window."""
         return (self.stop - self.start) * self.piece.tensor.itemsize
 
 
@@ -48,7 +48,7 @@ def windows_of(number: int, piece: Piece) -> Iterator[CompareWindow]:
 
 
 def sampled(number: int, piece: Piece, blocks: int, block_bytes: int) -> Iterator[CompareWindow]:
-    """Yield blocks spread evenly over a piece, its first and its last element among them; all of it if it is small."""
+    """Yield evenly spaced blocks of a piece, including its first and last element; all of it if it is small."""
     numel, length, count = piece.region.numel, max(block_bytes // piece.tensor.itemsize, 1), max(blocks, 2)
     if numel <= count * length:
         if numel:
@@ -60,14 +60,14 @@ def sampled(number: int, piece: Piece, blocks: int, block_bytes: int) -> Iterato
 
 
 def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list[CompareWindow], int]:
-    """Return the chunks of a tensor that digests do not show to be the same in both copies, and the bytes they do.
+    """Return the chunks of a tensor that digests do not prove equal in both copies, and the bytes that they do.
 
     Args:
-        number: Which comparison it is.
+        number: Number of the comparison.
         a, b: The pieces of one tensor, of one dtype and shape, in two checkpoints.
     Returns:
-        Windows over pieces of `a`, by where they begin in the tensor, so that those that lie near each other in it come
-        near each other, however it is cut; and the bytes of `a` that need not be read.
+        Windows over pieces of `a`, sorted by their start in the tensor, so that windows close in the tensor are close
+        in the list, however the pieces are cut; and the bytes of `a` that need not be read.
     """
     known: dict[Spot, bytes] = {}
     whole = {(piece.region, piece.chunk_bytes): piece.digests for piece in b if piece.digests}
@@ -94,25 +94,25 @@ def batches(
     bytes_max: int,
     bytes_of: Callable[[CompareWindow], int] = lambda window: window.bytes,
 ) -> Iterator[tuple[CompareWindow, ...]]:
-    """Yield windows in batches of at most so many bytes, or of one window; a group that fits is not cut.
+    """Yield windows in batches of at most `bytes_max` bytes, or of one window. A group that fits is not divided.
 
     Args:
-        groups: Windows that are best read together: those of one tensor.
-        bytes_max: What a batch may have.
-        bytes_of: What a window has, where the other copy of it may be the wider one.
+        groups: Windows to read together if possible: those of one tensor.
+        bytes_max: Bytes of a batch.
+        bytes_of: Returns the bytes that a window counts; more than its own if the other copy has a wider type.
     """
     batch: list[CompareWindow] = []
-    held = 0
+    batch_bytes = 0
     for group in groups:
-        if held + sum(map(bytes_of, group)) > bytes_max and batch:
+        if batch_bytes + sum(map(bytes_of, group)) > bytes_max and batch:
             yield tuple(batch)
-            batch, held = [], 0
+            batch, batch_bytes = [], 0
         for window in group:
-            if held + bytes_of(window) > bytes_max and batch:
+            if batch_bytes + bytes_of(window) > bytes_max and batch:
                 yield tuple(batch)
-                batch, held = [], 0
+                batch, batch_bytes = [], 0
             batch.append(window)
-            held += bytes_of(window)
+            batch_bytes += bytes_of(window)
     if batch:
         yield tuple(batch)
 
@@ -124,7 +124,7 @@ def _window(number: int, piece: Piece, chunk: int) -> CompareWindow:
 
 
 def _digests(piece: Piece) -> Iterator[tuple[Spot, bytes]]:
-    """Yield what each chunk holds and its digest; nothing where there are none."""
+    """Yield the elements and the digest of each chunk; nothing if the piece has no digests."""
     run = flat_run(piece.region, piece.tensor.global_shape)
     for chunk in range(len(piece.digests) // DIGEST_BYTES):
         window = _window(0, piece, chunk)

@@ -16,27 +16,27 @@ Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 _PRIME = np.uint64((1 << 31) - 1)
-"""Products of two residues stay below 2**62, sums of a billion residues below 2**61."""
+"""Products of two residues stay below 2**62, and sums of a billion residues below 2**61: both fit 64 bits."""
 
 _BLOCK = 1 << 17
-"""Pieces reckoned at once: enough that numpy is not called often, few enough that what it needs meanwhile is little."""
+"""Pieces per numpy call: many enough to amortise the call, few enough to keep temporary arrays small."""
 
 
 def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop: Ints, seed: int) -> list[int]:
-    """Return the tensors that their pieces do not cover exactly once.
+    """Return the tensors whose pieces do not cover them exactly once.
 
     With a random function R_d over the coordinates of each dimension, the sum over boxes of
-    Π_d (R_d[stop_d] − R_d[start_d]) equals Π_d (R_d[length_d] − R_d[0]) for an exact cover; for anything else
-    the two differ but with a chance of about ndim/2³¹ per seed. Two seeds are tried.
+    Π_d (R_d[stop_d] − R_d[start_d]) equals Π_d (R_d[length_d] − R_d[0]) for an exact cover. For anything
+    else the two are equal only with a probability of about ndim/2³¹ per key. Two keys are tried.
 
     Args:
         shapes: Global shape of each tensor.
         tensor: For each piece the number of its tensor, ascending; shape (pieces,).
-        start, stop: Coordinates of all pieces one after the other, each as long as its tensor has
-            dimensions; within `0 <= start <= stop <= length` (the caller has checked).
+        start, stop: Coordinates of all pieces, concatenated; one number per dimension of the tensor. The caller has
+            checked `0 <= start <= stop <= length`.
         seed: Any number; the same seed gives the same answer.
     Returns:
-        Numbers of the tensors at fault, ascending.
+        Numbers of the tensors that are not covered exactly once, ascending.
     Source: polynomial identity testing of the indicator function of a disjoint union of boxes.
     """
     ndims = np.array([len(shape) for shape in shapes], dtype=np.int64)
@@ -62,30 +62,33 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
 def uncovered_tensors(
     ndims: Ints, lengths: Ints, tensor: Ints, flat: NDArray[np.bool_], start: Ints, stop: Ints, seed: int
 ) -> list[int]:
-    """Return the tensors that their pieces, boxes and flat ranges alike, do not cover exactly once.
+    """Return the tensors whose pieces, boxes and flat ranges alike, do not cover them exactly once.
 
     Args:
         ndims: Dimensions of each tensor.
-        lengths: Global shapes, one tensor after the other.
+        lengths: Global shapes, concatenated.
         tensor: For each piece the number of its tensor, ascending.
         flat: Whether a piece is a flat range.
-        start, stop: Coordinates of all pieces one after the other: one for a flat range, for a box as many as its
-            tensor has dimensions. Each piece lies inside its tensor (the caller has checked).
+        start, stop: Coordinates of all pieces, concatenated: one number for a flat range, for a box one per dimension
+            of its tensor. The caller has checked that each piece is inside its tensor.
         seed: As for `uncovered`.
     Returns:
-        Numbers of the tensors at fault, ascending.
+        Numbers of the tensors that are not covered exactly once, ascending.
     """
     widths = np.where(flat, 1, ndims[tensor])
     count = np.bincount(tensor, minlength=len(ndims))
     flats = np.bincount(tensor[flat], minlength=len(ndims))
     doubtful = np.ones(len(ndims), dtype=bool)
-    doubtful[_whole_in_one(ndims, lengths, tensor, (count == 1) & (flats == 0), widths, start, stop)] = False
+    doubtful[_whole_in_concatenated(ndims, lengths, tensor, (count == 1) & (flats == 0), widths, start, stop)] = False
     chosen = np.flatnonzero(doubtful)
     if not len(chosen):
         return []
     ends = np.cumsum(ndims)
-    shapes = {each: tuple(lengths[ends[each] - ndims[each] : ends[each]].tolist()) for each in chosen.tolist()}
-    # Where all pieces are flat ranges, the tensor is a line; where some are, these become boxes.
+    shapes = {
+        number: tuple(lengths[ends[number] - ndims[number] : ends[number]].tolist()) for number in chosen.tolist()
+    }
+    # If all pieces of a tensor are flat ranges, it is checked as a one-dimensional tensor. If only some are, those are
+    # converted to boxes.
     lines, mixed = flats == count, (flats > 0) & (flats < count)
     taken = doubtful[tensor] & ~(flat & mixed[tensor])
     at = np.repeat(taken, widths)
@@ -95,27 +98,27 @@ def uncovered_tensors(
         shape = shapes[int(tensor[piece])]
         boxes = list(flat_range_boxes(shape, int(start[first[piece]]), int(stop[first[piece]])))
         tensors.append(np.full(len(boxes), tensor[piece]))
-        starts.append(np.array([each for box in boxes for each in box.start], dtype=np.int64))
-        stops.append(np.array([each for box in boxes for each in box.stop], dtype=np.int64))
+        starts.append(np.array([coordinate for box in boxes for coordinate in box.start], dtype=np.int64))
+        stops.append(np.array([coordinate for box in boxes for coordinate in box.stop], dtype=np.int64))
     number_of = np.cumsum(doubtful) - 1
     wrong = uncovered(
         [
             (math.prod(shapes[number]),) if line and count[number] else shapes[number]
             for number, line in zip(chosen.tolist(), lines[chosen].tolist(), strict=True)
         ],
-        number_of[_one(tensors)],
-        _one(starts),
-        _one(stops),
+        number_of[_concatenated(tensors)],
+        _concatenated(starts),
+        _concatenated(stops),
         seed,
     )
     return chosen[wrong].tolist() if wrong else []
 
 
 def uncovered_boxes(wanted: Sequence[tuple[tuple[int, ...], Box, Sequence[Region]]], seed: int) -> list[int]:
-    """Return which boxes regions do not cover exactly once; what lies beyond a box counts for nothing.
+    """Return the numbers of boxes that are not covered exactly once; parts of regions outside a box are ignored.
 
     Args:
-        wanted: For each box the global shape of its tensor, the box, and the regions that may meet it.
+        wanted: For each box the global shape of its tensor, the box, and the regions that may overlap it.
         seed: As for `uncovered`.
     """
     numbers: list[int] = []
@@ -123,8 +126,8 @@ def uncovered_boxes(wanted: Sequence[tuple[tuple[int, ...], Box, Sequence[Region
     stop: list[int] = []
     for number, (shape, box, regions) in enumerate(wanted):
         for region in regions:
-            for each in region_boxes(region, shape):
-                part = each.intersect(box)
+            for region_box in region_boxes(region, shape):
+                part = region_box.intersect(box)
                 if part is not None:
                     numbers.append(number)
                     start += map(sub, part.start, box.start)
@@ -134,12 +137,12 @@ def uncovered_boxes(wanted: Sequence[tuple[tuple[int, ...], Box, Sequence[Region
     return uncovered(shapes, tensor, starts, stops, seed)
 
 
-def _one(columns: Sequence[Ints]) -> Ints:
-    """Return columns one after the other, without a copy of a single one."""
+def _concatenated(columns: Sequence[Ints]) -> Ints:
+    """Return columns concatenated, without a copy if there is only one."""
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
-def _whole_in_one(
+def _whole_in_concatenated(
     ndims: Ints,
     lengths: Ints,
     tensor: Ints,
@@ -148,7 +151,7 @@ def _whole_in_one(
     start: Ints,
     stop: Ints,
 ) -> Ints:
-    """Return those of the tensors with a single piece, a box, of which it is the whole: nearly all that are small."""
+    """Return the tensors among `alone` whose single piece, a box, is the whole tensor: nearly all small tensors are."""
     of_one = alone[tensor]
     at = np.repeat(of_one, widths)
     numbers = np.repeat(tensor[of_one], widths[of_one])

@@ -1,7 +1,7 @@
-"""Who reads what once for several ranks, who is given it, and whether that beats everybody reading for himself.
+"""Plans an exchange: which rank reads bytes that several ranks want, who receives them, and whether it saves time.
 
-Every rank describes what its load plan reads; from all descriptions each rank reckons the same exchange. Cuts are made
-only where some rank's description has one, and these are bounds of chunks, so a chunk is never divided.
+Every rank describes what its load plan reads. From all descriptions each rank computes the same exchange. Segments are
+cut only at bounds in some rank's description. These are bounds of chunks, so a chunk is never divided.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ from holdfast.types.plan import ChunkRead, LoadPlan, ReadRun
 Ints = NDArray[np.int64]
 
 PROBE_ROUNDS = 2
-"""Rounds that are measured before exchanging is weighed against reading. The best counts: the first touches every
-buffer, and opens every connection, for the first time."""
+"""Rounds that are measured before the ranks compare exchanging with reading. The best one counts: the first round also
+pays for page faults and for opening connections."""
 
 _CELLS_IN_ROUND = 4
-"""Parts a round is cut into at least, so that several reads are in flight and shares come out even."""
+"""Smallest number of parts of a round, so that several reads are in flight and shares are balanced."""
 
 _GAIN_BYTES_MIN = 256 * MIB
-"""What the busiest rank must save in reading for a probe to be worth it: two rounds through memory touched for the
-first time take as long as reading about that much from a page cache."""
+"""Reading that the busiest rank must save before a probe pays off: two rounds through fresh memory take as long as
+reading about this much from the page cache."""
 
 _GAIN_MIN = 0.1
-"""The same as a share of what it would read alone."""
+"""The same, as a fraction of the bytes it would read alone."""
 
 _MARGIN = 1.2
-"""How many times as fast exchanging must be expected to be: both estimates come from a few rounds, and who reads for
-himself reads straight into his tensors where he can."""
+"""Factor by which exchanging must be expected to be faster. Both estimates come from a few rounds, and a rank that
+reads alone can read straight into its tensors."""
 
-_FAIR_PART = 0.25
-"""What a rank must have done, of what the one did that did most, for its speed to count."""
+_BYTES_FRACTION_MIN = 0.25
+"""A rank's throughput counts if it handled at least this fraction of the bytes of the rank with most bytes."""
 
 _PAIRS_MAX = 1 << 21
-"""Runs described by ranks that differ, and segments that these are cut into, beyond which an exchange is planned only
-if it is forced: every rank plans all of it, in about a second at this size."""
+"""Limit of described runs, and of pairs of segment and class, for an exchange that is not forced. Every rank plans the
+whole exchange, which takes about a second at this size."""
 
 _MEMBERS_MAX = 1 << 27
-"""The same for segments times the ranks that want each of them, which putting them into rounds takes time for."""
+"""The same limit for pairs of segment and rank: assigning rounds takes time in proportion to them."""
 
 _DESCRIPTIONS_BYTES_MAX = 64 * MIB
-"""What all descriptions together may take; beyond it, to agree costs more than many an exchange saves."""
+"""Limit of all descriptions together; beyond it, sending them often costs more than the exchange saves."""
 
 
 def description_of(
     plan: LoadPlan, pack_numbers: Mapping[str, int], round_bytes: int, world_size: int, *, forced: bool
 ) -> bytes:
-    """Return what a rank reads, for every other rank to know: a few bytes a run, cut at bounds of chunks.
+    """Return a description of a rank's reads for the other ranks: a few bytes per run, cut at bounds of chunks.
 
-    Runs are cut where a chunk begins in another cell of the pack than the one before, so ranks that read the same from
-    different starts cut it at the same places.
+    A pack is divided into cells of equal size. A run is cut before each chunk that starts in a new cell, so ranks that
+    read the same bytes from different starts cut them at the same offsets.
 
     Args:
-        plan: What it would read alone.
+        plan: What the rank would read alone.
         pack_numbers: Number of each pack of the checkpoint, the same on every rank.
-        round_bytes: Bytes a rank may read in one round.
-        world_size: Ranks.
-        forced: Whether to describe at any length; otherwise a description that is too long is empty.
+        round_bytes: Bytes that a rank may read in one round.
+        world_size: Number of ranks.
+        forced: Whether the description may have any length; otherwise one that is too long is empty.
     """
     cell = max(round_bytes // _CELLS_IN_ROUND, 1)
     rows: list[tuple[int, int, int]] = []
@@ -89,7 +89,7 @@ def description_of(
                     start = chunk.offset
         rows.append((pack, start, run.stop))
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
-    # Gaps and lengths repeat from layer to layer, so they compress to little.
+    # Gaps and lengths repeat from layer to layer, so differences compress well.
     table[:, 2] -= table[:, 1]
     table[1:, :2] = np.diff(table[:, :2], axis=0)
     packed = zlib.compress(np.ascontiguousarray(table.T).tobytes(), 1)
@@ -97,7 +97,7 @@ def description_of(
 
 
 def _rows_of(description: bytes) -> Ints:
-    """Return pack, start and stop of each run described; shape (runs, 3)."""
+    """Return pack, start and stop of each described run; shape (runs, 3)."""
     table = np.frombuffer(zlib.decompress(description), dtype=np.int64).reshape(3, -1).T.copy()
     table[:, :2] = np.cumsum(table[:, :2], axis=0)
     table[:, 2] += table[:, 1]
@@ -106,42 +106,42 @@ def _rows_of(description: bytes) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bytes of the busiest rank, each way of loading."""
+    """Bytes of the busiest rank for either way of loading."""
 
     alone_bytes: int
-    """Read, if every rank reads what it wants."""
+    """Bytes read if every rank reads what it wants."""
 
     read_bytes: int
-    """Read, if bytes are exchanged."""
+    """Bytes read if bytes are exchanged."""
 
     moved_bytes: int
-    """Sent or received, whichever is more, if bytes are exchanged."""
+    """Bytes sent or received, whichever is more, if bytes are exchanged."""
 
     @property
     def is_worth_a_probe(self) -> bool:
-        """Whether exchanging may save so much that measuring is worth it."""
+        """Whether exchanging may save enough to justify a probe."""
         gain = self.alone_bytes - self.read_bytes
         return gain >= max(_GAIN_BYTES_MIN, _GAIN_MIN * self.alone_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobExchange:
-    """An exchange as every rank knows it: by segment, a run of bytes that the same ranks want."""
+    """The exchange of a whole job, the same on every rank. A segment is a run of bytes wanted by the same ranks."""
 
     pack_starts: Ints
-    """Where each pack begins on one line of all packs' bytes."""
+    """Offset of each pack in the concatenation of all packs."""
 
     bounds: Ints
-    """Bounds of the segments on that line; one more than there are segments."""
+    """Bounds of the segments in that concatenation; one more than segments."""
 
     readers: Ints
-    """Who reads each segment; -1 where one rank or none wants it."""
+    """Reader of each segment; -1 if at most one rank wants it."""
 
     rounds: Ints
-    """In which round each segment is passed on; -1 where it is not."""
+    """Round in which each segment is exchanged; -1 if it is not."""
 
     group_of: Ints
-    """Number of the group of ranks that want each segment; -1 where nobody does."""
+    """Number of the group of ranks that want each segment; -1 if no rank does."""
 
     groups: Sequence[Ints]
     """Ranks of each group, ascending."""
@@ -150,20 +150,20 @@ class JobExchange:
     """The whole load."""
 
     left: Load
-    """What is left of it after `PROBE_ROUNDS`."""
+    """The rest of the load after `PROBE_ROUNDS`."""
 
     @property
     def round_count(self) -> int:
-        """Rounds until everything is passed on."""
+        """Number of rounds."""
         return int(self.rounds.max()) + 1
 
     def plan_of(self, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:
-        """Return what one rank does.
+        """Return what one rank reads, sends and receives.
 
         Args:
             rank: The rank.
-            plan: What it would read alone; what it described.
-            pack_numbers: As it described with.
+            plan: What it would read alone; the plan that it described.
+            pack_numbers: The numbers used in its description.
         Raises:
             CorruptError: Pieces of the checkpoint overlap, so that a chunk would be divided.
         """
@@ -178,15 +178,15 @@ class JobExchange:
             divided = np.flatnonzero(stops > self.bounds[segments + 1])
             if len(divided):
                 raise _overlap(run, run.chunks[int(divided[0])])
-            kept: list[ChunkRead] = []
+            unshared: list[ChunkRead] = []
             cuts = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(run.chunks)]
             for first, last in pairwise(cuts):
                 segment, chunks = int(segments[first]), run.chunks[first:last]
                 reader = int(self.readers[segment])
                 if reader < 0:
-                    kept += chunks
+                    unshared += chunks
                     continue
-                _close(kept, run.pack, alone)
+                _move_to_run(unshared, run.pack, alone)
                 part = ReadRun.of(run.pack, chunks)
                 if reader == rank:
                     ranks = self.groups[self.group_of[segment]]
@@ -194,7 +194,7 @@ class JobExchange:
                     gives[self.rounds[segment]].append(Give(part, others))
                 else:
                     takes[self.rounds[segment]].append(Take(part, reader))
-            _close(kept, run.pack, alone)
+            _move_to_run(unshared, run.pack, alone)
         rounds = (ExchangeRound(tuple(give), tuple(take)) for give, take in zip(gives, takes, strict=True))
         return ExchangePlan(tuple(rounds), LoadPlan(tuple(alone)))
 
@@ -207,28 +207,29 @@ def _overlap(run: ReadRun, chunk: ChunkRead) -> CorruptError:
     )
 
 
-def _close(kept: list[ChunkRead], pack: str, runs: list[ReadRun]) -> None:
-    if kept:
-        runs.append(ReadRun.of(pack, tuple(kept)))
-        kept.clear()
+def _move_to_run(chunks: list[ChunkRead], pack: str, runs: list[ReadRun]) -> None:
+    """Move adjacent chunks, if there are any, to a new run."""
+    if chunks:
+        runs.append(ReadRun.of(pack, tuple(chunks)))
+        chunks.clear()
 
 
 def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: bool) -> JobExchange | None:
-    """Return the exchange that all ranks' descriptions ask for, or None if no byte is wanted twice.
+    """Return the exchange of the reads that all ranks described, or None if no byte is wanted twice.
 
-    Unless it is forced it is None, too, where it could not save enough for a probe, or where to reckon it would take
-    seconds; either is known before most of the work is done.
+    An exchange that is not forced is also None if it cannot save enough for a probe, or if planning would take seconds.
+    Both are known before most of the work is done.
 
-    Ranks that want the same are one class, and segments that the same classes want one group; its segments are cut
-    into one contiguous share for each member, so that loads come out level and reads stay long. Groups of few come
-    first: they have the least choice. The time taken grows with runs described and with segments times the classes
-    that want them, not with ranks times chunks; only to put segments into rounds, with the ranks that want each.
+    Ranks with equal descriptions form a class. Segments that the same classes want form a group. A group's segments are
+    divided into one contiguous share per rank, so that reads are balanced and long. Small groups come first: they have
+    the least choice. The time grows with the number of described runs and with segments times their classes, not
+    with ranks times chunks. Only assigning rounds takes time in proportion to segments times their ranks.
 
     Args:
         descriptions: By rank; none of them empty.
-        round_bytes: Memory a rank may read into, and be given bytes in, in one round. A segment that takes more has a
-            round of its own.
-        forced: Whether it is wanted at any price.
+        round_bytes: Memory for the bytes that a rank reads in one round, and for those it receives. A larger segment
+            has a round of its own.
+        forced: Whether to exchange even if it does not pay off.
     """
     classes: dict[bytes, list[int]] = {}
     for rank, description in enumerate(descriptions):
@@ -253,11 +254,11 @@ def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: boo
         return None
     segments, wanters = _wanters(first, last, owners)
     group_of, groups = _groups(segments, wanters, list(classes.values()), len(bounds) - 1)
-    return _shared_out(pack_starts, bounds, group_of, groups, len(descriptions), round_bytes, forced=forced)
+    return _with_readers(pack_starts, bounds, group_of, groups, len(descriptions), round_bytes, forced=forced)
 
 
 def _tables_of(descriptions: Iterable[bytes], *, forced: bool) -> list[Ints]:
-    """Return the rows of each description; none, unless forced, if they are too many or of too few bytes."""
+    """Return the rows of each description. Unless forced, return none if there are too many rows or too few bytes."""
     tables: list[Ints] = []
     count = longest = 0
     for description in descriptions:
@@ -270,7 +271,7 @@ def _tables_of(descriptions: Iterable[bytes], *, forced: bool) -> list[Ints]:
 
 
 def _distinct(numbers: Ints) -> Ints:
-    """Return each number once, ascending. What comes in sorted stretches, as descriptions do, is merged quickly."""
+    """Return each number once, ascending. Descriptions are sorted, and a stable sort merges them quickly."""
     ordered = np.sort(numbers, kind="stable")
     return ordered[np.concatenate(([True], ordered[1:] > ordered[:-1]))]
 
@@ -281,11 +282,10 @@ def _are_apart(starts: Ints, stops: Ints) -> bool:
 
 
 def _wanters(first: Ints, last: Ints, owners: Ints) -> tuple[Ints, Ints]:
-    """Return segments and the classes that want them: pairs in order, each once.
+    """Return pairs of a segment and a class that wants it, as two columns, sorted and distinct.
 
     Args:
-        first: First segment of each row.
-        last: Segment after its last.
+        first, last: Half-open range of segments of each row.
         owners: Class of each row.
     """
     counts = last - first
@@ -302,19 +302,19 @@ def _groups(segments: Ints, wanters: Ints, members_of: Sequence[list[int]], coun
     numbers: dict[bytes, int] = {}
     groups: list[Ints] = []
     cuts = np.concatenate(([0], np.flatnonzero(np.diff(segments)) + 1, [len(segments)]))
-    found = []
+    numbers_of_segments = []
     for first, last in pairwise(cuts.tolist()):
         key = wanters[first:last].tobytes()
         if key not in numbers:
             numbers[key] = len(groups)
-            ranks = sorted(rank for each in wanters[first:last].tolist() for rank in members_of[each])
+            ranks = sorted(rank for wanter in wanters[first:last].tolist() for rank in members_of[wanter])
             groups.append(np.array(ranks, dtype=np.int64))
-        found.append(numbers[key])
-    group_of[segments[cuts[:-1]]] = found
+        numbers_of_segments.append(numbers[key])
+    group_of[segments[cuts[:-1]]] = numbers_of_segments
     return group_of, groups
 
 
-def _shared_out(
+def _with_readers(
     pack_starts: Ints,
     bounds: Ints,
     group_of: Ints,
@@ -324,6 +324,7 @@ def _shared_out(
     *,
     forced: bool,
 ) -> JobExchange | None:
+    """Return the exchange with a reader and a round for each shared segment; None if it is not worth a probe."""
     lengths = np.diff(bounds)
     order = np.argsort(group_of, kind="stable")
     cuts = np.searchsorted(group_of[order], np.arange(len(groups) + 1))
@@ -335,24 +336,25 @@ def _shared_out(
     readers = np.full(len(lengths), -1, dtype=np.int64)
     for number in sorted(np.flatnonzero(sizes > 1).tolist(), key=sizes.__getitem__):
         ranks, segments = groups[number], order[cuts[number] : cuts[number + 1]]
-        bytes_each = lengths[segments]
-        shares = water_fill(read[ranks], int(bytes_each.sum()), max(round_bytes // _CELLS_IN_ROUND, 1))
-        middles = np.cumsum(bytes_each) - (bytes_each + 1) // 2
+        segment_bytes = lengths[segments]
+        shares = water_fill(read[ranks], int(segment_bytes.sum()), max(round_bytes // _CELLS_IN_ROUND, 1))
+        # A segment goes to the rank whose share holds its middle byte.
+        middles = np.cumsum(segment_bytes) - (segment_bytes + 1) // 2
         readers[segments] = ranks[np.searchsorted(np.cumsum(shares), middles, side="right")]
-        np.add.at(read, readers[segments], bytes_each)
+        np.add.at(read, readers[segments], segment_bytes)
     shared = np.flatnonzero(readers >= 0)
     if not len(shared):
         return None
 
     def load_of(passed: Ints) -> Load:
-        """Return what is read alone and these segments come to."""
+        """Return the load of the unshared segments together with these shared ones."""
         wanted = alone.copy()
         by_group = np.bincount(group_of[passed], lengths[passed], len(groups)).astype(np.int64)
         for number in np.flatnonzero(by_group).tolist():
             wanted[groups[number]] += by_group[number]
         read = alone + np.bincount(readers[passed], lengths[passed], world_size).astype(np.int64)
-        each_sent = lengths[passed] * (sizes[group_of[passed]] - 1)
-        sent = np.bincount(readers[passed], each_sent, world_size).astype(np.int64)
+        sent_bytes = lengths[passed] * (sizes[group_of[passed]] - 1)
+        sent = np.bincount(readers[passed], sent_bytes, world_size).astype(np.int64)
         return Load(int(wanted.max()), int(read.max()), int(np.maximum(sent, wanted - read).max()))
 
     whole = load_of(shared)
@@ -366,20 +368,20 @@ def _shared_out(
 def _rounds(
     lengths: Ints, readers: Ints, group_of: Ints, groups: Sequence[Ints], world_size: int, round_bytes: int
 ) -> Ints:
-    """Return the round of each segment that is read for several; -1 for the others.
+    """Return the round of each segment that several ranks want; -1 for the others.
 
-    All readers go through their shares at an even pace. Each rank fills a round of its own: a segment goes to the
-    latest of those that its ranks are at, or to the next where one of them would read, or be given, more than fits. So
-    groups of ranks that have nothing to do with each other pass their bytes on in the same rounds.
+    Segments are taken in such an order that all readers progress through their shares at the same relative pace. Each
+    rank has a current round. A segment goes to the latest current round of its ranks, or to the next one if the reader
+    or a receiver has no memory left in that round. So groups without a common rank use the same rounds.
     """
     rounds = np.full(len(lengths), -1, dtype=np.int64)
     shared = np.flatnonzero(readers >= 0)
-    passed = np.zeros(world_size, dtype=np.int64)
+    passed = np.zeros(world_size, dtype=np.int64)  # By reader: bytes of its share so far.
     before = np.empty(len(shared), dtype=np.int64)
     for at, segment in enumerate(shared.tolist()):
         before[at] = passed[readers[segment]]
         passed[readers[segment]] += lengths[segment]
-    # In thousandths of a reader's share, so that all of them are done at the same time.
+    # In thousandths of a reader's share, so that all readers finish at the same time.
     pace = before * 1000 // passed[readers[shared]]
     given, taken = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
     give_slots = [give_slot_bytes(length) for length in lengths.tolist()]
@@ -402,29 +404,28 @@ def _rounds(
     return rounds
 
 
-def exchanging_beats_reading(left: Load, paces: Sequence[Throughput]) -> bool:
-    """Return whether what is left of a load is sooner done by exchanging it, judged by a round that was measured.
+def exchanging_beats_reading(left: Load, measured: Sequence[Throughput]) -> bool:
+    """Return whether exchanging the rest of a load is faster than reading it, judged by measured rounds.
 
-    Reading alone takes the busiest rank `alone / storage` seconds, exchanging `read / storage + moved / exchange`:
-    all ranks were reading at once when `storage` was measured, and what goes on beside each other (reading one round
-    and exchanging another) is counted one after the other, since both may want the same processors and wires.
-    Storage that is faster than the exchange, as the page cache is, so speaks for reading whatever the redundancy.
-    Each speed is the median of the ranks that did a fair part of a round: one whose few bytes were in the page cache,
-    or came from a neighbour on the same machine, says nothing of the others, nor does one that was disturbed.
+    Reading alone takes the busiest rank `alone / storage` seconds, exchanging `read / storage + moved / exchange`.
+    All ranks were reading at once when `storage` was measured. Reading and exchanging overlap, but count one after the
+    other, since both may need the same processors and network. So storage that is faster than the exchange, such as the
+    page cache, always favours reading. Each speed is the median over the ranks that handled enough bytes. A rank whose
+    few bytes were in the page cache, or came from the same machine, is not representative; nor is a disturbed one.
 
     Args:
         left: Bytes of the busiest rank.
-        paces: Of every rank, the same on each of them.
+        measured: Throughput by rank, the same list on every rank.
     """
-    storage = _bytes_per_second((each.read_bytes, each.read_seconds) for each in paces)
-    exchange = _bytes_per_second((each.moved_bytes, each.moved_seconds) for each in paces)
+    storage = _bytes_per_second((rank.read_bytes, rank.read_seconds) for rank in measured)
+    exchange = _bytes_per_second((rank.moved_bytes, rank.moved_seconds) for rank in measured)
     alone_seconds = left.alone_bytes / storage
     return alone_seconds >= _MARGIN * (left.read_bytes / storage + left.moved_bytes / exchange)
 
 
 def _bytes_per_second(measured: Iterable[tuple[int, float]]) -> float:
-    """Return the median speed of those who did a fair part; beyond measure if nobody did anything."""
+    """Return the median speed of the ranks that handled enough bytes; infinity if none handled any."""
     done = [(count, count / seconds) for count, seconds in measured if count and seconds > 0]
     most = max((count for count, _ in done), default=0)
-    fair = [speed for count, speed in done if count >= _FAIR_PART * most]
-    return float(np.median(fair)) if fair else math.inf
+    representative = [speed for count, speed in done if count >= _BYTES_FRACTION_MIN * most]
+    return float(np.median(representative)) if representative else math.inf

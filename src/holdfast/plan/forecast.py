@@ -1,4 +1,4 @@
-"""What each rank of a described job would read."""
+"""Forecasts what each rank of a described job would read."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def forecast(
     pieces_near: Callable[[str, Box], Sequence[Piece]],
     run_bytes_max: int,
 ) -> Forecast:
-    """Return what each rank would read, were every tensor laid out on a mesh.
+    """Return what each rank would read if every tensor were laid out on a mesh.
 
     Args:
         mesh: The job.
-        tensors: What it loads.
-        pieces_near: Stored pieces of an FQN, all that share an element with a box among them.
-        run_bytes_max: Neighbouring chunks are read together up to this many bytes.
+        tensors: Tensors that it loads.
+        pieces_near: Returns stored pieces of an FQN, at least all that overlap a box.
+        run_bytes_max: Adjacent chunks are read together up to this many bytes.
     """
     ranks: list[RankForecast] = []
     for rank in range(mesh.ranks):
         twin = mesh.twin_of(rank)
-        # Replicas read the same; a rank's twin has been reckoned up before it.
+        # Replicas read the same, and a rank's twin has the lower number.
         ranks.append(
             replace(ranks[twin], rank=rank)
             if twin < rank
@@ -64,27 +64,27 @@ def _on_rank(
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:
-    """What one rank would read."""
+    """Forecast for one rank."""
 
     rank: int
     """The rank."""
 
     held_bytes: int
-    """Bytes of what it would hold."""
+    """Bytes that it would hold."""
 
     bytes: int
-    """Bytes it would read from storage: whole chunks, so no less than what it holds."""
+    """Bytes that it would read from storage: whole chunks, so at least what it holds."""
 
     chunks: int
-    """Chunks these are."""
+    """Number of those chunks."""
 
     reads: int
-    """Reads they are joined into."""
+    """Number of reads into which they are joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What every rank would read."""
+    """Forecast for all ranks."""
 
     mesh: DescribedMesh
     """The mesh."""
@@ -93,17 +93,17 @@ class Forecast:
     """One per rank, ascending."""
 
     tensors: int
-    """Tensors that would be loaded."""
+    """Number of tensors that would be loaded."""
 
     stored_bytes: int
-    """Bytes of these as stored, each once."""
+    """Stored bytes of those tensors, each counted once."""
 
     @property
     def bytes(self) -> int:
         """Bytes that all ranks would read together."""
-        return sum(each.bytes for each in self.ranks)
+        return sum(rank.bytes for rank in self.ranks)
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the rank that reads most over the mean; 1.0 is even."""
-        return max(each.bytes for each in self.ranks) * len(self.ranks) / self.bytes if self.bytes else 1.0
+        """Bytes of the rank that reads most, divided by the mean; 1.0 is balanced."""
+        return max(rank.bytes for rank in self.ranks) * len(self.ranks) / self.bytes if self.bytes else 1.0

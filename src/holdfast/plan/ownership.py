@@ -1,8 +1,8 @@
-"""One writer for every byte, found by every rank alone.
+"""Decides which rank writes which bytes: one writer for every byte, computed by every rank without communication.
 
-The owner of a shard depends on the tensor and its replica group only. Balance looks at the other tensors of
-the *identical* replica group and never beyond: ranks on overlapping meshes see different tensors and would
-disagree about anything wider.
+The owner of a shard depends only on the tensor and its replica group. Balancing considers only tensors of the
+*identical* replica group. Ranks on overlapping meshes see different tensors, so they would disagree about any wider
+balance.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Owned:
     """A region that this rank writes."""
 
     shard_number: int
-    """Which of the rank's shards it is cut from."""
+    """Number of the rank's shard that it is part of."""
 
     region: Region
-    """What is written."""
+    """The region to write."""
 
 
 @value_class
@@ -39,54 +39,54 @@ class _Item:
     bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Asked for several times an item, to sort and to weigh.
+        # Computed once: sorting and balancing read it several times per item.
         object.__setattr__(self, "bytes", self.region.numel * self.itemsize)
 
 
 def owned_by(
     rank: int, shards: Sequence[Shard], plain_holders: Mapping[str, Ranks], split_bytes_min: int
 ) -> list[Owned]:
-    """Return what `rank` writes of the shards it holds.
+    """Return what `rank` writes of the shards that it holds.
 
-    Replicas stated by placements share out their bytes: laid end to end in FQN order, cut into equal parts.
-    Agreed copies of plain parameters and optimizer tensors go whole to one holder each, heaviest first to the
-    least loaded. Other plain tensors go whole to the lowest rank that holds them.
+    Shards that are replicated by their placements are divided among the replicas: their bytes are concatenated in FQN
+    order and cut into equal parts. A plain parameter or optimizer tensor is written whole by one of its holders: the
+    largest tensor first, each by the least loaded holder. A plain buffer is written whole by its lowest holder.
 
     Args:
-        rank: The rank that asks.
-        shards: What it holds.
+        rank: This rank.
+        shards: Its shards.
         plain_holders: For each plain tensor the ranks that hold it, ascending.
-        split_bytes_min: Pieces smaller than this are not cut.
+        split_bytes_min: Smaller pieces are not divided.
     """
-    shared: dict[Ranks, list[_Item]] = {}
+    replicated: dict[Ranks, list[_Item]] = {}
     copies: dict[Ranks, list[_Item]] = {}
     owned: list[Owned] = []
     for number, shard in enumerate(shards):
         for region in shard.pieces:
             item = _Item(number, region, shard.tensor.itemsize, shard.tensor.fqn)
             if shard.holders is not None:
-                shared.setdefault(shard.holders, []).append(item)
+                replicated.setdefault(shard.holders, []).append(item)
             elif shard.role is Role.BUFFER:
                 if plain_holders[shard.tensor.fqn][0] == rank:
                     owned.append(Owned(number, region))
             else:
                 copies.setdefault(plain_holders[shard.tensor.fqn], []).append(item)
-    for group, items in shared.items():
-        owned += _shared_out(items, group.index(rank), len(group), split_bytes_min)
+    for group, items in replicated.items():
+        owned += _equal_part(items, group.index(rank), len(group), split_bytes_min)
     for group, items in copies.items():
         owned += _whole_to_least_loaded(items, group.index(rank), len(group))
-    return sorted(owned, key=lambda each: each.shard_number)
+    return sorted(owned, key=lambda part: part.shard_number)
 
 
-def _shared_out(items: list[_Item], member: int, members: int, split_bytes_min: int) -> list[Owned]:
-    """Return a member's part of the items laid end to end and cut into equal parts at row boundaries."""
+def _equal_part(items: list[_Item], member: int, members: int, split_bytes_min: int) -> list[Owned]:
+    """Return a member's part of the concatenated items, cut into equal parts at row boundaries."""
     if members == 1:
         return [Owned(item.number, item.region) for item in items]
     items = sorted(items, key=lambda item: (item.fqn, _order(item.region)))
     total = sum(item.bytes for item in items)
     first_cut, last_cut = total * member // members, total * (member + 1) // members
     owned = []
-    line = 0
+    line = 0  # Bytes of the items before this one.
     for item in items:
         if item.bytes == 0:
             if member == 0:
@@ -102,10 +102,10 @@ def _shared_out(items: list[_Item], member: int, members: int, split_bytes_min: 
 
 
 def _rows(item: _Item, split_bytes_min: int) -> tuple[int, int]:
-    """Return into how many rows an item may be cut and along which dimension; one row: not at all.
+    """Return the number of rows at which an item may be cut, and their dimension; one row: it is not cut.
 
-    Cutting the first dimension longer than one keeps each part a single run of the piece's memory; a flat range
-    may be cut anywhere.
+    Rows follow the first dimension longer than one, so each part is contiguous in the piece's memory. A flat range
+    may be cut at any element.
     """
     if item.bytes >= split_bytes_min:
         if isinstance(item.region, FlatRange):
@@ -136,10 +136,13 @@ def _order(region: Region) -> tuple[int, ...]:
 
 
 def _whole_to_least_loaded(items: list[_Item], member: int, members: int) -> list[Owned]:
-    """Return the items that fall to a member: heaviest first, each to the least loaded (LPT)."""
+    """Return a member's items: largest first, each goes to the least loaded member.
+
+    Source: longest processing time first (LPT) scheduling.
+    """
     if members == 1:
         return [Owned(item.number, item.region) for item in items]
-    loads = [(0, each) for each in range(members)]
+    loads = [(0, number) for number in range(members)]
     owned = []
     for item in sorted(items, key=lambda item: (-item.bytes, item.fqn)):
         load, least = heapq.heappop(loads)

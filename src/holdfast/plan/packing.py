@@ -1,4 +1,4 @@
-"""Which piece lies where in which pack."""
+"""Decides in which pack, and at which offset, each piece is stored."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import OPAQUE_FOLDER, PackItem, PackPlan
 
 _ENTRY_BYTES = 160
-"""Upper bound of a header entry without its FQN and numbers, the sharding note for other readers included."""
+"""Upper bound of a header entry without its FQN and numbers, including the sharding note for other readers."""
 
 _CHARACTER_BYTES = 32
-"""Upper bound of one character of an FQN in a header, which names it three times: once as it is (4 bytes), twice
-in JSON inside JSON, where beyond ASCII it is two escapes of seven."""
+"""Upper bound of one character of an FQN in a header, which holds the FQN three times: once as UTF-8 (4 bytes), twice
+in JSON inside JSON, where a character beyond ASCII takes two escapes of seven bytes."""
 
 
 def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
-    """Return the packs that hold everything a rank writes, pieces in file order.
+    """Return the packs of everything a rank writes, their pieces in file order.
 
-    Pieces whose size is a multiple of a page come first, so that with a page-padded header they lie on page
-    boundaries and can be read directly without a copy; the rest follow by falling element size, so that
-    every element stays aligned. An FQN occurs once per pack, because a safetensors key does. What stock readers
-    could not make sense of (flat ranges, dtypes that safetensors lacks) lies apart, in packs of its own.
+    Pieces whose size is a multiple of a page come first. The header is padded to pages, so these pieces start on page
+    boundaries and can be read directly, without a copy. The other pieces follow by descending element size, so every
+    element is aligned. A pack holds an FQN once, because a safetensors file has each key once. Flat ranges and dtypes
+    that safetensors lacks go to packs of their own, because stock readers cannot interpret them.
     """
-    raw: list[Owned] = []
-    apart: list[Owned] = []
-    for each in owned:
-        (raw if _is_raw(shards[each.shard_number], each) else apart).append(each)
+    readable: list[Owned] = []
+    opaque: list[Owned] = []
+    for part in owned:
+        (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
     return [
-        *_packs(_PackNames(rank, ""), shards, raw, header_bytes_max),
-        *_packs(_PackNames(rank, OPAQUE_FOLDER), shards, apart, header_bytes_max),
+        *_packs(_PackNames(rank, ""), shards, readable, header_bytes_max),
+        *_packs(_PackNames(rank, OPAQUE_FOLDER), shards, opaque, header_bytes_max),
     ]
 
 
 def without(pack: PackPlan, fqns: Collection[str]) -> PackPlan:
-    """Return a pack without some of its pieces: the others in the same order, moved up so that no hole is left."""
+    """Return a pack without the pieces of some tensors; the others keep their order and close the gaps."""
     kept, offset = [], 0
     for item in pack.items:
         if item.tensor.fqn not in fqns:
@@ -47,7 +47,8 @@ def without(pack: PackPlan, fqns: Collection[str]) -> PackPlan:
     return PackPlan(pack.name, tuple(kept))
 
 
-def _is_raw(shard: Shard, owned: Owned) -> bool:
+def _is_readable(shard: Shard, owned: Owned) -> bool:
+    """Return whether stock safetensors readers can interpret a piece."""
     return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
 
 
@@ -59,23 +60,23 @@ def _packs(names: _PackNames, shards: Sequence[Shard], owned: Sequence[Owned], h
         left: list[Owned] = []
         fqns: set[str] = set()
         header_bytes = PAGE_BYTES
-        for each in rest:
-            tensor = shards[each.shard_number].tensor
+        for part in rest:
+            tensor = shards[part.shard_number].tensor
             name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
             entry_bytes = _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
             if tensor.fqn in fqns or (taken and header_bytes + entry_bytes > header_bytes_max):
-                left.append(each)
+                left.append(part)
                 continue
             fqns.add(tensor.fqn)
             header_bytes += entry_bytes
-            taken.append(each)
+            taken.append(part)
         packs.append(PackPlan(names.next(), _in_file_order(shards, taken)))
         rest = left
     return packs
 
 
 def _written_as_is(fqn: str) -> bool:
-    """Return whether JSON writes an FQN without escapes, as it does nearly every one."""
+    """Return whether JSON writes an FQN without escapes; nearly every FQN is like this."""
     return fqn.isascii() and fqn.isprintable() and '"' not in fqn and "\\" not in fqn
 
 
@@ -92,15 +93,15 @@ class _PackNames:
 
 
 def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackItem, ...]:
-    def order(each: Owned) -> tuple[bool, int, str]:
-        tensor = shards[each.shard_number].tensor
-        piece_bytes = each.region.numel * tensor.itemsize
+    def order(part: Owned) -> tuple[bool, int, str]:
+        tensor = shards[part.shard_number].tensor
+        piece_bytes = part.region.numel * tensor.itemsize
         return piece_bytes % PAGE_BYTES != 0 or piece_bytes == 0, -tensor.itemsize, tensor.fqn
 
     items = []
     offset = 0
-    for each in sorted(owned, key=order):
-        item = PackItem(shards[each.shard_number].tensor, each.region, offset, each.shard_number)
+    for part in sorted(owned, key=order):
+        item = PackItem(shards[part.shard_number].tensor, part.region, offset, part.shard_number)
         items.append(item)
         offset += item.bytes
     return tuple(items)

@@ -1,4 +1,4 @@
-"""Plans of saves, kept for as long as what they depend on stays what it was."""
+"""Caches the plans of saves until their inputs change."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from holdfast.format.pack import HeaderBody, header_body
 from holdfast.plan.packing import without
 from holdfast.types.plan import PackItem, PackPlan
 
-_KEPT = 4
-"""Layouts that a training saves in turn: a whole state, a part of it, gradients too."""
+_PLANS_MAX = 4
+"""Plans kept: a job may save several layouts in turn, such as a whole state, a part of it, or gradients too."""
 
 Holders = Mapping[str, tuple[int, ...]]
 """By FQN of each plain tensor, the ranks that hold it."""
 
 
 LeftOut = frozenset[tuple[str, str]]
-"""Pieces that are not written: name of the pack that they would lie in, and FQN."""
+"""Pieces that are not written: name of their pack, and FQN."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What one rank writes whenever it saves one layout."""
+    """What one rank writes at every save of one layout."""
 
     packs: tuple[tuple[PackPlan, HeaderBody], ...]
-    """Its packs, with what their headers say every time."""
+    """Its packs, each with the part of its header that is the same at every save."""
 
     bytes: int
-    """Bytes of tensors."""
+    """Bytes of tensors to write."""
 
     tensors: int
-    """Tensors of which something is written."""
+    """Number of tensors with something to write."""
 
     large: tuple[tuple[str, PackItem], ...]
-    """Pieces worth comparing with what is stored, each with the name of its pack."""
+    """Pieces large enough to compare with the base step, each with the name of its pack."""
 
     _without: dict[LeftOut, SavePlan] = field(default_factory=dict, compare=False)
 
     def without(self, left_out: LeftOut) -> SavePlan:
-        """Return the plan for when some pieces need not be written; the last one asked for is kept."""
+        """Return the plan without some pieces; the last result is cached."""
         if not left_out:
             return self
         if left_out not in self._without:
@@ -56,11 +56,11 @@ class SavePlan:
 
 
 def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...], large_bytes_min: int | None = None) -> SavePlan:
-    """Return a plan, with what there is to count of it.
+    """Return a plan with its totals.
 
     Args:
         packs: What is written.
-        large_bytes_min: The smallest piece worth comparing with what is stored; None: none is.
+        large_bytes_min: Bytes of the smallest piece to compare with the base step; None: compare none.
     """
     items = [item for pack, _ in packs for item in pack.items]
     large = (
@@ -72,29 +72,29 @@ def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...], large_bytes_min: i
 
 
 class PlanCache:
-    """The plans of the layouts saved last.
+    """The plans of the layouts that were saved last.
 
-    A plan depends on this rank's shards and on who else holds its plain tensors, and on nothing else. Both are
-    compared at every save, so that a layout that changed here or elsewhere is planned anew.
+    A plan depends only on this rank's shards and on the holders of its plain tensors. Both are compared at every save,
+    so a layout that has changed on this rank or another is planned again.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, tuple[Holders, SavePlan]] = OrderedDict()
 
     def of(self, shards: bytes, holders: Holders, plan: Callable[[], SavePlan]) -> tuple[SavePlan, bool]:
-        """Return the plan of a layout, and whether it had to be made.
+        """Return the plan of a layout, and whether it is a new one.
 
         Args:
             shards: Digest of this rank's shards: FQNs, dtypes, shapes, layouts, regions, roles, in order.
-            holders: Who holds the plain ones among them.
-            plan: Makes the plan.
+            holders: Holders of the plain tensors among them.
+            plan: Computes the plan.
         """
         known = self._known.get(shards)
         if known is not None and known[0] == holders:
             self._known.move_to_end(shards)
             return known[1], False
-        made = plan()
-        self._known[shards] = holders, made
-        while len(self._known) > _KEPT:
+        new_plan = plan()
+        self._known[shards] = holders, new_plan
+        while len(self._known) > _PLANS_MAX:
             self._known.popitem(last=False)
-        return made, True
+        return new_plan, True

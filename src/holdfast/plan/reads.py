@@ -1,4 +1,4 @@
-"""What a load must read: stored pieces against wanted boxes."""
+"""Plans what a load must read: intersects stored pieces with wanted boxes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WantedBoxes:
 
 
 class Wants(Protocol):
-    """Whatever says so: nobody makes a hundred thousand values only to be asked."""
+    """What `WantedBoxes` and `ports.framework.Wanted` share, so that a load need not convert 100,000 of the latter."""
 
     @property
     def stored_fqn(self) -> str:
@@ -41,21 +41,22 @@ class Wants(Protocol):
 def load_plan(
     wanted: Sequence[Wants], pieces_near: Callable[[str, Box], Sequence[Piece]], run_bytes_max: int
 ) -> LoadPlan:
-    """Return the reads that fill every wanted box: each chunk that meets one, once, whole, and no other.
+    """Return the reads that fill every wanted box: each chunk that overlaps one is read once and whole, no other is.
 
     Args:
-        wanted: What is wanted, by number.
-        pieces_near: Stored pieces of an FQN, all that share an element with a box among them.
-        run_bytes_max: Neighbouring chunks are read together up to this many bytes.
+        wanted: Wanted boxes; a part refers to them by index.
+        pieces_near: Returns stored pieces of an FQN, at least all that overlap a box.
+        run_bytes_max: Adjacent chunks are read together up to this many bytes.
     """
-    # Tied tensors of another system's files share bytes, not always as many or of one type.
+    # By pack, offset, bytes and element size: tied tensors of a foreign checkpoint may share an offset, but differ in
+    # length or type.
     chunks: dict[tuple[str, int, int, int], tuple[Piece, int, list[Part]]] = {}
-    for number, each in enumerate(wanted):
-        for box in each.boxes:
-            for piece in pieces_near(each.stored_fqn, box):
+    for number, request in enumerate(wanted):
+        for box in request.boxes:
+            for piece in pieces_near(request.stored_fqn, box):
                 region, count = piece.region, piece.bytes
                 if (region is box or region == box) and 0 < count <= piece.chunk_bytes:
-                    # Nearly every tiny tensor, and there may be a hundred thousand of them.
+                    # A fast path for nearly every tiny tensor: there may be 100,000 of them.
                     key = piece.pack, piece.offset, count, piece.tensor.itemsize
                     known = chunks.get(key)
                     if known is None:
@@ -79,7 +80,7 @@ def load_plan(
 
 
 def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:
-    """Yield, by chunk, the parts of a piece that a wanted box takes from it."""
+    """Yield the parts of a piece that a wanted box needs, with their chunk numbers."""
     itemsize, shape = piece.tensor.itemsize, piece.tensor.global_shape
     first, last = elements_spanned(piece.region, shape, wanted)
     for number in range(first * itemsize // piece.chunk_bytes, chunk_count(last * itemsize, piece.chunk_bytes)):
@@ -93,7 +94,7 @@ def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int,
 
 
 def _runs(reads: list[tuple[str, ChunkRead]], run_bytes_max: int) -> list[ReadRun]:
-    """Return neighbouring chunks joined into runs."""
+    """Return adjacent chunks joined into runs."""
     runs: list[ReadRun] = []
     current: list[ChunkRead] = []
     pack = ""
