@@ -55,7 +55,7 @@ def test_the_newest_whole_step_is_resumed_from_loudly(
     assert [each.step for each in run.load_report.passed_over] == damaged
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text.split()[1] for text in warned] == [str(step) for step in damaged]
-    assert all("is damaged and passed over" in text for text in warned)
+    assert all("is damaged and skipped" in text for text in warned)
 
     after = content_under(root)
     assert {name: after[name] for name in before} == before, "nothing is deleted or changed"
@@ -91,7 +91,7 @@ def test_a_step_under_quarantine_is_not_read_again_unless_it_is_asked_for(
     assert not [key for key in packs_read if key.startswith(step_path(root, NEW).name)]
     assert [
         record.getMessage().split(" since")[0] for record in caplog.records if record.levelno == logging.WARNING
-    ] == [f"step {NEW} is under quarantine"]
+    ] == [f"step {NEW} is skipped: quarantined"]
     with pytest.raises(CorruptError, match="hash"):
         resumed(run, NEW)
 
@@ -123,7 +123,7 @@ def test_a_root_that_cannot_be_written_is_resumed_from(in_memory: Path, caplog: 
 
     faults = Faults(refuse, names={"put_if_absent"}, lasting=True)
     assert resumed(run_at(FaultyStore(local_store(root), faults))) == (OLD, expected_fingerprint(OLD))
-    assert "could not be put under quarantine" in caplog.text
+    assert "could not be quarantined" in caplog.text
     assert not (root / "quarantine").exists()
 
 

@@ -76,7 +76,7 @@ def test_what_one_rank_does_not_see_is_no_damage(in_memory: Path) -> None:
     for outcome in resumed_by(local_store(root), local_store(elsewhere)):
         assert isinstance(outcome, UnavailableError), outcome
         assert "rank 1" in str(outcome)
-        assert "Nothing was put under quarantine" in str(outcome)
+        assert "Nothing was quarantined" in str(outcome)
     require_untouched(root)
 
 

@@ -1,15 +1,14 @@
-"""How ranks come to an exchange: each offers what it would read, and all draw the same conclusion."""
+"""How ranks agree to exchange bytes: each offers its reads, and all compute the same exchange from all offers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from holdfast.clock import Clock
+from holdfast.coordination.job import Job
 from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.read import execute
@@ -20,7 +19,6 @@ from holdfast.plan.exchange import (
     exchanging_beats_reading,
     job_exchange,
 )
-from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
@@ -31,91 +29,99 @@ from holdfast.types.plan import LoadPlan
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank says of its reads."""
+    """What one rank would read, for every other rank."""
 
-    exchange: str = "never"
-    """Its setting."""
+    share_reads: str = "never"
+    """The rank's setting of that name."""
 
     round_bytes: int = 0
-    """What it would read, and be given, in one round."""
+    """Bytes that it would read in one round, and receive in one."""
 
     description: bytes = b""
-    """What it reads, by `description_of`; empty where it cannot or will not say."""
+    """Its reads, by `description_of`; empty if it takes part in no exchange, or its reads are too many to describe."""
 
-    def encoded(self) -> bytes:
-        """Return the offer for other ranks."""
-        return msgspec.msgpack.encode([json.dumps([self.exchange, self.round_bytes]).encode(), self.description])
+    def encode(self) -> bytes:
+        """Return the offer as bytes for another rank."""
+        return msgspec.msgpack.encode([self.share_reads, self.round_bytes, self.description])
 
     @staticmethod
-    def decoded(data: bytes) -> Offer:
-        """Return the offer that `encoded` wrote down."""
-        head, description = msgspec.msgpack.decode(data, type=list[bytes])
-        exchange, round_bytes = json.loads(head)
-        return Offer(exchange, round_bytes, description)
+    def decode(data: bytes) -> Offer:
+        """Return the offer that `encode` wrote."""
+        return Offer(*msgspec.msgpack.decode(data, type=tuple[str, int, bytes]))
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """An exchange that every rank takes part in."""
+class AgreedExchange:
+    """An exchange in which every rank takes part."""
 
     job: JobExchange
-    """Who reads what, and who is given it."""
+    """Which rank reads which bytes, and which ranks receive them."""
 
     forced: bool
-    """Whether it goes on whatever is measured."""
+    """Whether the ranks exchange everything, without measuring if that is faster than reading."""
 
 
 def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size: int) -> Offer:
-    """Return what this rank says of its reads."""
+    """Return this rank's offer."""
     if settings.share_reads == "never" or world_size == 1:
         return Offer()
     round_bytes, forced = settings._tuning.exchange_bytes_max // 4, settings.share_reads == "always"
-    described = description_of(plan, _numbers(manifest), round_bytes, world_size, forced=forced)
-    return Offer(settings.share_reads, round_bytes, described)
+    description = description_of(plan, _pack_numbers(manifest), round_bytes, world_size, forced=forced)
+    return Offer(settings.share_reads, round_bytes, description)
 
 
-def agreed_on(offers: Sequence[Offer]) -> Agreed | None:
-    """Return the exchange that all ranks' offers come to, the same on each of them; None: everybody reads his own."""
-    if any(offer.exchange == "never" or not offer.description for offer in offers):
+def agree_on_exchange(offers: Sequence[Offer]) -> AgreedExchange | None:
+    """Return the exchange that follows from the offers of all ranks, the same on each; None: every rank reads its own.
+
+    If settings differ, rank 0's count, except that one rank with "never" ends it for all.
+    """
+    if any(offer.share_reads == "never" or not offer.description for offer in offers):
         return None
-    forced = offers[0].exchange == "always"
+    forced = offers[0].share_reads == "always"
     job = job_exchange([offer.description for offer in offers], offers[0].round_bytes, forced=forced)
-    return Agreed(job, forced) if job is not None else None
+    return AgreedExchange(job, forced) if job is not None else None
 
 
-def carried_out(
+def read_or_exchange(
+    job: Job,
     plan: LoadPlan,
-    agreed: Agreed | None,
+    exchange: AgreedExchange | None,
     manifest: Manifest,
-    comm: Comm,
-    clock: Clock,
     packs: Packs,
     targets: Sequence[Target],
-    settings: Settings,
-    moved: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> TransferStats:
-    """Read, check and place everything a plan lists, each byte once in the job where that was agreed on.
+    """Read, check and place everything in a plan; with an exchange, the job reads each byte once.
 
-    `moved` is told how many bytes were read or received, on any thread.
+    A collective if there is an exchange.
 
+    Args:
+        job: The ranks that load together.
+        plan: This rank's reads.
+        exchange: What the ranks agreed on.
+        manifest: The checkpoint's.
+        packs: Locates its packs by name.
+        targets: By wanted number of the plan.
+        on_bytes: Called with each count of bytes that arrived, from storage or a rank; on any thread.
     Raises:
-        CorruptError: A chunk is not what was saved.
+        CorruptError: A chunk differs from what was saved.
         UnavailableError: The store failed.
     """
-    if agreed is None:
-        execute(plan, packs, targets, settings, moved=moved)
+    settings = job.settings
+    if exchange is None:
+        execute(plan, packs, targets, settings, moved=on_bytes)
         return TransferStats(plan.bytes, 0)
-    job = agreed.job
-    probe = None if agreed.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, job.left))
-    planned = partial(_planned, job, comm.rank, plan, _numbers(manifest))
-    exchange = PlannedExchange(planned, job.round_count, probe)
-    return execute_exchange(exchange, comm, clock, packs, targets, settings, moved)
+    rounds = exchange.job
+    probe = None if exchange.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, rounds.left))
+    planned = partial(_own_part, rounds, job.comm.rank, plan, _pack_numbers(manifest))
+    rank_exchange = PlannedExchange(planned, rounds.round_count, probe)
+    return execute_exchange(rank_exchange, job.comm, job.clock, packs, targets, settings, on_bytes)
 
 
-def _planned(job: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:
+def _own_part(rounds: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:
     with GcPause():
-        return job.plan_of(rank, plan, pack_numbers)
+        return rounds.plan_of(rank, plan, pack_numbers)
 
 
-def _numbers(manifest: Manifest) -> dict[str, int]:
+def _pack_numbers(manifest: Manifest) -> dict[str, int]:
     return {record.name: number for number, record in enumerate(manifest.packs)}

@@ -1,36 +1,48 @@
-"""One load: resolved by one rank, planned by each, agreed by all before a value changes."""
+"""One load of a job: resolve, request and plan, agree, read or exchange, restore. `load` reads top-down.
+
+The states of a load, the same on every rank at each collective, and who moves it on:
+
+- resolving: rank 0 chooses a step, reads and judges its manifest and index. Its broadcast ends this state.
+- planned: each rank alone has computed its reads, or has an error. Nobody has changed a value.
+- agreed: an all-gather showed every rank that all of them can load, and whether they exchange bytes.
+- filling: each rank writes its tensors from storage or from bytes of other ranks, and checks every digest.
+- verified: an all-gather showed every rank that all tensors of all ranks are placed.
+- restored: each rank has put back the values that are not tensors. An all-gather ends the load.
+- failed: a collective showed an error of some rank; every rank raises.
+
+`StepDamaged`, raised on every rank by the same all-gather, moves the load back to resolving, with an older step, from
+any state after it. A load of one exact step has no fallback, so it needs no proof before it restores:
+there the all-gather of "restored" is the only one after "filling".
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
-from holdfast.checkpoint.coverage import RequireStored
 from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.per_rank import per_rank_values
-from holdfast.coordination.job import Job, error_text, raise_together
+from holdfast.coordination.job import Job, error_text
 from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
-from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.digest import short_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtype import DTYPES
 from holdfast.leases.reader import ReaderLease, reader_lease
-from holdfast.loading.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
-from holdfast.loading.resolve import resolve
+from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
+from holdfast.loading.messages import RankStatus
+from holdfast.loading.requirements import filled_bytes, require_begun_filled, require_complete, require_saved_dtypes
+from holdfast.loading.resolve import Resolved, resolve
 from holdfast.loading.same_content import same_content
-from holdfast.loading.step_choice import ExactStep, StepDamage, StepSelector, damage_in
+from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
 from holdfast.plan.reads import load_plan
-from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Catalog, Restoration, Selection
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -64,7 +76,7 @@ class Loaded:
     """A checkpoint that was loaded."""
 
     location: CheckpointLocation
-    """Where it lies."""
+    """Where it is stored."""
 
     report: LoadReport
     """What the load did."""
@@ -76,177 +88,176 @@ class Loaded:
     """Its index."""
 
     filled: Mapping[str, tuple[Box, ...]]
-    """What was read of it for this rank and had its digests: boxes by stored FQN."""
+    """What this rank read and checked against digests: boxes by stored FQN."""
 
     newer: tuple[int, ...]
     """Newer steps that exist and were not asked for."""
 
 
-def load(
+@dataclass(slots=True)
+class LoadAttempt:
+    """What the phases of one load share on this rank."""
+
+    job: Job
+    """The ranks that load together."""
+
+    home: CheckpointLocation
+    """Where checkpoints are stored."""
+
+    selector: StepSelector
+    """Chooses the checkpoint."""
+
+    request: LoadRequest
+    """What to load and how."""
+
+    trace: OperationTrace
+    """Times the phases and sends events."""
+
+    lease: ReaderLease
+    """Protects the step from deletion."""
+
+    gc_pause: GcPause
+    """Ends early once much data is known to move: the collector has time to run then."""
+
+    damage: StepDamage | None = None
+    """Why the step before was given up; None for the first."""
+
+    begun: set[str] = field(default_factory=set)
+    """FQNs that a step has begun to fill. They must not keep values of a damaged one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """What one rank reads, computed by it alone."""
+
+    restoration: Restoration
+    """What the state wants, and how the load ends."""
+
+    plan: LoadPlan
+    """The reads."""
+
+    filled_bytes: int
+    """Bytes of this rank's memory that they fill."""
+
+    offer: Offer
+    """The reads as other ranks see them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedLoad:
+    """What every rank carries out, once all of them can."""
+
+    planned: PlannedLoad
+    """This rank's part."""
+
+    exchange: AgreedExchange | None
+    """How ranks exchange bytes; None: each reads its own."""
+
+    missing: tuple[str, ...]
+    """Names that some rank has and the checkpoint lacks, sorted."""
+
+    unexpected: tuple[str, ...]
+    """Names that the checkpoint has and every rank lacks, sorted: a pipeline rank alone lacks most names."""
+
+    reader_id: str
+    """16 hex digits that name the reading job in its reports."""
+
+
+@contextmanager
+def load_attempt(
     job: Job,
     home: CheckpointLocation,
-    choice: StepSelector,
+    selector: StepSelector,
     request: LoadRequest,
-    pause: GcPause,
     dispatcher: EventDispatcher | None = None,
-) -> Loaded | None:
-    """Fill a state from a checkpoint; a collective of every rank.
+) -> Iterator[LoadAttempt]:
+    """Give a block what `load` takes; release the reader lease and the collector's pause after it.
+
+    The pause outlives `load`, so that the collector never walks the thousands of values that `load` and the block drop.
 
     Args:
         job: The ranks that load together.
-        home: Where checkpoints lie, on every rank.
-        choice: Asked on rank 0 for the place there to load from.
+        home: Where checkpoints are stored, on every rank.
+        selector: Asked on rank 0 which one to load.
         request: What and how.
-        pause: Holds the collector off until it is known that much data moves; the caller ends it once what was made for
-            thousands of tensors is gone again, so that it is never walked.
-        audience: Who hears of it.
-    Returns:
-        What was loaded, or None if there was nothing to load.
+        dispatcher: Receives the events.
+    """
+    events = dispatcher or EventDispatcher((), job.clock)
+    trace = OperationTrace("load", home.step, home.url, job.comm, job.clock, events)
+    with GcPause() as gc_pause, reader_lease(job.clock, job.settings.lease_seconds) as lease:
+        yield LoadAttempt(job, home, selector, request, trace, lease, gc_pause)
+
+
+def load(attempt: LoadAttempt) -> Loaded | None:
+    """Fill a state from a checkpoint, or return None if there is none; a collective of every rank.
+
     Raises:
         InvalidError: The state does not fit the checkpoint; nothing was changed on any rank.
         MissingError: There is no checkpoint.
-        CorruptError: Stored bytes are not what was saved; the state may be partly filled.
+        CorruptError: Stored bytes differ from what was saved; the state may be partly filled.
     """
-    wrong: StepDamage | None = None
-    filling: set[str] = set()
-    trace = OperationTrace(
-        "load", home.step, home.url, job.comm, job.clock, dispatcher or EventDispatcher((), job.clock)
-    )
-    with reader_lease(job.clock, job.settings.lease_seconds) as lease:
-        while True:
-            try:
-                pause.begin()
-                done = _load(job, home, choice, request, pause, wrong, trace, lease, filling)
-                choice.settle()
-                return done
-            except _Damaged as damaged:
-                wrong = damaged.damage
-                trace.begin_again(wrong.error)
-            except BaseException as error:
-                if wrong is not None and isinstance(error, InvalidError):
-                    error.add_note(
-                        f"the state may be partly filled from a newer step that turned out damaged: {wrong.error}"
-                    )
-                trace.fail(error)
-                if isinstance(error, CheckpointError):
-                    choice.settle()
-                raise
-
-
-class _Damaged(Exception):
-    """Every rank knows that what it began to load is damaged, and that another is to be tried."""
-
-    def __init__(self, damage: StepDamage) -> None:
-        super().__init__(str(damage.error))
-        self.damage = damage
-
-
-def _load(
-    job: Job,
-    home: CheckpointLocation,
-    choice: StepSelector,
-    request: LoadRequest,
-    pause: GcPause,
-    wrong: StepDamage | None,
-    trace: OperationTrace,
-    lease: ReaderLease,
-    filling: set[str],
-) -> Loaded | None:
-    comm, clock, settings, framework = job.comm, job.clock, job.settings, job.framework
-    with trace.phase("resolve"):
-        resolved = resolve(comm, clock, home, choice, wrong, lease)
-    if resolved is None:
-        return None
-    location, manifest, stored = resolved.location, resolved.manifest, resolved.index
-    trace.begin(manifest.step, location.url)
-    restoration, plan, loaded_bytes, offer, own = None, LoadPlan(()), 0, Offer(), None
-    try:
-        with trace.phase("plan"):
-            catalog = _catalog(location, manifest, stored, resolved.require_stored, settings)
-            restoration = framework.restoration(request.state, catalog, request.selection)
-            for wanted in restoration.wanted:
-                resolved.require_stored(wanted.stored_fqn)
-            boxes = [(each.stored_fqn, box) for each in restoration.wanted for box in each.boxes]
-            index = index_for(stored, boxes, clock, location)
-            plan = _plan(restoration, index, request, settings)
-            loaded_bytes = _filled_bytes(restoration, plan)
-            offer = offer_of(plan, manifest, settings, comm.world_size)
-            if not request.strict:
-                _require_filled(filling, restoration, location)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        own = error
-    with trace.phase("agree"):
-        missing, unexpected, offers, id = _agree(comm, choice, restoration, offer, own)
-        if request.strict and (missing or unexpected):
-            _require_complete(missing, unexpected, location, {*stored.tensors, *manifest.aliases})
-        assert restoration is not None, "a failure on any rank has been raised by now"
-        agreed = _exchange_of(comm, choice, offers)
-        del offers
-    targets = [wanted.target for wanted in restoration.wanted]
-    own, moved = None, TransferStats(0, 0)
-    filling.update(wanted.fqn for wanted in restoration.wanted)
-    try:
-        if not is_small_transfer(plan.bytes):
-            pause.end()
-        begun, told = trace.enter("exchange" if agreed is not None else "read"), trace.progress_callback(plan.bytes)
-        moved = carried_out(plan, agreed, manifest, comm, clock, location.packs_of(manifest), targets, settings, told)
-        if moved.exchanging_seconds:
-            trace.note("exchange", begun, begun + moved.exchanging_seconds)
-        trace.note("read", begun + moved.exchanging_seconds, trace.seconds)
-        if moved.whole and not choice.falls_back:
-            with trace.phase("restore"):
-                restoration.finish()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        own = error
-    with trace.phase("wait"):
-        _fail_together(comm, own, choice)
-    if choice.falls_back:
-        # Not before every rank has all of it: values of a step that another rank finds damaged must not stay.
-        with trace.phase("restore"):
-            own = _finished(restoration)
-        with trace.phase("wait"):
-            _fail_together(comm, own, choice)
-    report = LoadReport(
-        step=manifest.step,
-        loaded=tuple(wanted.fqn for wanted in restoration.wanted),
-        missing=tuple(missing),
-        unexpected=tuple(unexpected),
-        skipped=tuple(dict.fromkeys(restoration.skipped)),
-        bytes=moved.read_bytes,
-        exchanged_bytes=moved.received_bytes,
-        tensors=len(restoration.held),
-        tensor_bytes=sum(restoration.held.values()),
-        loaded_bytes=loaded_bytes,
-        seconds=trace.seconds,
-        passed_over=resolved.passed_over,
-        phases=trace.phases,
-    )
-    # Of another system's checkpoint nothing of ours is left beside it.
-    trace.end(report, id, location.store if settings.reports and manifest.attempt else None, location.folder)
-    if comm.rank == 0:
-        message = "loaded %s: %d tensors, %d bytes in %.2f s"
-        logger.info(message, location.url, len(report.loaded), report.bytes, report.seconds)
-    filled = {wanted.stored_fqn: wanted.boxes for wanted in restoration.wanted}
-    return Loaded(location, report, manifest, stored, filled, resolved.newer)
+    selector, trace = attempt.selector, attempt.trace
+    while True:
+        try:
+            attempt.gc_pause.begin()  # Again after a fallback: the step before may have ended it.
+            with trace.phase("resolve"):
+                resolved = resolve(attempt.job, attempt.home, selector, attempt.damage, attempt.lease)
+            if resolved is None:
+                selector.settle()
+                return None
+            trace.begin(resolved.manifest.step, resolved.location.url)
+            planned = _request_and_plan(attempt, resolved)
+            agreed = _agree(attempt, resolved, planned)
+            moved = _read_or_exchange(attempt, resolved, agreed)
+            stats = _restore(attempt, agreed, moved)
+            loaded = _finish(attempt, resolved, agreed, stats)
+            selector.settle()
+            return loaded
+        except StepDamaged as damaged:
+            attempt.damage = damaged.damage
+            trace.begin_again(damaged.damage.error)
+        except BaseException as error:
+            _fail(attempt, error)
+            raise
 
 
 def load_checkpoint(job: Job, location: CheckpointLocation, request: LoadRequest) -> LoadReport:
-    """Fill a state from the one checkpoint at a place. Arguments and errors as `load`."""
-    with GcPause() as pause:
-        done = load(job, location, ExactStep(lambda: location), request, pause)
-        assert done is not None, "a place was chosen"
-        report = done.report
-        del done
+    """Fill a state from the one checkpoint at a location. Errors as `load`."""
+    with load_attempt(job, location, ExactStep(lambda: location), request) as attempt:
+        loaded = load(attempt)
+        assert loaded is not None, "a location was chosen"
+        report = loaded.report
+        del loaded  # Dropped before the collector runs again: its index may have thousands of values.
     return report
 
 
-def _catalog(
-    location: CheckpointLocation,
-    manifest: Manifest,
-    index: Index | SplitIndex,
-    require_stored: RequireStored,
-    settings: Settings,
-) -> Catalog:
+def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad | Exception:
+    """Return this rank's reads, or why it cannot load: the other ranks wait for its status in either case."""
+    job, request, location = attempt.job, attempt.request, resolved.location
+    try:
+        with attempt.trace.phase("plan"):
+            catalog = _catalog(resolved, job.settings)
+            restoration = job.framework.restoration(request.state, catalog, request.selection)
+            wanted = restoration.wanted
+            for tensor in wanted:
+                resolved.require_stored(tensor.stored_fqn)
+            boxes = [(tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes]
+            index = index_for(resolved.index, boxes, job.clock, location)
+            if not request.cast:
+                require_saved_dtypes(wanted, index.tensors)
+            plan = load_plan(wanted, index.pieces_near, job.settings.read_window_bytes)
+            count = filled_bytes(restoration, plan)
+            if not request.strict:
+                # A strict load raises for every missing name anyway.
+                require_begun_filled(attempt.begun, restoration, location.url)
+            offer = offer_of(plan, resolved.manifest, job.settings, job.comm.world_size)
+            return PlannedLoad(restoration, plan, count, offer)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
+        return error
+
+
+def _catalog(resolved: Resolved, settings: Settings) -> Catalog:
+    location, manifest, index = resolved.location, resolved.manifest, resolved.index
     return Catalog(
         tensors=index.tensors,
         aliases=manifest.aliases,
@@ -258,147 +269,141 @@ def _catalog(
         same_content=partial(same_content, index, location.packs_of(manifest), settings),
         masters=manifest.masters,
         drops_ties=manifest.origin is not None,
-        require_stored=require_stored,
+        require_stored=resolved.require_stored,
     )
 
 
-def _plan(restoration: Restoration, index: Index, request: LoadRequest, settings: Settings) -> LoadPlan:
-    """Return the reads.
+def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exception) -> AgreedLoad:
+    """Return what all ranks carry out; raise on every rank if any cannot load. A collective."""
+    comm, manifest = attempt.job.comm, resolved.manifest
+    with attempt.trace.phase("agree"):
+        statuses = [RankStatus.decode(data) for data in comm.all_gather(_status_of(planned, comm.world_size).encode())]
+        own = planned if isinstance(planned, Exception) else None
+        raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
+        assert not isinstance(planned, Exception), "an error on any rank has been raised"
+        missing = sorted({name for status in statuses for name in status.missing})
+        unexpected = sorted(set(statuses[0].unexpected).intersection(*(status.unexpected for status in statuses)))
+        if attempt.request.strict:
+            stored = {*resolved.index.tensors, *manifest.aliases} if unexpected else set()
+            require_complete(missing, unexpected, stored, resolved.location.url)
+        exchange = _exchange_of(attempt, [status.offer for status in statuses])
+        return AgreedLoad(planned, exchange, tuple(missing), tuple(unexpected), statuses[0].reader_id)
 
-    Raises:
-        InvalidError: A target has another dtype than was saved.
+
+def _status_of(planned: PlannedLoad | Exception, world_size: int) -> RankStatus:
+    # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
+    reader_id = short_digest_of(platform.node().encode(), str(world_size).encode()).hex()
+    if isinstance(planned, Exception):
+        return RankStatus(error_text(planned), (), (), reader_id, Offer())
+    restoration = planned.restoration
+    return RankStatus(None, restoration.missing, restoration.unexpected, reader_id, planned.offer)
+
+
+def _exchange_of(attempt: LoadAttempt, offers: list[Offer]) -> AgreedExchange | None:
+    """Return the exchange that follows from all offers, if any; a collective if there is one.
+
+    If any rank cannot compute it, every rank raises before the first round. That rank does not know whether the others
+    have an exchange. Its status is a message of the same form here and, where they have none, at the end of the load.
     """
-    if not request.cast:
-        differing = [
-            f"{each.fqn} ({index.tensors[each.stored_fqn].dtype} saved, {each.dtype} wanted)"
-            for each in restoration.wanted
-            if index.tensors[each.stored_fqn].dtype != each.dtype
-        ]
-        if differing:
-            raise InvalidError(
-                f"{len(differing)} tensors have another dtype than was saved: {', '.join(differing[:20])}. "
-                "Expected the same; pass cast=True to convert"
-            )
-    return load_plan(restoration.wanted, index.pieces_near, settings.read_window_bytes)
-
-
-def _require_filled(filling: Collection[str], restoration: Restoration, location: CheckpointLocation) -> None:
-    """Refuse a step that leaves what a newer one, which turned out damaged, had begun to fill.
-
-    Raises:
-        InvalidError: Names it.
-    """
-    left = sorted({*filling} & {*restoration.missing})
-    if left:
-        raise InvalidError(
-            f"{location.url}: lacks {len(left)} names that a newer step had begun to fill before it turned out "
-            f"damaged: {', '.join(left[:20])}. They would keep values of the damaged step; expected that every name "
-            "gets those of one step. Make the state anew and load again: the damaged step is passed over then"
-        )
-
-
-def _filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
-    """Return the bytes of this rank's memory that a plan fills, all of what is held and not missing.
-
-    What is held is measured on memory, what is filled on the plan, so neither side's mistake hides itself.
-
-    Raises:
-        InvalidError: They differ.
-    """
-    itemsizes = [DTYPES[each.dtype].itemsize for each in restoration.wanted]
-    parts = (part for run in plan.runs for chunk in run.chunks for part in chunk.parts)
-    filled = sum(part.box.numel * itemsizes[part.wanted_number] for part in parts)
-    missing = set(restoration.missing)
-    held = sum(count for fqn, count in restoration.held.items() if fqn not in missing)
-    if held != filled:
-        raise InvalidError(
-            f"the state holds {held} bytes of tensors that the checkpoint has, and the plan fills {filled}; expected "
-            "the same. Nothing was changed. This is a fault in Holdfast: report it"
-        )
-    return filled
-
-
-def _finished(restoration: Restoration) -> Exception | None:
-    """Put back what is not a tensor; return what went wrong."""
+    exchange, own = None, None
     try:
-        restoration.finish()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        return error
-    return None
-
-
-def _agree(
-    comm: Comm, choice: StepSelector, restoration: Restoration | None, offer: Offer, own: Exception | None
-) -> tuple[list[str], list[str], list[bytes], str]:
-    """Return what is missing on any rank, what is unexpected on every rank, every rank's offer, encoded, and an id.
-
-    A rank of a pipeline holds few of the names: only what no rank expects is unexpected. Raises if any rank cannot
-    load.
-    """
-    status = {
-        "error": error_text(own) if own else None,
-        "missing": list(restoration.missing) if restoration else [],
-        "unexpected": list(restoration.unexpected) if restoration else [],
-        # The same for the same reader: an evaluation that loads for ever leaves the report of its last time alone.
-        "id": short_digest_of(platform.node().encode(), str(comm.world_size).encode()).hex(),
-    }
-    said = [
-        msgspec.msgpack.decode(each, type=list[bytes])
-        for each in comm.all_gather(msgspec.msgpack.encode([json.dumps(status).encode(), offer.encoded()]))
-    ]
-    statuses = [json.loads(text) for text, _ in said]
-    _raise_together([each["error"] for each in statuses], comm.rank, own, choice)
-    missing = sorted({name for each in statuses for name in each["missing"]})
-    unexpected = set(statuses[0]["unexpected"]).intersection(*(each["unexpected"] for each in statuses))
-    return missing, sorted(unexpected), [bytes(each) for _, each in said], statuses[0]["id"]
-
-
-def _exchange_of(comm: Comm, choice: StepSelector, offers: Sequence[bytes]) -> Agreed | None:
-    """Return the exchange that the offers come to, if any; a collective where there is one.
-
-    Raises on every rank if any of them cannot plan it, before the first round. Such a rank does not know whether the
-    others have an exchange: what it says is understood both here and, where they have none, at the end of the load.
-    """
-    agreed, own = None, None
-    try:
-        agreed = agreed_on([Offer.decoded(each) for each in offers])
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        exchange = agree_on_exchange(offers)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
         own = error
-    if agreed is not None or own is not None:
-        _fail_together(comm, own, choice)
-    return agreed
+    if exchange is not None or own is not None:
+        _raise_together(attempt, own)
+    return exchange
 
 
-def _fail_together(comm: Comm, own: Exception | None, choice: StepSelector) -> None:
+def _raise_together(attempt: LoadAttempt, own: Exception | None) -> None:
     """Raise on every rank if any rank failed; a collective."""
-    statuses = comm.all_gather(error_text(own).encode() if own else b"")
-    _raise_together([text.decode() or None for text in statuses], comm.rank, own, choice)
+    comm = attempt.job.comm
+    statuses = comm.all_gather(error_text(own).encode() if own is not None else b"")
+    raise_or_fall_back([text.decode() or None for text in statuses], comm.rank, own, attempt.selector)
 
 
-def _raise_together(statuses: Sequence[str | None], rank: int, own: Exception | None, choice: StepSelector) -> None:
-    """Raise on every rank if any rank failed: `_Damaged` on all of them where another step is to be tried."""
+def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad) -> TransferStats | Exception:
+    """Fill this rank's tensors; return what moved, or the error, for `_restore` to share. From here values change."""
+    trace, plan = attempt.trace, agreed.planned.plan
+    wanted = agreed.planned.restoration.wanted
+    attempt.begun.update(tensor.fqn for tensor in wanted)
     try:
-        raise_together(statuses, rank, own)
-    except CorruptError as error:
-        damage = damage_in(error, statuses) if choice.falls_back else None
-        if damage is not None:
-            raise _Damaged(damage) from error
-        raise
+        if not is_small_transfer(plan.bytes):
+            attempt.gc_pause.end()
+        started = trace.enter("exchange" if agreed.exchange is not None else "read")
+        moved = read_or_exchange(
+            attempt.job,
+            plan,
+            agreed.exchange,
+            resolved.manifest,
+            resolved.location.packs_of(resolved.manifest),
+            [tensor.target for tensor in wanted],
+            trace.progress_callback(plan.bytes),
+        )
+        if moved.exchanging_seconds:
+            trace.note("exchange", started, started + moved.exchanging_seconds)
+        trace.note("read", started + moved.exchanging_seconds, trace.seconds)
+        return moved
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
+        return error
 
 
-def _require_complete(
-    missing: Sequence[str], unexpected: Sequence[str], location: CheckpointLocation, stored: Collection[str]
-) -> None:
-    said = []
-    for kind, names in (("missing from the checkpoint", missing), ("unexpected in the checkpoint", unexpected)):
-        if names:
-            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-            said.append(f"{len(names)} {kind}: {', '.join(names[:20])}{more}")
-    advice = "pass strict=False to load what matches, or only=/skip= to choose"
-    gradients = [name for name in unexpected if name.endswith(".grad") and name.removesuffix(".grad") in stored]
-    if unexpected and len(gradients) == len(unexpected) and not missing:
-        advice = "it was saved with gradients: pass grads=True to go on with them, or skip='*.grad' to do without"
-    raise InvalidError(
-        f"{location.url}: the state and the checkpoint differ: {'; '.join(said)}. Nothing was changed. "
-        f"Expected the same names; {advice}"
+def _restore(attempt: LoadAttempt, agreed: AgreedLoad, moved: TransferStats | Exception) -> TransferStats:
+    """Put back what is not a tensor, and return once every rank has; raise on every rank if any failed."""
+    trace = attempt.trace
+    own = moved if isinstance(moved, Exception) else None
+    if attempt.selector.falls_back:
+        # Not before every rank has verified its tensors: values of a step that another rank finds damaged must not
+        # stay in the state.
+        with trace.phase("wait"):
+            _raise_together(attempt, own)
+    if isinstance(moved, TransferStats) and moved.whole:
+        try:
+            with trace.phase("restore"):
+                agreed.planned.restoration.finish()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
+            own = error
+    with trace.phase("wait"):
+        _raise_together(attempt, own)
+    assert isinstance(moved, TransferStats), "an error on any rank has been raised"
+    return moved
+
+
+def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats: TransferStats) -> Loaded:
+    """Report the load to events, log and storage, and return it."""
+    job, trace, restoration = attempt.job, attempt.trace, agreed.planned.restoration
+    location, manifest = resolved.location, resolved.manifest
+    report = LoadReport(
+        step=manifest.step,
+        loaded=tuple(tensor.fqn for tensor in restoration.wanted),
+        missing=agreed.missing,
+        unexpected=agreed.unexpected,
+        skipped=tuple(dict.fromkeys(restoration.skipped)),
+        bytes=stats.read_bytes,
+        exchanged_bytes=stats.received_bytes,
+        tensors=len(restoration.held),
+        tensor_bytes=sum(restoration.held.values()),
+        loaded_bytes=agreed.planned.filled_bytes,
+        seconds=trace.seconds,
+        passed_over=resolved.passed_over,
+        phases=trace.phases,
     )
+    # Nothing is written beside another system's checkpoint, which has no attempt.
+    store = location.store if job.settings.reports and manifest.attempt else None
+    trace.end(report, agreed.reader_id, store, location.folder)
+    if job.comm.rank == 0:
+        message = "loaded %s: %d tensors, %d bytes in %.2f s"
+        logger.info(message, location.url, len(report.loaded), report.bytes, report.seconds)
+    filled = {tensor.stored_fqn: tensor.boxes for tensor in restoration.wanted}
+    return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
+
+
+def _fail(attempt: LoadAttempt, error: BaseException) -> None:
+    """Report the failure; after a fallback, say that the damaged step may have left values."""
+    if attempt.damage is not None and isinstance(error, InvalidError):
+        error.add_note(
+            f"the state may be partly filled from a newer step that turned out damaged: {attempt.damage.error}"
+        )
+    attempt.trace.fail(error)
+    if isinstance(error, CheckpointError):
+        attempt.selector.settle()

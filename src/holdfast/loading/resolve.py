@@ -1,39 +1,33 @@
-"""What a job loads: resolved by rank 0, given to every rank, and of a large index as much as each rank needs."""
+"""What a job loads: rank 0 chooses, reads and judges it, and sends it to every rank."""
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import msgspec
 
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
 from holdfast.checkpoint.index_loading import given_frames, listing_at, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
-from holdfast.coordination.job import error_from, error_text, is_absence
+from holdfast.coordination.job import Job, error_from, error_text, is_absence
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.leases.reader import ReaderLease
+from holdfast.loading.messages import ChosenStep
 from holdfast.loading.step_choice import StepDamage, StepSelector
-from holdfast.ports.comm import Comm
 from holdfast.repository.catalog import short_packs
 from holdfast.types.manifest import Manifest
 from holdfast.types.reports import SkippedStep
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a job loads."""
+    """The checkpoint that a job loads, the same on every rank."""
 
     location: CheckpointLocation
-    """Where it lies."""
+    """Where it is stored."""
 
     manifest: Manifest
     """Its commit record."""
@@ -42,7 +36,7 @@ class Resolved:
     """Its tensors and pieces."""
 
     require_stored: RequireStored
-    """Refuses tensors of which a piece is not there."""
+    """Refuses a tensor with a piece in the missing part of a pack."""
 
     passed_over: tuple[SkippedStep, ...]
     """Newer steps that are damaged."""
@@ -52,91 +46,90 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True)
-class _ResolvedStep:
-    frames: Sequence[bytes]
+class _JudgedStep:
+    """A checkpoint that rank 0 read and found sound."""
+
+    location: CheckpointLocation
     manifest: Manifest
     index: Index | SplitIndex
-    short: Mapping[str, tuple[int, CheckpointError]]
-    is_listed: bool
+    frames: Sequence[bytes]
+    """Manifest and index, encoded for the other ranks."""
+    short_packs: Mapping[str, tuple[int, CheckpointError]]
+    is_foreign: bool
 
 
 def resolve(
-    comm: Comm,
-    clock: Clock,
-    home: CheckpointLocation,
-    choice: StepSelector,
-    wrong: StepDamage | None = None,
-    lease: ReaderLease | None = None,
+    job: Job, home: CheckpointLocation, selector: StepSelector, damage: StepDamage | None, lease: ReaderLease
 ) -> Resolved | None:
-    """Let rank 0 choose, read and judge manifest and index, once per job, and give them to every rank.
+    """Return what the job loads, None if there is nothing; a collective.
 
-    Of an index in several files it gives the overview, and each rank reads and judges what it needs. Of another
-    system's checkpoint it gives what a format listed.
+    Storage is read once per job, by rank 0. It sends a whole index, or the overview of an index in several files, of
+    which each rank then reads and judges the files that it needs. For another system's checkpoint it sends the listing.
 
     Args:
-        comm: The ranks that load together.
-        clock: For chance.
-        home: Where checkpoints lie, on every rank.
-        choice: Asked on rank 0.
-        wrong: What the ranks found wrong with what was resolved before, if anything was.
-        lease: Told on rank 0 what is read, so that nobody collects it.
-    Returns:
-        What is to be loaded; None if there is nothing.
+        job: The ranks that load together.
+        home: Where checkpoints are stored; each rank may have a store of its own.
+        selector: Asked on rank 0.
+        damage: What the ranks found in the checkpoint that was resolved before.
+        lease: On rank 0, protects the step from deletion.
+    Raises:
+        CheckpointError: Rank 0 cannot choose or read a checkpoint; on every rank.
     """
-    frames: list[bytes] = []
-    own = None
-    judged: _ResolvedStep | None = None
-    if comm.rank == 0:
-        location = None
+    judged: _JudgedStep | None = None
+    own: Exception | None = None
+    message = None
+    if job.comm.rank == 0:
         try:
-            location = choice.next(wrong)
-            while location is not None:
-                try:
-                    judged = _judged(location, clock, whole=choice.falls_back)
-                    if lease is not None:
-                        lease.begin(location, judged.manifest)
-                    break
-                except (CorruptError, MissingError) as error:
-                    location = choice.next(StepDamage(error, frozenset((0,)), is_absence(error)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a word
+            judged = _next_sound_step(selector, damage, lease, job.clock)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
-        head = {
-            "error": error_text(own) if own else None,
-            "folder": location.folder if location else None,
-            "step": location.step if location else None,
-            "listed": judged is not None and judged.is_listed,
-            "short": {
-                name: [there, error_text(error)] for name, (there, error) in (judged.short if judged else {}).items()
-            },
-            "passed_over": [[each.step, each.why] for each in choice.passed_over],
-            "newer": list(choice.newer),
-        }
-        frames = [json.dumps(head).encode(), *(judged.frames if judged else ())]
-    sent = comm.broadcast(msgspec.msgpack.encode(frames) if comm.rank == 0 else None)
-    frames = msgspec.msgpack.decode(sent, type=list[bytes])
-    head = json.loads(frames[0])
-    if head["error"] is not None:
-        raise own if own is not None else error_from(head["error"], "rank 0: ")
-    if head["folder"] is None:
+        message = _chosen(judged, selector, own).encode()
+    chosen = ChosenStep.decode(job.comm.broadcast(message))
+    if chosen.error is not None:
+        raise own if own is not None else error_from(chosen.error, "rank 0: ")
+    if chosen.folder is None:
         return None
-    location = replace(home, folder=head["folder"], step=head["step"])
+    location = replace(home, folder=chosen.folder, step=chosen.step)
     if judged is not None:
+        # Rank 0 keeps what it decoded to judge.
         manifest, index = judged.manifest, judged.index
+    elif chosen.is_foreign:
+        manifest, index = decode_foreign(chosen.frames, location.url)
     else:
-        given = frames[1:]
-        manifest, index = decode_foreign(given, location.url) if head["listed"] else resolved_frames(given, location)
-    told = {name: (there, error_from(text)) for name, (there, text) in head["short"].items()}
-    passed_over = tuple(SkippedStep(step, why) for step, why in head["passed_over"])
-    return Resolved(location, manifest, index, stored_by(index, told), passed_over, tuple(head["newer"]))
+        manifest, index = resolved_frames(chosen.frames, location)
+    require_stored = stored_by(index, chosen.short_packs)
+    return Resolved(location, manifest, index, require_stored, chosen.passed_over, chosen.newer)
 
 
-def _judged(location: CheckpointLocation, clock: Clock, *, whole: bool) -> _ResolvedStep:
-    """Read and judge a checkpoint before it is given away, so that damage is one rank's error and not every rank's.
+def _next_sound_step(
+    selector: StepSelector, damage: StepDamage | None, lease: ReaderLease, clock: Clock
+) -> _JudgedStep | None:
+    """Return the first checkpoint of a selector that rank 0 finds sound; None if there is nothing to load.
+
+    Rank 0 judges before it sends: damage of a manifest or index is then one rank's error, not every rank's.
+
+    Raises:
+        CheckpointError: No checkpoint can be read.
+    """
+    location = selector.next(damage)
+    while location is not None:
+        try:
+            judged = _judge(location, clock, require_whole=selector.falls_back)
+            lease.begin(location, judged.manifest)
+            return judged
+        except (CorruptError, MissingError) as error:
+            # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
+            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
+    return None
+
+
+def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -> _JudgedStep:
+    """Read and check the manifest and index of a checkpoint.
 
     Args:
-        place: Where it lies.
-        clock: For chance.
-        whole: Whether it is damage that a pack is cut short of which perhaps nothing is wanted.
+        location: Where it is stored.
+        clock: Source of randomness.
+        require_whole: Whether any short pack is damage; otherwise only tensors in its missing part are refused.
     Raises:
         CheckpointError: It is damaged, or cannot be read.
     """
@@ -147,11 +140,28 @@ def _judged(location: CheckpointLocation, clock: Clock, *, whole: bool) -> _Reso
         manifest, index = resolved_frames(frames, location)
         short = short_packs(location.store, location.folder, manifest, location.packs_of(manifest))
         damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
-        if whole and damaged is not None:
+        if require_whole and damaged is not None:
             raise damaged
     else:
         manifest, index = index_foreign(listing, location.url)
         frames = encode_foreign(manifest, index)
     if isinstance(index, Index):
         require_covered(index, clock, location.url)
-    return _ResolvedStep(frames, manifest, index, short, listing is not None)
+    return _JudgedStep(location, manifest, index, frames, short, listing is not None)
+
+
+def _chosen(judged: _JudgedStep | None, selector: StepSelector, error: Exception | None) -> ChosenStep:
+    passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
+    if error is not None:
+        return ChosenStep(error=error_text(error), passed_over=passed_over, newer=newer)
+    if judged is None:
+        return ChosenStep(passed_over=passed_over, newer=newer)
+    return ChosenStep(
+        folder=judged.location.folder,
+        step=judged.location.step,
+        is_foreign=judged.is_foreign,
+        short_packs=judged.short_packs,
+        passed_over=passed_over,
+        newer=newer,
+        frames=judged.frames,
+    )

@@ -1,4 +1,4 @@
-"""Which checkpoint a load takes: the one asked for, or the newest step of a run that is whole."""
+"""Which checkpoint a load takes: the one asked for, or the newest undamaged step of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import NoReturn, Protocol
 
 from holdfast.checkpoint.location import CheckpointLocation, is_all_there, require_no_checkpoint
 from holdfast.clock import Clock, utc_now_text
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError, printable
+from holdfast.coordination.job import raise_together
+from holdfast.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    MissingError,
+    UnavailableError,
+    first_three,
+    printable,
+)
 from holdfast.format.names import step_folder
 from holdfast.repository.catalog import committed_steps
 from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantine, quarantined
@@ -19,54 +28,62 @@ from holdfast.types.reports import SkippedStep
 logger = logging.getLogger(__name__)
 
 _LISTINGS_MAX = 10
-"""How often steps are listed where one goes while it is looked at."""
+"""Listings of the steps in one load, at most: one at first, then one for each step that is deleted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDamage:
-    """What ranks found wrong with a checkpoint that they began to load."""
+    """Damage that ranks found in a checkpoint that they began to load."""
 
     error: CheckpointError
-    """What it is."""
+    """What is damaged."""
 
     ranks: frozenset[int]
-    """Ranks that met it."""
+    """Ranks that found it."""
 
     is_absence: bool
-    """Whether all that it says is that files are not there: one rank may fail to see what another does."""
+    """Whether the damage is only that files are missing: a rank may fail to see files that another sees."""
+
+
+class StepDamaged(Exception):
+    """Every rank knows that the step is damaged, and that an older one is tried next."""
+
+    def __init__(self, damage: StepDamage) -> None:
+        super().__init__(str(damage.error))
+        self.damage = damage
 
 
 class StepSelector(Protocol):
-    """What rank 0 is asked for the place of a checkpoint to load."""
+    """Chooses the checkpoint of a load. Only rank 0 calls `next`."""
 
     @property
     def falls_back(self) -> bool:
-        """Whether there may be another where one is damaged; the same on every rank."""
+        """Whether a damaged checkpoint leads to another try; the same on every rank."""
         ...
 
     @property
     def passed_over(self) -> Sequence[SkippedStep]:
-        """Steps that were not taken so far."""
+        """Newer steps that were found damaged so far."""
         ...
 
     @property
     def newer(self) -> Sequence[int]:
-        """Newer steps that are not known to be damaged and were not asked for, ascending."""
+        """Newer steps that were not asked for, ascending."""
         ...
 
-    def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
-        """Return the place to load from, None if there is nothing.
+    def next(self, damage: StepDamage | None) -> CheckpointLocation | None:
+        """Return the checkpoint to load; None: there is nothing.
 
         Args:
-            wrong: What is wrong with the place that was returned before; None at first.
+            damage: The damage of the checkpoint that this returned before; None on the first call.
         Raises:
-            CorruptError: Nothing else is whole.
-            UnavailableError: A rank does not see what is there.
+            CorruptError: Every other checkpoint is damaged too.
+            UnavailableError: A rank cannot see files that are there.
         """
         ...
 
     def settle(self) -> None:
-        """Note what was found damaged, once the load is over, however it ended; never raises on purpose."""
+        """Record the damage that was found, once the load has ended. Storage errors are logged, not raised."""
         ...
 
 
@@ -79,29 +96,29 @@ class ExactStep:
     def __init__(
         self, choose: Callable[[], CheckpointLocation | None], newer: Callable[[], Sequence[int]] = tuple
     ) -> None:
-        """Ask for nothing yet.
+        """Look at no storage yet.
 
         Args:
-            choose: Returns its place.
+            choose: Returns its location.
             newer: Returns the newer steps that exist.
         """
         self._choose, self._list_newer = choose, newer
         self.newer: Sequence[int] = ()
 
-    def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
-        """Return its place; what is wrong with it is the caller's error."""
-        if wrong is not None:
-            raise wrong.error
-        place = self._choose()
+    def next(self, damage: StepDamage | None) -> CheckpointLocation | None:
+        """Return its location; raise its damage."""
+        if damage is not None:
+            raise damage.error
+        location = self._choose()
         self.newer = self._list_newer()
-        return place
+        return location
 
     def settle(self) -> None:
-        """Note nothing: what was asked for is the caller's to judge."""
+        """Do nothing: only a search for the newest step quarantines."""
 
 
 @dataclass(frozen=True, slots=True)
-class _CandidateStep:
+class _DamagedStep:
     step: int
     identity: str
     why: str
@@ -109,112 +126,115 @@ class _CandidateStep:
 
 
 class NewestValid:
-    """The steps of a run from the newest down. What is damaged is told, put under quarantine and passed over."""
+    """The steps of a run, from the newest down. Damaged steps are logged, quarantined and skipped."""
 
     falls_back = True
     newer: Sequence[int] = ()
 
     def __init__(self, home: CheckpointLocation, clock: Clock, is_news: Callable[[str], bool]) -> None:
-        """Look at nothing yet.
+        """Look at no storage yet.
 
         Args:
             home: The root of the run.
-            clock: For when something was found.
-            is_news: Whether something is said for the first time.
+            clock: For the time in quarantine records.
+            is_news: Returns whether a text is new to this job's log.
         """
         self._home, self._clock, self._is_news = home, clock, is_news
-        self._left: list[int] = []
+        self._untried: list[int] = []
         self._listings = 0
         self._had_steps = False
-        self._known: Mapping[int, Mapping[str, QuarantineRecord]] = {}
-        self._taken: tuple[int, str] | None = None
-        self._done: set[tuple[int, str]] = set()
-        self._found: list[_CandidateStep] = []
+        self._records: Mapping[int, Mapping[str, QuarantineRecord]] = {}
+        self._current: tuple[int, str] | None = None
+        self._judged: set[tuple[int, str]] = set()
+        self._to_quarantine: list[_DamagedStep] = []
         self.passed_over: list[SkippedStep] = []
 
-    def next(self, wrong: StepDamage | None) -> CheckpointLocation | None:
-        """Return the next older step that is not under quarantine."""
+    def next(self, damage: StepDamage | None) -> CheckpointLocation | None:
+        """Return the next older step that is not quarantined."""
         store = self._home.store
         if not self._listings:
             require_no_checkpoint(store)
             self._list()
-        if wrong is not None:
-            self._judge(wrong)
-        while self._left:
-            step = self._left.pop()
+        if damage is not None:
+            self._judge(damage)
+        while self._untried:
+            step = self._untried.pop()
             try:
-                # Before it is judged: what is noted then is of no manifest that came afterwards.
-                taken = step, identity_at(store, step)
+                # The identity is read before the step is judged: a record must not name a manifest that a save put
+                # there afterwards.
+                current = step, identity_at(store, step)
             except MissingError:
                 self._list()
                 continue
-            if taken not in self._done and not self._is_quarantined(*taken):
-                self._taken = taken
+            if current not in self._judged and not self._is_quarantined(*current):
+                self._current = current
                 return replace(self._home, folder=step_folder(step), step=step)
         if self.passed_over:
-            self._raise_nothing_whole()
+            self._raise_all_damaged()
         if self._had_steps:
-            raise MissingError(f"{store.url}: its steps went while they were looked at; expected one that stays")
+            raise MissingError(
+                f"{store.url}: every step was deleted while the load looked at it; expected one that stays. Load again"
+            )
         return None
 
     def settle(self) -> None:
-        """Put under quarantine what was found damaged."""
-        for each in self._found:
+        """Quarantine the steps that were found damaged."""
+        for damaged in self._to_quarantine:
             try:
-                quarantine(self._home.store, each.step, each.identity, each.why, utc_now_text(self._clock))
+                quarantine(self._home.store, damaged.step, damaged.identity, damaged.why, utc_now_text(self._clock))
             except (MissingError, ConflictError) as gone:
-                logger.info("step %d is not put under quarantine: %s", each.step, printable(str(gone)))
+                logger.info("step %d is not quarantined: %s", damaged.step, printable(str(gone)))
             except CheckpointError as error:
-                # A root that can only be read is resumed from all the same.
-                logger.warning("step %d could not be put under quarantine: %s", each.step, printable(str(error)))
-        self._found.clear()
+                # A load from a read-only root still succeeds.
+                logger.warning("step %d could not be quarantined: %s", damaged.step, printable(str(error)))
+        self._to_quarantine.clear()
 
     def _list(self) -> None:
-        """List the steps, again where one went: what took its place may be newer than what is left."""
+        """List the steps, again after one was deleted: its replacement may be newer than the untried ones."""
         if self._listings == _LISTINGS_MAX:
             raise UnavailableError(
-                f"{self._home.store.url}: steps went while they were looked at, {_LISTINGS_MAX} times; expected one "
-                "that stays. Load again"
+                f"{self._home.store.url}: {_LISTINGS_MAX} times a step was deleted while the load looked at it; "
+                "expected one that stays. Load again"
             )
         self._listings += 1
-        self._left = committed_steps(self._home.store)
-        self._known = quarantined(self._home.store)
-        self._had_steps = self._had_steps or bool(self._left)
+        self._untried = committed_steps(self._home.store)
+        self._records = quarantined(self._home.store)
+        self._had_steps = self._had_steps or bool(self._untried)
 
     def _is_quarantined(self, step: int, identity: str) -> bool:
-        record = self._known.get(step, {}).get(identity)
+        record = self._records.get(step, {}).get(identity)
         if record is None:
             return False
-        self._done.add((step, identity))
-        self.passed_over.append(SkippedStep(step, f"under quarantine: {record.why}"))
+        self._judged.add((step, identity))
+        self.passed_over.append(SkippedStep(step, f"quarantined: {record.why}"))
         if self._is_news(record.key):
             logger.warning(
-                "step %d is under quarantine since %s and passed over: %s. `holdfast repair` checks it anew",
+                "step %d is skipped: quarantined since %s: %s. `holdfast repair` checks it again",
                 step,
                 printable(record.found),
                 printable(record.why),
             )
         return True
 
-    def _judge(self, wrong: StepDamage) -> None:
-        """Pass over what was taken last, if it is still there and the same."""
-        assert self._taken is not None, "something was returned before"
-        step, identity = self._taken
-        told = printable(str(wrong.error))
-        if isinstance(wrong.error, MissingError) or not self._is_still(step, identity):
-            logger.info("step %d went, or was replaced, while it was looked at: %s", step, told)
+    def _judge(self, damage: StepDamage) -> None:
+        """Skip the current step, unless it was deleted or replaced meanwhile."""
+        assert self._current is not None, "next() has returned a step"
+        step, identity = self._current
+        text = printable(str(damage.error))
+        if isinstance(damage.error, MissingError) or not self._is_still(step, identity):
+            logger.info("step %d was deleted or replaced while the load looked at it: %s", step, text)
             self._list()
             return
-        if wrong.is_absence and is_all_there(replace(self._home, folder=step_folder(step), step=step)):
+        if damage.is_absence and is_all_there(replace(self._home, folder=step_folder(step), step=step)):
             raise UnavailableError(
-                f"step {step}: {wrong.error}. Rank 0 looked again, and every file of the step is there in its full "
-                f"size; expected that {_told_ranks(wrong.ranks)} finds them too: look at the mounts of that machine, "
-                "and load again. Nothing was put under quarantine"
+                f"step {step}: {damage.error}. Rank 0 looked again and sees every file of the step in its full size; "
+                f"expected that {_format_ranks(damage.ranks)} can read them too. Check the mounts of that machine and "
+                "load again. Nothing was quarantined"
             )
-        logger.warning("step %d is damaged and passed over, older steps are tried: %s", step, told)
-        self._done.add((step, identity))
-        self.passed_over.append(SkippedStep(step, str(wrong.error)))
-        self._found.append(_CandidateStep(step, identity, str(wrong.error), wrong.ranks))
+        logger.warning("step %d is damaged and skipped; older steps are tried: %s", step, text)
+        self._judged.add((step, identity))
+        self.passed_over.append(SkippedStep(step, str(damage.error)))
+        self._to_quarantine.append(_DamagedStep(step, identity, str(damage.error), damage.ranks))
 
     def _is_still(self, step: int, identity: str) -> bool:
         try:
@@ -222,35 +242,65 @@ class NewestValid:
         except MissingError:
             return False
 
-    def _raise_nothing_whole(self) -> NoReturn:
-        shown = "; ".join(f"step {each.step}: {each.why}" for each in self.passed_over[:5])
-        count = len(self.passed_over)
-        ranks = {each.ranks for each in self._found}
-        if count == len(self._found) > 1 and len(ranks) == 1 and len(only := ranks.pop()) == 1 and 0 not in only:
-            self._found.clear()
+    def _raise_all_damaged(self) -> NoReturn:
+        shown = first_three([f"step {skipped.step}: {skipped.why}" for skipped in self.passed_over])
+        count, url = len(self.passed_over), self._home.store.url
+        rank = self._only_rank()
+        # Several steps, all damaged for one rank only: the fault is its machine's. Rank 0 is excepted, since it alone
+        # reads every manifest and index.
+        if count == len(self._to_quarantine) > 1 and rank is not None and rank != 0:
+            self._to_quarantine.clear()
             raise UnavailableError(
-                f"{self._home.store.url}: {_told_ranks(only)} finds all {count} committed steps damaged, and no other "
-                f"rank finds any of them so; expected one that is whole. {shown}. Look at the machine of that rank; "
-                "`holdfast verify` tells on another whether they are. Nothing was put under quarantine"
+                f"{url}: rank {rank} finds all {count} committed steps damaged, and no other rank finds damage; "
+                f"expected one undamaged step. {shown}. Check the machine of that rank; `holdfast verify` on another "
+                "machine shows whether the steps are damaged. Nothing was quarantined"
             )
         raise CorruptError(
-            f"{self._home.store.url}: all {count} committed steps are damaged; expected one that is "
-            f"whole. {shown}. Try `holdfast repair`, or load what is left of one with step= and only="
+            f"{url}: all {count} committed steps are damaged; expected one undamaged step. {shown}. Try `holdfast "
+            "repair`, or load the undamaged part of one with step= and only="
         )
 
+    def _only_rank(self) -> int | None:
+        """Return the one rank that found every damage; None if several did."""
+        ranks = frozenset[int]().union(*(damaged.ranks for damaged in self._to_quarantine))
+        return next(iter(ranks)) if len(ranks) == 1 else None
 
-def _told_ranks(ranks: frozenset[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)[:20]))}"
+
+def _format_ranks(ranks: frozenset[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {first_three(sorted(ranks))}"
+
+
+def raise_or_fall_back(
+    statuses: Sequence[str | None], own_rank: int, own: Exception | None, selector: StepSelector
+) -> None:
+    """Raise on every rank if any rank failed.
+
+    Args:
+        statuses: By rank, an `error_text` or None.
+        own_rank: This rank.
+        own: This rank's error.
+        selector: The load's.
+    Raises:
+        StepDamaged: On every rank, if an older step may be undamaged.
+        CheckpointError: As `raise_together`.
+    """
+    try:
+        raise_together(statuses, own_rank, own)
+    except CorruptError as error:
+        damage = damage_in(error, statuses) if selector.falls_back else None
+        if damage is not None:
+            raise StepDamaged(damage) from error
+        raise
 
 
 def damage_in(error: CorruptError, statuses: Sequence[str | None]) -> StepDamage | None:
-    """Return what is wrong, if every rank that failed met damaged bytes, so that another step may be whole.
+    """Return the damage, if every rank that failed found damaged bytes; None: another step would fail as well.
 
     Args:
-        error: What this rank raises.
+        error: This rank's error.
         statuses: By rank, an `error_text` or None.
     """
     failed = {rank: json.loads(text) for rank, text in enumerate(statuses) if text is not None}
-    if any(each["kind"] != CorruptError.__name__ for each in failed.values()):
+    if any(status["kind"] != CorruptError.__name__ for status in failed.values()):
         return None
-    return StepDamage(error, frozenset(failed), all(each["absent"] for each in failed.values()))
+    return StepDamage(error, frozenset(failed), all(status["absent"] for status in failed.values()))

@@ -13,12 +13,11 @@ from holdfast.checkpoint.location import CheckpointLocation, none_allowed, requi
 from holdfast.clock import Clock
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
-from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.format.names import MANIFEST_FILE, STEP_MAX, step_folder
 from holdfast.leases.writer import WriterLease
-from holdfast.loading.load import LoadRequest, load
+from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
 from holdfast.policies import Policies
 from holdfast.ports.framework import Collected, Selection
@@ -209,8 +208,8 @@ class Run:
         if step is not None:
             require_step(step)
             choice = ExactStep(partial(self._choose, step), partial(self._newer_than, step))
-        with GcPause() as pause:
-            done = load(job, self._home, choice, request, pause, self._dispatcher)
+        with load_attempt(job, self._home, choice, request, self._dispatcher) as attempt:
+            done = load(attempt)
         if done is None:
             return None
         location, manifest, self.load_report = done.location, done.manifest, done.report

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.format.names import step_folder
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import Role
-from holdfast.loading.exchange import Agreed, Offer, agreed_on, carried_out, offer_of
+from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
 from holdfast.loading.load import LoadRequest
 from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.ports.framework import Target
@@ -284,12 +285,12 @@ def test_a_rank_that_cannot_plan_the_exchange_ends_the_load_on_all(
     """It does not know whether the others have an exchange: with auto they have none, for so few bytes."""
     calls = count()
 
-    def plan(offers: Sequence[Offer]) -> Agreed | None:
+    def plan(offers: Sequence[Offer]) -> AgreedExchange | None:
         if next(calls) == 0:
             raise MemoryError("no memory for the exchange")
-        return agreed_on(offers)
+        return agree_on_exchange(offers)
 
-    monkeypatch.setattr("holdfast.loading.load.agreed_on", plan)
+    monkeypatch.setattr("holdfast.loading.load.agree_on_exchange", plan)
     found = loaded(store, [replace(ALWAYS, share_reads=exchange)] * RANKS)
     failed = [rank for rank, (error, _, _) in enumerate(found) if isinstance(error, MemoryError)]
     assert len(failed) == 1
@@ -341,8 +342,8 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
 
     def load(comm: ThreadComm) -> tuple[TransferStats, list[np.ndarray]]:
         plan, manifest = plan_of(store, fqns)
-        offers = [Offer.decoded(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encoded())]
-        agreed = agreed_on(offers)
+        offers = [Offer.decode(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encode())]
+        agreed = agree_on_exchange(offers)
         assert agreed is not None
         numbers = {record.name: number for number, record in enumerate(manifest.packs)}
         targets = [Filled() for _ in fqns]
@@ -371,13 +372,14 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
 def test_a_rank_that_cannot_plan_stops_all(store: MemoryStore) -> None:
     def load(comm: ThreadComm) -> TransferStats:
         plan, manifest = plan_of(store, list(copies()))
-        offers = [Offer.decoded(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encoded())]
-        agreed = agreed_on(offers)
+        offers = [Offer.decode(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encode())]
+        agreed = agree_on_exchange(offers)
         assert agreed is not None
         packs = packs_under(store, f"{step_folder(1)}{manifest.attempt}/")
         targets = [Filled() for _ in copies()]
         if comm.rank != 1:
-            return carried_out(plan, agreed, manifest, comm, SystemClock(), packs, targets, ALWAYS)
+            job = Job(comm, SystemClock(), ALWAYS, saves=False)
+            return read_or_exchange(job, plan, agreed, manifest, packs, targets)
 
         def planned() -> ExchangePlan:
             raise InvalidError("no memory")

@@ -1,0 +1,93 @@
+"""What must hold before a load changes a value: dtypes, memory and names of the state fit the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from holdfast.errors import InvalidError, first_three
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.ports.framework import Restoration, Wanted
+from holdfast.types.plan import LoadPlan
+
+
+def require_saved_dtypes(wanted: Sequence[Wanted], tensors: Mapping[str, TensorSpec]) -> None:
+    """Refuse targets whose dtype differs from the saved one.
+
+    Raises:
+        InvalidError: Names them.
+    """
+    differing = [
+        f"{tensor.fqn} ({tensors[tensor.stored_fqn].dtype} saved, {tensor.dtype} wanted)"
+        for tensor in wanted
+        if tensors[tensor.stored_fqn].dtype != tensor.dtype
+    ]
+    if differing:
+        raise InvalidError(
+            f"{len(differing)} tensors have another dtype than was saved: {first_three(differing)}. "
+            "Expected the same; pass cast=True to convert"
+        )
+
+
+def require_begun_filled(begun: Collection[str], restoration: Restoration, url: str) -> None:
+    """Refuse a step that lacks names that a newer, damaged step had begun to fill.
+
+    Raises:
+        InvalidError: Names them.
+    """
+    unfilled = sorted({*begun} & {*restoration.missing})
+    if unfilled:
+        raise InvalidError(
+            f"{url}: lacks {len(unfilled)} names that a newer, damaged step had begun to fill: "
+            f"{first_three(unfilled)}. They would keep values of the damaged step; expected all values from one step. "
+            "Make the state anew and load again: that load skips the damaged step"
+        )
+
+
+def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
+    """Return the bytes of this rank's memory that a plan fills: all that the state holds and the checkpoint has.
+
+    The held bytes are measured on memory and the filled bytes on the plan, so a mistake in either shows.
+
+    Raises:
+        InvalidError: They differ.
+    """
+    itemsizes = [DTYPES[wanted.dtype].itemsize for wanted in restoration.wanted]
+    parts = (part for run in plan.runs for chunk in run.chunks for part in chunk.parts)
+    filled = sum(part.box.numel * itemsizes[part.wanted_number] for part in parts)
+    missing = set(restoration.missing)
+    held = sum(count for fqn, count in restoration.held.items() if fqn not in missing)
+    if held != filled:
+        raise InvalidError(
+            f"the state holds {held} bytes of tensors that the checkpoint has, and the plan fills {filled}; expected "
+            "the same. Nothing was changed. This is a fault in Holdfast: report it"
+        )
+    return filled
+
+
+def require_complete(missing: Sequence[str], unexpected: Sequence[str], stored: Collection[str], url: str) -> None:
+    """Refuse a state whose names differ from the checkpoint's.
+
+    Args:
+        missing: Names that the checkpoint lacks.
+        unexpected: Names that the state lacks.
+        stored: Names of all stored tensors, aliases included.
+        url: The checkpoint's.
+    Raises:
+        InvalidError: A name is missing or unexpected.
+    """
+    differences = [
+        f"{len(names)} {kind}: {first_three(names)}"
+        for kind, names in (("missing from the checkpoint", missing), ("unexpected in the checkpoint", unexpected))
+        if names
+    ]
+    if not differences:
+        return
+    advice = "pass strict=False to load what matches, or only=/skip= to choose"
+    gradients = [name for name in unexpected if name.endswith(".grad") and name.removesuffix(".grad") in stored]
+    if unexpected and len(gradients) == len(unexpected) and not missing:
+        advice = "it was saved with gradients: pass grads=True to load them, or skip='*.grad' to leave them out"
+    raise InvalidError(
+        f"{url}: the state and the checkpoint differ: {'; '.join(differences)}. Nothing was changed. "
+        f"Expected the same names; {advice}"
+    )
