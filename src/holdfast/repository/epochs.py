@@ -1,8 +1,12 @@
-"""Records of epochs under the root of a run: who may write, and which checkpoints of former writers count.
+"""Epochs of a run: which process may write, and which checkpoints of former writers count.
 
-Three small objects per epoch. The record, put if absent, is the instant at which an epoch begins and every older one
-ends. What it accepts is said after that, so that whoever saw no newer record once its manifest was there knows that
-the manifest will be found. The beat is its holder's sign of life.
+Each epoch has up to three small objects:
+- the record (`N.json`, put-if-absent): it begins epoch N and ends every older epoch;
+- the list (`N.accepted.json`): the steps of former epochs that count from now on;
+- the heartbeat (`N.beat`): rewritten by the holder while it lives.
+
+The list is written after the record. So a writer that published a manifest and then saw no newer record knows that
+the list of the next epoch will include its manifest.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from holdfast.types.epoch import Epoch, Fence
 logger = logging.getLogger(__name__)
 
 RELEASED = b"released\n"
-"""The beat of an epoch whose holder is done."""
+"""Heartbeat of an epoch that its holder has released."""
 
 _RECORD_BYTES_MAX = 1 << 16
 _ACCEPTED_BYTES_MAX = 256 * MIB
@@ -66,15 +70,15 @@ def _decode(data: bytes, kind: str, into: type[_Document], number: int, where: s
 
 
 def newest_epoch(store: Store) -> int:
-    """Return the number of the newest epoch; 0 if there is none."""
+    """Return the number of the newest epoch; 0 if no epoch exists."""
     return max(_numbers(store, epoch_key), default=0)
 
 
 def read_epoch(store: Store, number: int) -> Epoch | None:
-    """Return the record of an epoch, or None if there is none.
+    """Return the record of an epoch, or None if it does not exist.
 
     Raises:
-        CorruptError: It is damaged.
+        CorruptError: The record is damaged.
         InvalidError: It is of another major version.
     """
     key = epoch_key(number)
@@ -91,22 +95,22 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
     """Begin an epoch.
 
     Raises:
-        ConflictError: Somebody else did.
-        UnavailableError: The store failed; it may have begun.
+        ConflictError: Another process began it.
+        UnavailableError: The store failed; the epoch may have begun.
     """
     fields = {"epoch": epoch.number, "run_id": epoch.run_id, "holder": encode_holder(epoch.holder)}
     publish(store, epoch_key(epoch.number), sealed(header("epoch") | fields))
 
 
 def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, str | None]) -> None:
-    """Say which steps of former epochs count from now on; for the holder of the epoch, once."""
+    """Write the list of former steps that count from now on. The holder of the epoch calls this once."""
     steps = [[step, digest] for step, digest in sorted(accepted.items())]
     fields = {"epoch": number, "run_id": run_id, "steps": steps}
     publish(store, accepted_key(number), sealed(header("accepted") | fields))
 
 
 def read_heartbeat(store: Store, number: int) -> bytes | None:
-    """Return an epoch's last sign of life, or None if there was none yet."""
+    """Return the last heartbeat of an epoch, or None before the first one."""
     try:
         return store.get(beat_key(number), _BEAT_BYTES_MAX)
     except MissingError:
@@ -114,15 +118,16 @@ def read_heartbeat(store: Store, number: int) -> bytes | None:
 
 
 def put_heartbeat(store: Store, number: int, beat: bytes) -> None:
-    """Give a sign of life of an epoch, or `RELEASED`; nothing of it need outlive a power cut, nor wait for a disk."""
+    """Replace the heartbeat of an epoch; `RELEASED` ends it."""
+    # Not durable: a heartbeat need not survive a power cut, because its holder does not.
     store.put(beat_key(number), beat, durable=False)
 
 
 def current_fence(store: Store) -> Fence:
     """Return which manifests of a run count now.
 
-    Where what the newest epoch accepted cannot be read, what the one before it accepted counts, with a warning: a small
-    file must not take all steps of a run with it.
+    If the list of the newest epoch is damaged, the list before it is used, with a warning: damage to one small file
+    must not make all steps of a run unreadable.
 
     Raises:
         UnavailableError: Storage failed.
@@ -131,8 +136,8 @@ def current_fence(store: Store) -> Fence:
         try:
             return _current_fence(store)
         except MissingError:
-            continue  # Removed after we listed it, for two newer ones are there.
-    raise UnavailableError(f"{store.url}/{EPOCHS_FOLDER}: what is listed is not there, {_TRIES} times. Try again")
+            continue  # Its epoch is over: the list was removed after we listed it. List again.
+    raise UnavailableError(f"{store.url}/{EPOCHS_FOLDER}: listed files do not exist, {_TRIES} times. Try again")
 
 
 def _current_fence(store: Store) -> Fence:
@@ -143,17 +148,15 @@ def _current_fence(store: Store) -> Fence:
             data = store.get(key, _ACCEPTED_BYTES_MAX)
             return Fence(number, dict(_decode(data, "accepted", _AcceptedDocument, number, where).steps))
         except CorruptError as error:
-            logger.warning(
-                "what epoch %d accepted cannot be read, what the one before it did counts: %s", number, error
-            )
+            logger.warning("the list of epoch %d cannot be read; the list before it is used: %s", number, error)
     return Fence()
 
 
 def is_valid(store: Store, fence: Fence, step: int) -> bool:
-    """Return whether the manifest at a step counts; one that is damaged or of a newer format does, to be met as such.
+    """Return whether the manifest at a step counts. A damaged or newer one does, so that readers report it.
 
     Raises:
-        MissingError: There is none.
+        MissingError: The step has no manifest.
     """
     folder = step_folder(step)
     if not fence.epoch:
@@ -164,7 +167,7 @@ def is_valid(store: Store, fence: Fence, step: int) -> bool:
 
 
 def is_valid_manifest(data: bytes, fence: Fence, where: str) -> bool:
-    """Return whether a manifest that was read counts; as `is_valid`."""
+    """Return whether a manifest counts, given its bytes; as `is_valid`."""
     try:
         step, epoch, digest = epoch_of_manifest(data, where)
     except (CorruptError, InvalidError):
@@ -175,14 +178,14 @@ def is_valid_manifest(data: bytes, fence: Fence, where: str) -> bool:
 def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int, str | None]:
     """Return the digest of the manifest of every step that counts.
 
-    Of one that is damaged, or of a newer format, it is None: whatever is put in its place counts. No late writer can,
-    for a manifest is put if absent.
+    For a damaged or newer manifest the digest is None, and any manifest at this step counts. A late writer cannot use
+    this to publish: its put-if-absent finds the damaged manifest.
 
     Raises:
-        InvalidError: A manifest may not be read, or is no file: whether it counts cannot be told.
+        InvalidError: A manifest is not a readable file, so whether it counts is unknown.
         UnavailableError: Storage failed.
     """
-    found: dict[int, str | None] = {}
+    accepted: dict[int, str | None] = {}
     for step in steps:
         key = step_folder(step) + MANIFEST_FILE
         try:
@@ -190,73 +193,73 @@ def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int
         except MissingError:
             continue
         except CorruptError:
-            found[step] = None  # Too large for one.
+            accepted[step] = None  # Too large for a manifest.
             continue
         except InvalidError as error:
             raise InvalidError(
-                f"{error}. Whether step {step} counts cannot be told until its manifest can be read, and a writer that "
-                "went on without it would make it count no more. Nothing of it was touched"
+                f"{error}. Whether step {step} counts is unknown until its manifest can be read. A new writer would "
+                "make the step invalid, so this one stops. Nothing was changed. Make the manifest readable"
             ) from error
         try:
-            named, epoch, digest = epoch_of_manifest(data, f"{store.url}/{key}")
+            manifest_step, epoch, digest = epoch_of_manifest(data, f"{store.url}/{key}")
         except (CorruptError, InvalidError):
-            found[step] = None
+            accepted[step] = None
             continue
-        if named is None or fence.admits(named, epoch, digest):
-            found[step] = digest
-    return found
+        if manifest_step is None or fence.admits(manifest_step, epoch, digest):
+            accepted[step] = digest
+    return accepted
 
 
 def fenced_error(where: str) -> MissingError:
     """Return the error for a manifest that does not count."""
     return MissingError(
-        f"{where}: its epoch is over, and the newer one did not find it: it was published by a writer that another one "
-        "had replaced, or was away at that time (restored since, or moved and moved back). So it is no checkpoint. "
-        "Choose another step, or take it in if it is whole: holdfast repair ROOT --step N --unfinished"
+        f"{where}: not a checkpoint: its epoch is over, and the list of the newer epoch does not have it. Either a "
+        "replaced writer published it, or it was moved away and back. Choose another step, or accept this one if it "
+        "is whole: holdfast repair ROOT --step N --unfinished"
     )
 
 
 def require_newest(store: Store, number: int) -> None:
-    """Refuse to go on under an epoch that is over.
+    """Refuse to write under an epoch that is over.
 
     Raises:
-        ConflictError: There is a newer one; the message names its holder.
+        ConflictError: A newer epoch exists; the message names its holder.
     """
-    # Epochs have no gaps, and a record never goes.
+    # One look is enough: epochs have no gaps, and records are never removed.
     try:
         store.size(epoch_key(number + 1))
     except MissingError:
         return
     raise ConflictError(
-        f"{store.url}: epoch {number} is over: {format_holder(store, newest_epoch(store))} took over. Expected to be "
-        "the only writer of this run. Stop this job, or save elsewhere"
+        f"{store.url}: epoch {number} is over: {format_holder(store, newest_epoch(store))} took over. Expected one "
+        "writer of this run. Stop this job, or save elsewhere"
     )
 
 
 def require_counted(store: Store, step: int, number: int, digest: str) -> None:
-    """Refuse a manifest that was published when its epoch was over, unless it was accepted all the same.
+    """Refuse a manifest that was published after its epoch ended, unless the newer epoch accepted it.
 
     Args:
         store: The root of the run.
-        step: Where the manifest lies.
+        step: The step of the manifest.
         number: Its epoch.
         digest: Its digest.
     Raises:
-        ConflictError: It does not count and never will; the message names who took over.
-        UnavailableError: The newer epoch has not said yet what it accepts.
+        ConflictError: The manifest never counts; the message names the new holder.
+        UnavailableError: The newer epoch has no list yet, so the outcome is unknown.
     """
     try:
         require_newest(store, number)
     except ConflictError as over:
         fence = current_fence(store)
         if fence.epoch <= number:
-            raise UnavailableError(f"{over}. It has not said yet which steps it accepts") from over
+            raise UnavailableError(f"{over}. Its list of accepted steps does not exist yet") from over
         if not fence.admits(step, number, digest):
             raise ConflictError(f"{over}. Step {step} was published too late and does not count") from over
 
 
 def format_holder(store: Store, number: int) -> str:
-    """Return who holds an epoch, for messages."""
+    """Return the holder of an epoch, for messages."""
     try:
         epoch = read_epoch(store, number)
     except CheckpointError:
@@ -265,7 +268,7 @@ def format_holder(store: Store, number: int) -> str:
 
 
 def remove_before(store: Store, number: int) -> None:
-    """Remove what epochs before one accepted, and their beats; the records stay, for they say that an epoch is over."""
+    """Remove the lists and heartbeats of older epochs. The records stay: they say that an epoch is over."""
     keys = (entry.key for entry in store.list(EPOCHS_FOLDER))
     old = [key for key in keys if (epoch_of_key(key) or number) < number and key != epoch_key(epoch_of_key(key) or 0)]
     if old:
@@ -273,7 +276,12 @@ def remove_before(store: Store, number: int) -> None:
 
 
 def _numbers(store: Store, key_of: Callable[[int], str]) -> list[int]:
-    """Return the epochs that have a record, or have said what they accept."""
+    """Return the epochs that have an object of one kind.
+
+    Args:
+        store: The root of the run.
+        key_of: `epoch_key` or `accepted_key`.
+    """
     keys = [entry.key for entry in store.list(EPOCHS_FOLDER)]
     numbers = ((epoch_of_key(key), key) for key in keys)
     return [number for number, key in numbers if number is not None and key == key_of(number)]

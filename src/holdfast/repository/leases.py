@@ -1,4 +1,4 @@
-"""Leases of readers: small records under the root of a run that say who reads which step, renewed while it lasts."""
+"""Reader leases: small records under the root of a run. Each names a process and the step that it reads."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Lease:
     """Key of its record."""
 
     data: bytes
-    """The record, as stored; it changes with every renewal."""
+    """The record as stored. It changes with every renewal."""
 
     step: int | None
-    """The step that is read; None where the record cannot be read, so that it may be any."""
+    """The step that is read; None if the record is unreadable, so that any step may be meant."""
 
     holder: Holder | None
-    """Who reads; None where the record cannot be read."""
+    """The reading process; None if the record is unreadable."""
 
 
 class _LeaseDocument(msgspec.Struct):
@@ -43,32 +43,37 @@ class _LeaseDocument(msgspec.Struct):
 
 
 def put_lease(store: Store, holder: Holder, step: int, count: int) -> str:
-    """Say that a step is being read, for the `count`-th time; return the key of the record.
+    """Put or renew a lease, and return the key of its record.
 
-    It need not survive a power cut: no reader does.
+    Args:
+        store: The root of the run.
+        holder: The reading process.
+        step: The step that it reads.
+        count: Number of renewals, so that each one changes the record.
     """
     key = f"{READERS_FOLDER}{holder.nonce}.json"
     fields = {"holder": encode_holder(holder), "step": step, "count": count}
+    # Not durable: a lease need not survive a power cut, because its reader does not.
     store.put(key, sealed(header("reader") | fields), durable=False)
     return key
 
 
 def leases(store: Store) -> list[Lease]:
-    """Return every lease under a root."""
-    found = []
+    """Return all leases under a root."""
+    listed = []
     for entry in store.list(READERS_FOLDER):
         if _KEY.fullmatch(entry.key):
             try:
                 data = store.get(entry.key, _LEASE_BYTES_MAX)
             except MissingError:
-                continue  # Done since it was listed.
+                continue  # The reader finished after we listed it.
             except (CorruptError, InvalidError):
                 data = b""
-            found.append(_decoded(entry.key, data, f"{store.url}/{entry.key}"))
-    return found
+            listed.append(_decode(entry.key, data, f"{store.url}/{entry.key}"))
+    return listed
 
 
-def _decoded(key: str, data: bytes, where: str) -> Lease:
+def _decode(key: str, data: bytes, where: str) -> Lease:
     try:
         document, _ = decode_sealed(data, "reader", _LeaseDocument, where)
         return Lease(key, data, document.step, decode_holder(document.holder))

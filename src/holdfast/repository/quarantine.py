@@ -1,4 +1,4 @@
-"""Steps that were found damaged: noted beside the run, so that nobody resumes from them again; never deleted."""
+"""Records of damaged steps, kept beside the run. A load that chooses a step skips these; nothing here deletes data."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from holdfast.repository.publish import packs_named_by
 logger = logging.getLogger(__name__)
 
 QUARANTINE = "quarantine/"
-"""Folder of the records, under the root of a run."""
+"""Folder of the records and backups, under the root of a run."""
 
 _NAME = re.compile(r"(step-\d{12})\.([0-9a-f]{16})\.json", re.ASCII)
-_SET_ASIDE = re.compile(r"step-\d{12}\.[0-9a-f]{16}\." + re.escape(MANIFEST_FILE), re.ASCII)
+_SUPERSEDED = re.compile(r"step-\d{12}\.[0-9a-f]{16}\." + re.escape(MANIFEST_FILE), re.ASCII)
 _RECORD_BYTES_MAX = 1 << 20
 _WHY_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineRecord:
-    """One manifest that is not to be resumed from."""
+    """One manifest that must not be resumed from."""
 
     step: int
-    """The step it lies at."""
+    """Its step."""
 
     identity: str
-    """Which manifest, as `manifest_identity` says: one saved anew at the step is another."""
+    """Its `manifest_identity`: a step that is saved again has another one."""
 
     why: str
-    """What was found."""
+    """The damage."""
 
     found: str
-    """When, for people."""
+    """Time of the finding, for people."""
 
     attempts: tuple[str, ...]
-    """Folders that hold what was saved; no writer removes them."""
+    """Folders that hold the saved files; no writer removes them."""
 
     @property
     def key(self) -> str:
@@ -56,116 +56,110 @@ def _stem(step: int, identity: str) -> str:
 
 
 def backup_key(step: int, identity: str, name: str) -> str:
-    """Return the key under which a file that is replaced is kept; `name` is its name without folders."""
+    """Return the key of the backup of a replaced file; `name` is the file's name without folders."""
     return f"{_stem(step, identity)}.{name}"
 
 
 def manifest_identity(data: bytes) -> str:
-    """Return what tells one manifest at a step from another, damaged ones too: 16 hex digits.
+    """Return 16 hex digits that distinguish manifests of one step, damaged ones included."""
+    return _identify(data)[0]
 
-    It is the beginning of the digest that a whole one carries, and of the digest of all its bytes otherwise.
-    """
+
+def _identify(data: bytes) -> tuple[str, Mapping[str, object]]:
+    """Return the identity of a manifest and its document, which is empty if the manifest is damaged."""
     try:
-        return unsealed(data, MANIFEST_FILE)[1][:16]
+        document, digest = unsealed(data, MANIFEST_FILE)
     except CheckpointError:
-        return hex_digest_of(data)[:16]
+        return hex_digest_of(data)[:16], {}
+    return digest[:16], document
 
 
 def identity_at(store: Store, step: int) -> str:
     """Return the identity of the manifest at a step.
 
     Raises:
-        MissingError: There is none.
+        MissingError: The step has no manifest.
     """
-    return _stated_at(store, step)[0]
+    return _identify_at(store, step)[0]
 
 
-def _stated_at(store: Store, step: int) -> tuple[str, Mapping[str, object]]:
-    """Return the identity of the manifest at a step, and what it says, which is nothing where it is damaged."""
+def _identify_at(store: Store, step: int) -> tuple[str, Mapping[str, object]]:
     key = step_folder(step) + MANIFEST_FILE
     try:
-        data = store.get(key, MANIFEST_BYTES_MAX)
-    except CorruptError:  # Too large to be one.
+        return _identify(store.get(key, MANIFEST_BYTES_MAX))
+    except CorruptError:  # Too large for a manifest.
         return hex_digest_of(str(store.size(key)).encode())[:16], {}
-    try:
-        return manifest_identity(data), unsealed(data, MANIFEST_FILE)[0]
-    except CheckpointError:
-        return manifest_identity(data), {}
 
 
 def quarantined(store: Store) -> Mapping[int, Mapping[str, QuarantineRecord]]:
-    """Return what is noted under a root, by step and identity.
+    """Return the records under a root, by step and identity.
 
-    The names decide; a record that cannot be read still counts.
+    The file names decide: a record counts even if its content is unreadable.
     """
-    found: dict[int, dict[str, QuarantineRecord]] = {}
+    records: dict[int, dict[str, QuarantineRecord]] = {}
     for step, identity in list_records(store):
         key = f"{_stem(step, identity)}.json"
-        found.setdefault(step, {})[identity] = _read(store, key, step, identity)
-    return found
+        records.setdefault(step, {})[identity] = _read(store, key, step, identity)
+    return records
 
 
 def list_records(store: Store) -> list[tuple[int, str]]:
-    """Return step and identity of what is noted under a root; no record is read."""
+    """Return step and identity of every record under a root, by listing alone."""
     matches = (_NAME.fullmatch(entry.key.removeprefix(QUARANTINE)) for entry in store.list(QUARANTINE))
     named = ((step_of_folder(match[1]), match[2]) for match in matches if match)
     return [(step, identity) for step, identity in named if step is not None]
 
 
 def is_quarantined(store: Store, step: int) -> bool:
-    """Return whether the manifest at a step is noted."""
-    known = quarantined(store).get(step, {})
-    return bool(known) and identity_at(store, step) in known
+    """Return whether the manifest at a step is under quarantine."""
+    records = quarantined(store).get(step, {})
+    return bool(records) and identity_at(store, step) in records
 
 
 def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> None:
-    """Note that the manifest at a step is damaged; nothing of it is touched. Noting it twice changes nothing.
+    """Record that the manifest at a step is damaged. The step is not touched; a second call changes nothing.
 
     Args:
         store: The root of the run.
         step: The step.
-        identity: Which manifest was judged.
-        why: What was found.
-        found: When, for people.
+        identity: Identity of the manifest that was checked.
+        why: The damage.
+        found: Time of the finding, for people.
     Raises:
-        MissingError: There is no manifest at the step any more.
-        ConflictError: Another lies there by now.
+        MissingError: The step has no manifest any more.
+        ConflictError: The step was saved again and has another manifest.
         CheckpointError: The root cannot be written to.
     """
     folder = step_folder(step)
-    there, stated = _stated_at(store, step)
-    if there != identity:
+    current, document = _identify_at(store, step)
+    if current != identity:
         raise ConflictError(
-            f"{store.url}/{folder}{MANIFEST_FILE}: is {there}; expected {identity}, which was judged. It was saved anew"
+            f"{store.url}/{folder}{MANIFEST_FILE}: manifest {current}; expected {identity}, which was checked. "
+            "The step was saved again: check it again"
         )
-    named = stated.get("attempt")
-    if isinstance(named, str) and is_attempt_folder(named):
-        attempts = [named]
+    attempt = document.get("attempt")
+    if isinstance(attempt, str) and is_attempt_folder(attempt):
+        attempts = [attempt]
     else:
+        # A damaged manifest does not say which attempt it commits, so the record protects all of them.
         attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
-    record = QuarantineRecord(step, identity, why[:_WHY_MAX], found, tuple(attempts))
-    document = {
-        **header("quarantine"),
-        "step": step,
-        "why": record.why,
-        "found": found,
-        "attempts": attempts,
-    }
+    key = f"{_stem(step, identity)}.json"
+    fields = {"step": step, "why": why[:_WHY_MAX], "found": found, "attempts": attempts}
     try:
-        store.put_if_absent(record.key, sealed(document))
+        store.put_if_absent(key, sealed(header("quarantine") | fields))
     except ConflictError:
-        logger.debug("step %d is noted already", step)
+        logger.debug("step %d is under quarantine already", step)
 
 
 def release(store: Store, step: int) -> None:
-    """Forget that a step was found damaged; what was kept of it stays."""
+    """Remove the records of a step. Backups of its files stay."""
     store.delete([record.key for record in quarantined(store).get(step, {}).values()])
 
 
 def supersede(store: Store, step: int) -> bool:
     """Make room for a save at a step whose manifest is under quarantine; return whether there was one.
 
-    The manifest is kept beside its record, and `quarantined_attempts` keeps what it names.
+    The manifest is kept beside its record, and `quarantined_attempts` protects the files that it names.
     """
     try:
         if not is_quarantined(store, step):
@@ -179,39 +173,40 @@ def supersede(store: Store, step: int) -> bool:
 
 
 def quarantined_attempts(store: Store, step: int) -> set[str]:
-    """Return the folders at a step that hold what was saved and found damaged: no sweep may remove them."""
+    """Return the folders of a step that hold quarantined data; no cleanup may remove them."""
     return {attempt for record in quarantined(store).get(step, {}).values() for attempt in record.attempts}
 
 
 def superseded_packs(store: Store) -> frozenset[str]:
-    """Return the packs of the run that manifests name which were set aside, by their path from the root."""
+    """Return the packs of the run that superseded manifests name, by their path from the root."""
     manifests = []
     for entry in store.list(QUARANTINE):
-        if _SET_ASIDE.fullmatch(entry.key.removeprefix(QUARANTINE)):
+        if _SUPERSEDED.fullmatch(entry.key.removeprefix(QUARANTINE)):
             try:
                 manifests.append(decode_manifest(store.get(entry.key, MANIFEST_BYTES_MAX), f"{store.url}/{entry.key}"))
             except (CorruptError, InvalidError, MissingError):
-                continue  # What it named cannot be told, nor anything be read by it.
+                continue  # Its packs are unknown, and no reader can use them without the manifest.
     return packs_named_by(manifests)
 
 
 def backup(store: Store, step: int, key: str, bytes_max: int) -> str:
-    """Keep the bytes of a file that is about to be replaced, under the quarantine; return the key they have there.
+    """Copy a file into the quarantine folder before it is replaced; return the key of the copy.
 
     Raises:
-        MissingError: It is not there.
+        MissingError: The file does not exist.
         CorruptError: It is larger than any file of its kind.
     """
     data = store.get(key, bytes_max)
-    kept = backup_key(step, hex_digest_of(data)[:16], key.rpartition("/")[2])
+    copy_key = backup_key(step, hex_digest_of(data)[:16], key.rpartition("/")[2])
     try:
-        store.put_if_absent(kept, data)
+        store.put_if_absent(copy_key, data)
     except ConflictError:
-        logger.debug("%s is kept already", key)  # Its name says what it holds.
-    return kept
+        logger.debug("%s is backed up already", key)  # The name holds the digest, so the content is the same.
+    return copy_key
 
 
 def _read(store: Store, key: str, step: int, identity: str) -> QuarantineRecord:
+    # Lenient on purpose: a record with a wrong field still protects the step, so no field may raise.
     try:
         document, _ = unsealed(store.get(key, _RECORD_BYTES_MAX), f"{store.url}/{key}")
     except (CorruptError, MissingError) as error:
@@ -222,5 +217,5 @@ def _read(store: Store, key: str, step: int, identity: str) -> QuarantineRecord:
         identity,
         str(document.get("why"))[:_WHY_MAX],
         str(document.get("found", "")),
-        tuple(each for each in attempts if isinstance(each, str)) if isinstance(attempts, list) else (),
+        tuple(attempt for attempt in attempts if isinstance(attempt, str)) if isinstance(attempts, list) else (),
     )

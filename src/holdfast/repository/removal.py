@@ -1,8 +1,11 @@
-"""Removing from a run what nobody needs: what lies in a step's folder, marks of what is about to go, and the removal.
+"""Removing unreferenced files from a run: the files of a step, removal marks, and the removal itself.
 
-A mark is put before anything is removed, and names all of it; before the last look it is put again, as one that is
-carried out. Whoever is about to rely on a step, by reading or tagging it, says so first and looks for such marks then;
-whoever removes looks for these sayings after that. One of the two sees the other.
+A mark has two states:
+- announced: put before anything is removed; names every step and file that may go;
+- carried out: put again, before the collector looks for readers and tags a last time.
+
+A reader or tagger first announces itself, then looks for marks that are carried out. The collector does the opposite:
+it marks, then looks for readers and tags. So at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ _MARK_BYTES_MAX = 256 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What somebody is about to remove."""
+    """The announcement of one removal."""
 
     key: str
     """Key of its record."""
@@ -55,27 +58,27 @@ class Mark:
     """The run."""
 
     epoch: int
-    """Under which it is removed; nobody removes it once that is over."""
+    """Epoch of the collector, which stops when the epoch is over."""
 
     is_carried_out: bool
-    """Whether it is too late to say that a step is wanted."""
+    """Whether it is too late for a reader to protect a step."""
 
     steps: Mapping[int, str]
-    """Steps that lose their manifest, each with the digest of it."""
+    """Steps that lose their manifest, each with the manifest's digest."""
 
 
 def inspect_step(
     store: Store, step: int, fence: Fence, pinned: Iterable[str] = ()
 ) -> tuple[StepFiles, Manifest | None, list[str]]:
-    """Return what lies in the folder of a step, its manifest if it can be read, and keys that no save gives.
+    """Return the files of a step, its manifest if readable, and keys that no save creates.
 
-    The latter are nobody's to remove: whoever put them there may want them.
+    Unknown files are never removed: another tool or a person may need them.
 
     Args:
         store: The root of the run.
         step: The step.
         fence: Which manifests count.
-        spared: Attempts that are under quarantine.
+        pinned: Attempts under quarantine.
     Raises:
         UnavailableError: Storage failed.
     """
@@ -83,16 +86,16 @@ def inspect_step(
     digest, manifest, counts = _manifest_at(store, step, fence)
     attempts: dict[str, dict[str, int]] = {}
     reports: dict[str, int] = {}
-    strangers = []
+    unknown = []
     for entry in store.list(folder):
-        place, _, name = entry.key.removeprefix(folder).partition("/")
-        if is_attempt_folder(place) and is_attempt_file(name):
-            attempts.setdefault(place, {})[entry.key] = entry.bytes
-        elif place == _REPORTS_FOLDER and name:
+        subfolder, _, name = entry.key.removeprefix(folder).partition("/")
+        if is_attempt_folder(subfolder) and is_attempt_file(name):
+            attempts.setdefault(subfolder, {})[entry.key] = entry.bytes
+        elif subfolder == _REPORTS_FOLDER and name:
             reports[entry.key] = entry.bytes
         elif entry.key != folder + MANIFEST_FILE:
-            strangers.append(entry.key)
-    found = StepFiles(
+            unknown.append(entry.key)
+    files = StepFiles(
         step=step,
         digest=digest,
         attempt=None if manifest is None else manifest.attempt,
@@ -102,18 +105,18 @@ def inspect_step(
         packs=packs_named_by([] if manifest is None else [manifest]),
         pinned=frozenset(pinned),
     )
-    return found, manifest, strangers
+    return files, manifest, unknown
 
 
 def _manifest_at(store: Store, step: int, fence: Fence) -> tuple[str | None, Manifest | None, bool]:
-    """Return what tells the manifest of a step from another, the manifest, and whether it counts."""
+    """Return a digest that identifies the manifest of a step, the manifest if readable, and whether it counts."""
     key = step_folder(step) + MANIFEST_FILE
     try:
         data = store.get(key, MANIFEST_BYTES_MAX)
     except MissingError:
         return None, None, False
     except (CorruptError, InvalidError):
-        # Too large for one, or nothing that we may read: not ours to judge.
+        # Too large, or not a readable file: it counts, so that nothing of the step is removed.
         return "", None, True
     try:
         manifest = manifest_in(step_folder(step), data, f"{store.url}/{key}")
@@ -123,17 +126,17 @@ def _manifest_at(store: Store, step: int, fence: Fence) -> tuple[str | None, Man
 
 
 def is_pack_key(key: str) -> bool:
-    """Return whether a key under the root of a run is that of a pack."""
+    """Return whether a key under the root of a run names a pack."""
     return step_of_pack(key) is not None
 
 
 def named_files(manifest: Manifest) -> dict[str, int]:
-    """Return the bytes, by key under the root, of every file of the run that the manifest of a step names."""
-    assert manifest.step is not None, "a run holds steps"
+    """Return the size, by key under the root, of every file of the run that a step's manifest names."""
+    assert manifest.step is not None, "a manifest of a run has a step"
     overview = () if manifest.overview is None else (manifest.overview,)
-    own = f"{step_folder(manifest.step)}{manifest.attempt}/"
+    attempt_folder = f"{step_folder(manifest.step)}{manifest.attempt}/"
     return {
-        file.name if step_of_pack(file.name) is not None else own + file.name: file.bytes
+        file.name if step_of_pack(file.name) is not None else attempt_folder + file.name: file.bytes
         for file in (*manifest.packs, *manifest.parts, *manifest.indexes, *overview)
         if not is_file_url(file.name)
     }
@@ -149,7 +152,7 @@ class _MarkDocument(msgspec.Struct):
 def put_mark(
     store: Store, run_id: str, nonce: str, epoch: int, to_delete: Unreferenced, *, is_carried_out: bool
 ) -> Mark:
-    """Say what is about to be removed, or that it is now."""
+    """Put a mark, announced or carried out."""
     mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, to_delete.steps)
     document = {
         **header("collecting"),
@@ -164,45 +167,48 @@ def put_mark(
 
 
 def marks(store: Store) -> list[Mark]:
-    """Return every mark under a root; one that cannot be read counts for nothing.
+    """Return all readable marks under a root.
 
-    A mark protects who is late by a moment, and must not keep everybody from a run for ever.
+    Unreadable marks are skipped. A mark only closes a short race, so a damaged one must not block a run for ever.
     """
-    found = []
+    listed = []
     for key in sorted(entry.key for entry in store.list(MARKS_FOLDER)):
         if not _MARK.fullmatch(key):
             continue
         try:
-            found.append(_decoded(key, store.get(key, _MARK_BYTES_MAX), f"{store.url}/{key}"))
+            listed.append(_decode(key, store.get(key, _MARK_BYTES_MAX), f"{store.url}/{key}"))
         except MissingError:
-            continue  # Carried out since it was listed.
+            continue  # The collector finished after we listed it.
         except (CorruptError, InvalidError) as error:
-            logger.debug("a mark is passed over: %s", error)
-    return found
+            logger.debug("an unreadable mark is skipped: %s", error)
+    return listed
 
 
-def _decoded(key: str, data: bytes, where: str) -> Mark:
+def _decode(key: str, data: bytes, where: str) -> Mark:
     document, _ = decode_sealed(data, "collecting", _MarkDocument, where)
     return Mark(key, document.run_id, document.epoch, document.carried_out, dict(document.steps))
 
 
 def remove_marks(store: Store, keys: Iterable[str]) -> None:
-    """Forget marks, damaged ones too: carried out, given up, or left by a process that is gone."""
+    """Remove marks, damaged ones included: after the removal, after giving up, or after their process died."""
     store.delete(list(keys))
 
 
 def mark_keys(store: Store) -> list[str]:
-    """Return the keys of every mark under a root."""
+    """Return the keys of all marks under a root, readable or not."""
     return [entry.key for entry in store.list(MARKS_FOLDER) if _MARK.fullmatch(entry.key)]
 
 
 def remove(store: Store, to_delete: Unreferenced) -> None:
-    """Remove manifests first, and once that is durable what they named; killed anywhere, no step is half there.
+    """Remove manifests, then the files that they named.
+
+    The first deletion is durable before the second begins. So a crash at any point leaves no visible step without
+    its files.
 
     Raises:
-        UnavailableError: Storage failed; the next collection goes on.
+        UnavailableError: Storage failed; the next collection continues.
     """
-    # The oldest first: whoever lists meanwhile never misses a newer one.
+    # Oldest first: a reader that lists meanwhile still finds the newest step.
     manifests = [step_folder(step) + MANIFEST_FILE for step in sorted(to_delete.steps)]
     if manifests:
         store.delete(manifests)
@@ -211,8 +217,8 @@ def remove(store: Store, to_delete: Unreferenced) -> None:
 
 
 def remove_folders(store: Store, steps: Iterable[int]) -> None:
-    """Remove the folders of steps in which no object lies; one that a dead collection left, say."""
-    # A key that is absent still has its folder looked at.
+    """Remove empty step folders, for example those of an interrupted collection."""
+    # Deleting a key makes the store remove its folder if that is empty, even if the key does not exist.
     keys = [f"{step_folder(step)}nothing" for step in steps]
     if keys:
         store.delete(keys)

@@ -1,6 +1,6 @@
-"""Reports beside a checkpoint: what each rank did when it was saved, and the last time each reader loaded it.
+"""Reports beside a checkpoint: what each rank did during the save, and during the last load of each reader.
 
-They are for people. No reader of a checkpoint needs them, and nothing is decided by them.
+Reports are for people. No reader of a checkpoint needs them, and no code decides anything by them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.ports.store import Readable, Store
 from holdfast.types.events import Operation, Phase, RankReport, Verb
 
 REPORTS_FOLDER = "reports/"
-"""Folder of the reports, inside that of the checkpoint."""
+"""Folder of the reports, inside the folder of the checkpoint."""
 
 _REPORT = re.compile(r"(save|load)-([0-9a-f]{16})-r(\d{5})\.json", re.ASCII)
 _REPORT_BYTES_MAX = 1 << 20
@@ -35,13 +35,14 @@ _PHASES_MAX = 10_000
 
 
 def put_report(store: Store, folder: str, report: RankReport) -> None:
-    """Put a report beside a checkpoint. It is not made durable: a power cut may take it, and no save waits for it.
+    """Put a report beside a checkpoint.
 
     Raises:
-        CheckpointError: It could not be written.
+        CheckpointError: The report could not be written.
     """
     operation = report.operation
     name = f"{operation.verb}-{report.id}-r{operation.rank:05d}.json"
+    # Not durable: a power cut may lose a report, and no save should wait for a disk because of it.
     store.put(f"{folder}{REPORTS_FOLDER}{name}", encode_report(report), durable=False)
 
 
@@ -70,11 +71,11 @@ def encode_report(report: RankReport) -> bytes:
 
 
 def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport | CheckpointError]]:
-    """Yield every report beside a checkpoint by its key, sorted; of one that cannot be read what to say of it.
+    """Yield key and report of every report beside a checkpoint, by key; for an unreadable report, key and error.
 
     Args:
-        store: Where the checkpoint lies.
-        folder: Its folder there: empty, or ending in a slash.
+        store: The store of the checkpoint.
+        folder: Its folder in the store: empty, or ending in a slash.
     Raises:
         CheckpointError: The folder cannot be listed.
     """
@@ -86,16 +87,16 @@ def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport |
         where = f"{store.url}/{key}"
         try:
             report = decode_report(store.get(key, _REPORT_BYTES_MAX), where, f"{store.url}/{folder}".rstrip("/"))
-            said = (report.operation.verb, report.id, report.operation.rank)
-            if said != (match[1], match[2], int(match[3])):
-                raise CorruptError(f"{where}: is the report {said}; expected what its name says. It was renamed")
+            identity = (report.operation.verb, report.id, report.operation.rank)
+            if identity != (match[1], match[2], int(match[3])):
+                raise CorruptError(f"{where}: is report {identity}; expected the report in its name. It was renamed")
         except CheckpointError as error:
             yield key, error
         else:
             yield key, report
 
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 
 
 class _ReportDocument(msgspec.Struct):
@@ -105,11 +106,11 @@ class _ReportDocument(msgspec.Struct):
     world_size: WorldSize
     host: Text
     pid: Count
-    began_unix_seconds: Seconds
-    seconds: Seconds
+    began_unix_seconds: _Seconds
+    seconds: _Seconds
     bytes: Count
     facts: dict[Text, bool | int | float | Text]
-    phases: Annotated[list[tuple[Text, Seconds, Seconds]], msgspec.Meta(max_length=_PHASES_MAX)]
+    phases: Annotated[list[tuple[Text, _Seconds, _Seconds]], msgspec.Meta(max_length=_PHASES_MAX)]
     step: StepNumber | None = None
 
 

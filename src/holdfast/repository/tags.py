@@ -1,4 +1,4 @@
-"""Tags: names that people give to steps, one small file each, put-if-absent."""
+"""Tags: names that people give to steps. Each tag is one small file, created with put-if-absent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.names import MANIFEST_FILE, step_folder
 from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
@@ -41,35 +41,35 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Every tag of a run."""
+    """All tags of a run."""
 
     whole: Mapping[str, Tag] = field(default_factory=dict)
-    """Tags that can be read, by name."""
+    """Readable tags, by name."""
 
     damaged: Mapping[str, CheckpointError] = field(default_factory=dict)
-    """Why others cannot, by name."""
+    """Errors of unreadable tags, by name."""
 
     def of(self, step: int, digest: str) -> tuple[str, ...]:
-        """Return the names of a step, by the digest of its manifest: one removed and saved again is another."""
+        """Return the tags of a step with this manifest. A step that was deleted and saved again has no old tags."""
         return tuple(tag.name for tag in self.whole.values() if (tag.step, tag.digest) == (step, digest))
 
 
 def require_tag_name(name: object) -> str:
-    """Refuse what cannot name a step.
+    """Return a tag name if it is valid.
 
     Raises:
-        InvalidError: It is no text, or has other characters.
+        InvalidError: The name is no text, too long, or has other characters.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidError(
             f"tag {str(name)[:80]!r}: expected 1 to 100 of letters, digits, '.', '_' and '-', beginning with a letter, "
-            "a digit or '_'"
+            "a digit or '_'. Choose another name"
         )
     return name
 
 
 def read_tags(store: Store) -> Tags:
-    """Return every tag of a run, by name; one that is damaged is told, not raised."""
+    """Return all tags of a run. A damaged tag is listed with its error; it raises nothing."""
     whole: dict[str, Tag] = {}
     damaged: dict[str, CheckpointError] = {}
     for key in sorted(entry.key for entry in store.list(TAGS_FOLDER)):
@@ -79,27 +79,27 @@ def read_tags(store: Store) -> Tags:
         try:
             whole[name] = _read(store, name)
         except MissingError:
-            continue  # Removed since it was listed.
+            continue  # Another process removed it after we listed it.
         except CheckpointError as error:
             damaged[name] = error
     return Tags(whole, damaged)
 
 
 def require_tag_free(store: Store, name: str) -> None:
-    """Refuse a tag that is there already.
+    """Refuse a tag that exists.
 
     Raises:
-        ConflictError: It is; the message names its step.
+        ConflictError: The tag exists; the message names its step.
     """
     if exists(store, _key(name)):
         raise _conflict(store, name)
 
 
 def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
-    """Give a committed step a name; nothing changes if it has it already.
+    """Give a committed step a tag. If the step has this tag already, nothing changes.
 
     Raises:
-        MissingError: There is no such step.
+        MissingError: The step is not committed.
         ConflictError: The tag names another step; it was not touched.
         CorruptError: The step's manifest is damaged.
     """
@@ -108,38 +108,38 @@ def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
     try:
         store.put_if_absent(_key(name), _encode(tag))
     except ConflictError as conflict:
-        there = _read_or_none(store, name)
-        if there is not None and (there.step, there.digest) == (step, digest):
-            return there
+        existing = _read_or_none(store, name)
+        if existing is not None and (existing.step, existing.digest) == (step, digest):
+            return existing
         raise _conflict(store, name) from conflict
     if not exists(store, step_folder(step) + MANIFEST_FILE):
-        # Collected in this moment: a tag must not promise what is gone.
+        # Garbage collection deleted the step meanwhile. Remove the tag, which would name nothing.
         store.delete([_key(name)])
         _digest_of(store, step)
     return tag
 
 
 def tags_for_new_manifest(store: Store, step: int, digest: str) -> dict[str, bytes]:
-    """Return the records, by key, that give a step whose manifest was made again the tags that it had.
+    """Return tag files, by key, that point the tags of a step to its rewritten manifest.
 
     Args:
         store: The root of the run.
         step: The step.
-        digest: That of its manifest now.
+        digest: Digest of its new manifest.
     """
     tags = (tag for tag in read_tags(store).whole.values() if tag.step == step and tag.digest != digest)
     return {_key(tag.name): _encode(replace(tag, digest=digest)) for tag in tags}
 
 
 def remove_tag(store: Store, name: str) -> None:
-    """Take a name away from its step, whole or damaged; the step stays as it is.
+    """Remove a tag, readable or damaged. The step is not touched.
 
     Raises:
-        MissingError: There is no such tag.
+        MissingError: The tag does not exist.
     """
     if not exists(store, _key(name)):
-        known = ", ".join(read_tags(store).whole) or "none"
-        raise MissingError(f"{store.url}: no tag {name!r}; there are: {known}")
+        known = first_three(read_tags(store).whole) or "none"
+        raise MissingError(f"{store.url}: no tag {name!r}; there are: {known}. Choose one of them")
     store.delete([_key(name)])
 
 
@@ -150,17 +150,17 @@ def _digest_of(store: Store, step: int) -> str:
             raise fenced_error(f"{store.url}/{step_folder(step)}{MANIFEST_FILE}")
     except MissingError as missing:
         raise MissingError(
-            f"{store.url}: no committed step {step} to tag; choose one that is (holdfast ls {store.url})"
+            f"{store.url}: no committed step {step} to tag; choose a committed step (holdfast ls {store.url})"
         ) from missing
     return manifest.digest
 
 
 def _conflict(store: Store, name: str) -> ConflictError:
-    there = _read_or_none(store, name)
-    what = f"names step {there.step}" if there is not None else "is there, and damaged"
+    existing = _read_or_none(store, name)
+    state = f"names step {existing.step}" if existing is not None else "exists and is damaged"
     return ConflictError(
-        f"{store.url}: tag {name!r} {what}; expected it free. Nothing was touched. Choose another name, or remove it "
-        f"first: holdfast tag ROOT --remove {name}"
+        f"{store.url}: tag {name!r} {state}; expected a free name. Nothing was changed. Choose another name, or remove "
+        f"the tag first: holdfast tag ROOT --remove {name}"
     )
 
 

@@ -378,7 +378,7 @@ def test_a_manifest_that_may_not_be_read_lets_no_epoch_be_taken_and_counts_after
     manifest.symlink_to(aside) if is_link else os.mkfifo(manifest)
     store = LocalStore(str(tmp_path), settings=Settings())
     tenure = WriterLease(store, CLOCK, LONG)
-    with pytest.raises(InvalidError, match=r"step-000000000002/manifest.json.*Whether step 2 counts cannot be told"):
+    with pytest.raises(InvalidError, match=r"step-000000000002/manifest.json.*Whether step 2 counts is unknown"):
         tenure.hold("run")
     assert (tenure.epoch, read_heartbeat(store, 1)) == (0, RELEASED)
     assert current_fence(store).epoch == 0

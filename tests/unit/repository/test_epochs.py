@@ -201,7 +201,7 @@ def test_no_epoch_says_what_it_accepts_while_a_manifest_may_not_be_read(store: M
     publish(store, 1, 1)
     publish(store, 2, 1)
     refused = Faults(raise_error(InvalidError), names={"get"}, at=2)
-    with pytest.raises(InvalidError, match=r"Whether step 2 counts cannot be told until"):
+    with pytest.raises(InvalidError, match=r"Whether step 2 counts is unknown until"):
         accepted_steps(FaultyStore(store, refused), Fence(1), [1, 2])
     begin(store, 2)
     assert committed_steps(store) == [1, 2]
@@ -216,7 +216,7 @@ def test_where_what_was_accepted_is_damaged_the_one_before_counts(
     publish(store, 2, 2)
     store.put(accepted_key(2), b"garbage")
     assert committed_steps(store) == [1, 2]
-    assert "what epoch 2 accepted cannot be read" in caplog.text
+    assert "the list of epoch 2 cannot be read" in caplog.text
     begin(store, 3)
     assert committed_steps(store) == [1, 2]
 
@@ -248,7 +248,7 @@ def test_a_step_published_around_the_end_of_its_epoch_is_judged_by_the_next(stor
     early = publish(store, 1, 1)
     require_counted(store, 1, 1, early)
     put_epoch(store, Epoch(2, "run", HOLDER))
-    with pytest.raises(UnavailableError, match="has not said yet"):
+    with pytest.raises(UnavailableError, match="list of accepted steps does not exist yet"):
         require_counted(store, 1, 1, early)
     put_accepted(store, 2, "run", accepted_steps(store, current_fence(store), step_folders(store)))
     require_counted(store, 1, 1, early)

@@ -62,7 +62,7 @@ def test_every_flipped_bit_of_a_tag_is_found_and_others_are_read(world: World) -
         store.put("tags/paper.json", bytes(flipped))
         tags = read_tags(store)
         assert list(tags.whole) == ["whole"] and list(tags.damaged) == ["paper"]
-    with pytest.raises(ConflictError, match="is there, and damaged"):
+    with pytest.raises(ConflictError, match="exists and is damaged"):
         put_tag(store, 1, "paper", WHEN)
     remove_tag(store, "paper")
 

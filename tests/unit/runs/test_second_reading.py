@@ -144,6 +144,6 @@ def test_what_stands_in_place_of_a_manifest_does_not_keep_a_run_from_its_steps(
         put(manifest)
         assert manager.steps() == [1]
         assert manager.load(state) == 1
-        assert "step 2 is passed over" in caplog.text
+        assert "step 2 is skipped" in caplog.text
         with pytest.raises(InvalidError, match=r"step-000000000002/manifest\.json"):
             manager.load(state, 2)
