@@ -9,14 +9,7 @@ import msgspec
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.health import decode_health, encode_health
-from holdfast.format.names import (
-    OVERVIEW_FILE,
-    is_file_url,
-    is_index_name,
-    is_pack_name,
-    is_part_name,
-    step_of_pack,
-)
+from holdfast.format.names import OVERVIEW_FILE, is_file_url, is_index_name, is_pack_name, is_part_name, step_of_pack
 from holdfast.format.sealed_json import (
     Count,
     Digest,

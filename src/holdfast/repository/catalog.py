@@ -1,4 +1,4 @@
-"""What lies under a place: which steps are committed, what a checkpoint consists of."""
+"""The steps of a run and the files of a checkpoint: listing, reading, and checking sizes against the manifest."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def step_folders(store: Store) -> list[int]:
 def committed_steps(store: Store) -> list[int]:
     """Return the steps that have a manifest that counts, ascending.
 
-    Where a link or a pipe stands in its place there is none that a save could have published: such a step is passed
-    over with a warning, for it must not keep a run from the steps that are whole.
+    A step whose manifest is a link or a pipe is skipped with a warning: no save publishes these, and one such step
+    must not make the others unusable.
     """
     steps = []
-    found, fence = step_folders(store), current_fence(store)
-    for step in found:
+    folders, fence = step_folders(store), current_fence(store)
+    for step in folders:
         try:
             if is_valid(store, fence, step):
                 steps.append(step)
         except MissingError:
             continue
         except InvalidError as error:
-            logger.warning("step %d is passed over: %s", step, error)
+            logger.warning("step %d is skipped: %s", step, error)
     return steps
 
 
@@ -72,7 +72,7 @@ class _RunDocument(msgspec.Struct):
 
 
 def read_run_id(store: Store) -> str | None:
-    """Return the id of the run a root belongs to, or None if it has none yet.
+    """Return the id of the run at a root, or None if no run began there.
 
     Raises:
         CorruptError: `holdfast.json` is damaged.
@@ -87,18 +87,18 @@ def read_run_id(store: Store) -> str | None:
 
 
 def ensure_run(store: Store, run_id: str, created: str) -> str:
-    """Make a root that of a run, unless it is one; return the id of the run it belongs to."""
-    known = read_run_id(store)
-    if known is not None:
-        return known
+    """Begin a run at a root if there is none; return the id of the run at the root."""
+    existing = read_run_id(store)
+    if existing is not None:
+        return existing
     try:
         publish(store, RUN_FILE, sealed({**header("run", minor=0), "run_id": run_id, "created": created}))
     except ConflictError:
-        # Founded by another in this moment: it is that run, and whose it is to write to the epochs decide.
-        known = read_run_id(store)
-        if known is None:
+        # Another process began the run meanwhile. Join it: epochs decide which of the two may write.
+        existing = read_run_id(store)
+        if existing is None:
             raise
-        return known
+        return existing
     return run_id
 
 
@@ -106,13 +106,13 @@ def read_manifest_bytes(store: Store, folder: str) -> bytes:
     """Return the manifest of the checkpoint in `folder`, as stored.
 
     Raises:
-        MissingError: There is no checkpoint.
+        MissingError: The folder has no manifest.
     """
     try:
         return store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
     except MissingError as missing:
         raise MissingError(
-            f"{store.url}/{folder}: no {MANIFEST_FILE}, so no checkpoint; choose another step or path"
+            f"{store.url}/{folder}: not a checkpoint: it has no {MANIFEST_FILE}. Choose another step or path"
         ) from missing
 
 
@@ -120,17 +120,17 @@ def read_manifest(store: Store, folder: str) -> Manifest:
     """Return the manifest of the checkpoint in `folder`.
 
     Raises:
-        MissingError: There is no checkpoint.
-        CorruptError: It is damaged, or that of another step.
+        MissingError: The folder has no manifest.
+        CorruptError: The manifest is damaged, or of another step.
     """
     return manifest_in(folder, read_manifest_bytes(store, folder), f"{store.url}/{folder}{MANIFEST_FILE}")
 
 
 def manifest_in(folder: str, data: bytes, where: str) -> Manifest:
-    """Return the manifest that was read in `folder`.
+    """Return a manifest from its bytes, checked against the name of its folder.
 
     Raises:
-        CorruptError: It is damaged, or that of another step: training would resume at the wrong one.
+        CorruptError: It is damaged, or of another step: training would resume at the wrong step.
     """
     manifest = decode_manifest(data, where)
     step = step_of_folder(folder.rstrip("/"))
@@ -143,7 +143,7 @@ def manifest_in(folder: str, data: bytes, where: str) -> Manifest:
 
 
 def manifest_digest(store: Store, step: int) -> str | None:
-    """Return the digest that the manifest of a step states; None where there is none."""
+    """Return the digest at the end of a step's manifest, unverified; None if there is none."""
     try:
         return stated_digest(store.get(step_folder(step) + MANIFEST_FILE, MANIFEST_BYTES_MAX))
     except (MissingError, CorruptError):
@@ -151,38 +151,37 @@ def manifest_digest(store: Store, step: int) -> str | None:
 
 
 def confirmed_manifest(store: Store, folder: str) -> Manifest:
-    """Return the manifest in `folder` once it is certain to be durable, whoever put it there.
-
-    The one who published may have died between making it visible and making it durable; putting the same
-    bytes again changes nothing and leaves them durable.
+    """Return the manifest in `folder` after making it durable.
 
     Raises:
-        MissingError: There is none.
+        MissingError: The folder has no manifest.
     """
     data = read_manifest_bytes(store, folder)
+    # Its writer may have died after making it visible and before making it durable. Publishing the same bytes again
+    # makes them durable and changes nothing else.
     publish(store, folder + MANIFEST_FILE, data)
     return decode_manifest(data, f"{store.url}/{folder}{MANIFEST_FILE}")
 
 
 def read_file(store: Store, folder: str, attempt: str, record: FileRecord) -> bytes:
-    """Return a file that the manifest names by the digest of its content.
+    """Return the content of an index file, overview or part, proven by the digest in the manifest.
 
     Raises:
-        CorruptError: It is missing, of another size or of another content.
+        CorruptError: The file is missing, or has another size or content.
     """
     key = f"{folder}{attempt}/{record.name}"
     check_size(store, key, record)
     data = store.get(key, min(record.bytes, INDEX_BYTES_MAX))
-    found = hex_digest_of(data)
-    if found != record.digest:
+    digest = hex_digest_of(data)
+    if digest != record.digest:
         raise CorruptError(
-            f"{store.url}/{key}: bytes 0–{record.bytes} hash to {found}; expected {record.digest}. Read another copy"
+            f"{store.url}/{key}: bytes 0–{record.bytes} hash to {digest}; expected {record.digest}. Read another copy"
         )
     return data
 
 
 def stored_bytes(store: Readable, key: str) -> int:
-    """Return the bytes that are stored at `key`; 0 if there is no such object."""
+    """Return the size of the object at `key`; 0 if it does not exist."""
     try:
         return store.size(key)
     except MissingError:
@@ -190,67 +189,68 @@ def stored_bytes(store: Readable, key: str) -> int:
 
 
 def check_size(store: Readable, key: str, record: FileRecord) -> None:
-    """Refuse a file that is not there or not as long as the manifest says.
+    """Refuse a file that is missing or has another size than the manifest says.
 
     Raises:
         CorruptError: It is missing or of another size.
     """
     try:
-        found = store.size(key)
+        size = store.size(key)
     except MissingError as missing:
         raise CorruptError(
-            f"{store.url}/{key}: missing; the manifest names it with {record.bytes} bytes. Read another copy"
+            f"{store.url}/{key}: missing; expected {record.bytes} bytes, as the manifest says. Read another copy"
         ) from missing
-    if found != record.bytes:
-        raise CorruptError(f"{store.url}/{key}: {found} bytes; expected {record.bytes}. Read another copy")
+    if size != record.bytes:
+        raise CorruptError(f"{store.url}/{key}: {size} bytes; expected {record.bytes}. Read another copy")
 
 
 def check_pack(stored: Stored, pack: FileRecord, step: int | None) -> None:
-    """Refuse a pack that is not there or not as long as the manifest says.
+    """Refuse a pack that is missing or has another size than the manifest says.
 
     Args:
-        stored: Where it lies.
-        pack: What the manifest says of it.
-        step: The step whose manifest that is.
+        stored: Its store and key.
+        pack: Its record in the manifest.
+        step: The step of the manifest.
     Raises:
-        CorruptError: It is missing or of another size; of a pack of another step the message names both.
+        CorruptError: It is missing or of another size. For a pack of another step, the message names both steps.
     """
     try:
         check_size(stored.files, stored.key, pack)
     except CorruptError as error:
-        other = step_of_pack(pack.name)
-        if other is None:
+        pack_step = step_of_pack(pack.name)
+        if pack_step is None:
             raise
         raise CorruptError(
-            f"{error}. It belongs to step {other}, and step {step} refers to it for what had not changed since: put it "
+            f"{error}. It belongs to step {pack_step}, and step {step} refers to it for unchanged tensors. Put it "
             "back, or choose another step"
         ) from error
 
 
 def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> dict[str, tuple[int, CheckpointError]]:
-    """Return, by name, packs that are not there in full: the bytes there are, and what to say of it.
+    """Return packs that are missing or of another size, by name: the readable bytes, and the error.
 
-    One listing for each attempt that packs lie in, however many there are. What is there of a short one can still be
-    read; of one elsewhere that is longer, and of a referenced file of another size, nothing can: it is another file.
+    The first bytes of a truncated pack are readable. A longer pack of another step, or a referenced file of another
+    size, is a different file: none of its bytes count.
     """
-    own = f"{folder}{manifest.attempt}/"
-    found: dict[str, dict[str, int]] = {}
+    attempt_folder = f"{folder}{manifest.attempt}/"
+    sizes: dict[str, dict[str, int]] = {}
     short: dict[str, tuple[int, CheckpointError]] = {}
     for pack in manifest.packs:
-        there = 0
+        readable = 0
         try:
             stored = packs(pack.name)
             if not is_file_url(pack.name):
-                prefix = own if is_pack_name(pack.name) else "/".join(pack.name.split("/")[:2]) + "/"
-                if prefix not in found:
-                    found[prefix] = {entry.key: entry.bytes for entry in stored.files.list(prefix)}
-                there = found[prefix].get(stored.key, 0)
-                if there == pack.bytes or (there > pack.bytes and prefix == own):
+                prefix = attempt_folder if is_pack_name(pack.name) else "/".join(pack.name.split("/")[:2]) + "/"
+                # List each attempt folder once: thousands of single size requests would be slow.
+                if prefix not in sizes:
+                    sizes[prefix] = {entry.key: entry.bytes for entry in stored.files.list(prefix)}
+                readable = sizes[prefix].get(stored.key, 0)
+                if readable == pack.bytes or (readable > pack.bytes and prefix == attempt_folder):
                     continue
-                there = 0 if there > pack.bytes else there
+                readable = 0 if readable > pack.bytes else readable
             check_pack(stored, pack, manifest.step)
         except (CorruptError, InvalidError) as error:
-            short[pack.name] = there, error
+            short[pack.name] = readable, error
     return short
 
 

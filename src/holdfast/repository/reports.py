@@ -13,16 +13,7 @@ from typing import Annotated
 import msgspec
 
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.format.sealed_json import (
-    Count,
-    RankNumber,
-    StepNumber,
-    Text,
-    WorldSize,
-    decode_sealed,
-    header,
-    sealed,
-)
+from holdfast.format.sealed_json import Count, RankNumber, StepNumber, Text, WorldSize, decode_sealed, header, sealed
 from holdfast.ports.store import Readable, Store
 from holdfast.types.events import Operation, Phase, RankReport, Verb
 

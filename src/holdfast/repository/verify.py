@@ -1,4 +1,4 @@
-"""Reading a checkpoint back, byte for byte, and saying where it is damaged."""
+"""Verification: reads a checkpoint back, byte for byte, and lists its damage."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from holdfast.format.index.index_checks import index_from, overview_from
 from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
 from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.format.part import decode_part, require_part_of
+from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store, Stored
 from holdfast.repository.catalog import check_pack, read_file
@@ -30,21 +31,21 @@ class Verification:
         manifest: Manifest,
         packs: Packs,
         buffer: memoryview,
-        judge: Callable[[Index], None],
+        require_covered: Callable[[Index], None],
         observer: Observer | None = None,
     ) -> None:
-        """Begin nothing yet.
+        """Prepare; `damages` does the work.
 
         Args:
-            store: Where the checkpoint lies.
-            folder: Its folder there.
+            store: The store of the checkpoint.
+            folder: Its folder in the store.
             manifest: Its manifest.
-            packs: Where its packs lie.
-            buffer: Room for two windows and two pages.
-            judge: Raises `CorruptError` if the pieces of an index do not cover every tensor exactly once.
-            observer: Told of progress.
+            packs: Returns store and key of a pack.
+            buffer: Room for two chunks and two pages.
+            require_covered: Raises `CorruptError` if the pieces of an index do not cover every tensor exactly once.
+            observer: Receives progress.
         """
-        self._judge = judge
+        self._require_covered = require_covered
         self._store, self._folder, self._manifest, self._packs = store, folder, manifest, packs
         self._buffer, self._observer = buffer, observer
         self._elsewhere = {pack.name for pack in manifest.packs if not is_pack_name(pack.name)}
@@ -56,28 +57,28 @@ class Verification:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files the manifest names; of those elsewhere, once the index is read, those of their pieces."""
+        """Bytes to read. Once the index is read, a file elsewhere counts with the bytes of its pieces only."""
         return self._total
 
     @property
     def sampled(self) -> bool:
-        """Whether something was looked at in samples only."""
+        """Whether some data was checked by samples only: never here."""
         return False
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was left out: nothing."""
+        """Remarks on parts that were not checked: none here."""
         return ()
 
     def damages(self) -> Iterator[Damage]:
-        """Yield everything that is damaged, missing or surplus; nothing for a whole checkpoint.
+        """Yield everything that is damaged, missing or surplus.
 
         Raises:
-            InvalidError: It references a file that may not be read.
+            InvalidError: The checkpoint references a file that may not be read.
         """
         manifest = self._manifest
         for pack in manifest.packs:
-            self._packs(pack.name)  # Refuses files that the caller did not allow, before any work is done.
+            self._packs(pack.name)  # Raises for a file that the caller did not allow, before any work.
         for part in manifest.parts:
             try:
                 data = read_file(self._store, self._folder, manifest.attempt, part)
@@ -99,12 +100,12 @@ class Verification:
         try:
             overview = overview_from(manifest, files.pop(), where) if overviews else None
             index = index_from(manifest, files, where, overview)
-            self._judge(index)
+            self._require_covered(index)
         except CheckpointError as error:
-            # Every index file is what the manifest says, so the manifest and the index contradict each other.
+            # Every index file has the digest of the manifest, so the two contradict each other.
             yield Damage(MANIFEST_FILE, None, None, None, str(error))
             return
-        # Of a file that lies elsewhere nothing but its pieces is read.
+        # Only the pieces of a file elsewhere are read: the rest belongs to another step or system.
         self._total += sum(
             index.bytes_by_pack.get(pack.name, 0) - pack.bytes
             for pack in manifest.packs
@@ -132,10 +133,7 @@ class Verification:
             yield from self._damages_of_header(stored, pack, pieces)
 
     def _damages_elsewhere(self, file: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
-        """Yield what is damaged of a pack of another step or a referenced file: its size, and the chunks of its pieces.
-
-        The rest of such a pack is for its own step to answer for.
-        """
+        """Check a pack of another step, or a referenced file: its size, and the chunks of our pieces."""
         try:
             check_pack(stored, file, self._manifest.step)
         except CheckpointError as error:
@@ -146,39 +144,39 @@ class Verification:
             yield from self._damages_of_piece(stored, piece)
         if not is_file_url(file.name):
             return
-        found = pack_digest(b"", b"".join(piece.digests for piece in pieces))
-        if found != file.digest:
-            message = f"the chunk digests of the index hash to {found}; the manifest says {file.digest}"
+        digest = pack_digest(b"", b"".join(piece.digests for piece in pieces))
+        if digest != file.digest:
+            message = f"the chunk digests of the index hash to {digest}; expected {file.digest}, as the manifest says"
             yield self._damage(file.name, None, None, None, message)
 
     def _damages_of_layout(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
         """Yield gaps and overlaps between the pieces of a pack."""
-        at = min((piece.offset for piece in pieces), default=pack.bytes)
+        end = min((piece.offset for piece in pieces), default=pack.bytes)
         for piece in pieces:
-            if piece.offset != at:
-                yield self._damage(pack.name, at, piece.offset, piece.tensor.fqn, "the index leaves a gap or overlaps")
-            at = piece.offset + piece.bytes
-        if at != pack.bytes:
-            yield self._damage(pack.name, at, pack.bytes, None, "bytes that no piece of the index accounts for")
+            if piece.offset != end:
+                yield self._damage(pack.name, end, piece.offset, piece.tensor.fqn, "the index leaves a gap or overlaps")
+            end = piece.offset + piece.bytes
+        if end != pack.bytes:
+            yield self._damage(pack.name, end, pack.bytes, None, "bytes that belong to no piece of the index")
 
     def _damages_of_piece(self, stored: Stored, piece: Piece) -> Iterator[Damage]:
-        for number in range(len(piece.digests) // 16):
-            start = piece.offset + number * piece.chunk_bytes
+        for chunk in range(len(piece.digests) // DIGEST_BYTES):
+            start = piece.offset + chunk * piece.chunk_bytes
             stop = min(start + piece.chunk_bytes, piece.offset + piece.bytes)
-            expected = piece.digests[16 * number : 16 * number + 16]
+            expected = piece.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
             try:
                 (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [self._buffer])
             except CheckpointError as error:
                 yield self._damage(piece.pack, start, stop, piece.tensor.fqn, str(error))
             else:
-                found = digest_of(data)
-                if found != expected:
-                    message = f"chunk hashes to {found.hex()}; expected {expected.hex()}"
+                digest = digest_of(data)
+                if digest != expected:
+                    message = f"chunk hashes to {digest.hex()}; expected {expected.hex()}"
                     yield self._damage(piece.pack, start, stop, piece.tensor.fqn, message)
             self._advance(stop - start)
 
     def _damages_of_header(self, stored: Stored, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
-        """Yield what is wrong with a pack's header, its chunks being whole."""
+        """Yield damage to a pack's header; its chunks are whole."""
         header_bytes = min((piece.offset for piece in pieces), default=pack.bytes)
         try:
             if header_bytes > HEADER_BYTES_MAX + 8:
@@ -186,13 +184,14 @@ class Verification:
                     f"{stored.url}: a header of {header_bytes} bytes; expected at most {HEADER_BYTES_MAX}"
                 )
             header = self._header(stored, header_bytes)
-            found = pack_digest(header, b"".join(piece.digests for piece in pieces))
-            if found != pack.digest:
-                message = f"header and chunk digests hash to {found}; expected {pack.digest}"
+            digest = pack_digest(header, b"".join(piece.digests for piece in pieces))
+            if digest != pack.digest:
+                message = f"header and chunk digests hash to {digest}; expected {pack.digest}"
                 yield self._damage(pack.name, 0, header_bytes, None, message)
                 return
             listed = {
-                (each.fqn, each.dtype, each.shape, each.start, each.stop) for each in entries_of(header, stored.url)
+                (entry.fqn, entry.dtype, entry.shape, entry.start, entry.stop)
+                for entry in entries_of(header, stored.url)
             }
         except CheckpointError as error:
             yield self._damage(pack.name, 0, header_bytes, None, str(error))
@@ -216,15 +215,15 @@ class Verification:
         return b"".join(parts)
 
     def _surplus(self) -> Iterator[Damage]:
-        """Yield files of the attempt that the manifest does not name: stock readers would take packs for ours."""
+        """Yield files of the attempt that the manifest does not name. Other safetensors readers would read them."""
         manifest = self._manifest
         named = {file.name for file in self._files}
         prefix = f"{self._folder}{manifest.attempt}/"
         try:
-            found = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix)]
+            names = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix)]
         except MissingError:
             return
-        for name in sorted(set(found) - named):
+        for name in sorted(set(names) - named):
             yield self._damage(name, None, None, None, "a file that the manifest does not name; remove it")
 
     def _of_file(self, name: str, error: CheckpointError) -> Damage:
@@ -242,19 +241,19 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is not as it was saved."""
+    """One difference between a checkpoint and what was saved."""
 
     file: str
-    """Key of the file, relative to the checkpoint; of a referenced file its URL."""
+    """Key of the file relative to the checkpoint, or URL of a referenced file."""
 
     start: int | None
     """First damaged byte known, or None for the whole file."""
 
     stop: int | None
-    """Byte past the damage, or None."""
+    """Byte past the damage; None as for `start`."""
 
     fqn: str | None
-    """Tensor it belongs to, or None."""
+    """The damaged tensor, or None."""
 
     message: str
-    """What was expected and what was found."""
+    """Expected and found, in words."""
