@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.leases.writer import held
+from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import LatestN
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
@@ -41,7 +41,7 @@ def collect(store: Store) -> None:
     """Keep the newest two; what never changed lies with the first step, and stays there."""
     run_id = read_run_id(store)
     assert run_id is not None
-    with held(store, SystemClock(), LEASE_SECONDS, run_id) as tenure:
+    with hold_writer_lease(store, SystemClock(), LEASE_SECONDS, run_id) as tenure:
         CheckpointGC(store, SystemClock(), LatestN(len(KEPT)), tenure).collect(0, lambda _: False)
 
 

@@ -125,7 +125,6 @@ PENDING = {
     "heard": "coordination/announcements.py, offline/export/workers.py",
     "noted": "ports/destination.py, runs/garbage_collection.py",
     "Place": "foreign/deepspeed/folder.py",
-    "pulse": "leases/writer.py",
     "speaks": "saving/save.py",
     "spend": "foreign/pickles/constructors.py",
     "tenure": "offline/imports/copy.py",

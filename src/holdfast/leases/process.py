@@ -1,4 +1,4 @@
-"""Who this process is, and whether a process that held an epoch is still there."""
+"""Identifies this process, and tells whether the process that holds a lease still runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NONCE_BYTES = 16
 
 
 def this_process(clock: Clock, lease_seconds: float) -> Holder:
-    """Return this process as the holder of an epoch that it is about to take."""
+    """Return this process as the holder of a lease that it is about to take."""
     stat = _stat_of(os.getpid())
     return Holder(
         host=_host(),
@@ -34,7 +34,7 @@ def is_this_process(holder: Holder) -> bool:
 
 
 def is_gone(holder: Holder) -> bool:
-    """Return whether a holder is certain to run no more: its process could be seen from here, and is not there."""
+    """Return whether the process of a holder has certainly exited: it would be visible from here, and is not."""
     if not can_be_seen(holder):
         return False
     try:
@@ -42,20 +42,20 @@ def is_gone(holder: Holder) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        pass  # Somebody else's; it is there.
+        pass  # A process of another user: it exists.
     stat = _stat_of(holder.pid)
-    return stat is not None and (stat.started != holder.started or stat.is_corpse)
+    return stat is not None and (stat.started != holder.started or stat.is_zombie)
 
 
 class _Stat:
-    """What the system says of a process."""
+    """The fields of `/proc/PID/stat` that identify a process."""
 
     def __init__(self, text: str) -> None:
-        # The name, in parentheses, may hold anything.
+        # The name of the process, in parentheses, may contain spaces and parentheses: split after the last one.
         fields = text.rpartition(")")[2].split()
         self.started = int(fields[19])
-        # A process of which the first thread has ended looks like a corpse while others still run.
-        self.is_corpse = fields[0] in "ZX" and int(fields[17]) <= 1
+        # The state is that of the first thread: it reads as zombie after it ended while other threads still run.
+        self.is_zombie = fields[0] in "ZX" and int(fields[17]) <= 1
 
 
 def _stat_of(pid: int) -> _Stat | None:
@@ -66,9 +66,12 @@ def _stat_of(pid: int) -> _Stat | None:
 
 
 def can_be_seen(holder: Holder) -> bool:
-    """Return whether it can be told from here if a holder still runs: process ids and starts mean the same to both."""
+    """Return whether this process can find out if a holder still runs.
+
+    It can if both are on one host, since one boot, in the same namespaces: then process ids mean the same to both.
+    """
     is_here = bool(holder.boot) and (holder.boot, holder.namespaces) == (_boot(), _namespaces())
-    # A copy of a virtual machine has its boot id, under another name mostly.
+    # Compare the host name too: a cloned virtual machine keeps the boot id, but usually has another name.
     return is_here and holder.host == _host() and holder.pid > 0 and holder.started > 0
 
 
@@ -84,7 +87,7 @@ def _boot() -> str:
 
 
 def _namespaces() -> str:
-    """Return the namespaces of process ids and of time, which shifts when a process seems to have started."""
+    """Return the pid and time namespaces. The time namespace shifts the start time that a process reports."""
     names = []
     for kind in ("pid", "time"):
         try:

@@ -1,4 +1,25 @@
-"""Reading a step so that nobody collects it meanwhile: a lease that is renewed, and leases as a collector sees them."""
+"""Reader leases: a process that reads a step stores a lease, so that garbage collection keeps the step.
+
+A lease is one object under `readers/`. The states of a `ReaderLease`, and who moves it on:
+
+    idle      Nothing is stored.
+    stored    The object names the step. A thread rewrites it three times per lease time.
+    ended     The object is deleted, or is left for a collector to delete.
+
+    idle -> stored     `begin()`; on a root without write access the lease stays idle, and the read relies on the grace
+                       of the collection alone
+    stored -> stored   `begin()` with another step, for a reader that falls back to an older one
+    stored -> ended    `end()`, or the exit of the process
+
+A collector sees each lease in one of two states (`ReaderLeases`):
+
+    alive     Its process runs on this host; or the collector saw the object change within the lease time.
+    dead      Its process has exited on this host; or the object did not change for the lease time. The holder of
+              the writer lease deletes it.
+
+Reader and collector cannot miss each other. The reader stores its lease, then looks for the mark of a collection. The
+collector stores its mark, then looks for leases. At least one of them sees the other.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +43,27 @@ from holdfast.types.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 3
-_LOOKS_PER_LEASE = 50
+_POLLS_PER_LEASE = 50
+
+_UNREADABLE_SECONDS = 10.0
+"""How long a lease that cannot be read counts as alive: its reader may be writing it."""
 
 
 def is_being_deleted(store: Store, clock: Clock, step: int, digest: str) -> bool:
-    """Return whether a step is just being removed by somebody who may still be at it.
+    """Return whether a collection that may still run is removing a step.
 
     Args:
         store: The root of the run.
-        clock: To watch a holder on another machine by.
+        clock: Measures how long the heartbeat of a collector on another host stays the same.
         step: The step.
         digest: Digest of its manifest.
     """
-    epochs = {each.epoch for each in marks(store) if each.is_carried_out and each.steps.get(step) == digest}
+    epochs = {mark.epoch for mark in marks(store) if mark.is_carried_out and mark.steps.get(step) == digest}
     return any(_is_held(store, clock, epoch) for epoch in epochs)
 
 
 def _is_held(store: Store, clock: Clock, epoch: int) -> bool:
-    """Return whether an epoch has a holder at work; where that cannot be seen, after watching its beat."""
+    """Return whether the holder of an epoch still runs; on another host, whether its heartbeat changes in time."""
     try:
         if epoch != newest_epoch(store) or read_heartbeat(store, epoch) == RELEASED:
             return False
@@ -48,29 +72,29 @@ def _is_held(store: Store, clock: Clock, epoch: int) -> bool:
             return False
         if can_be_seen(record.holder):
             return True
-        seen, start = read_heartbeat(store, epoch), clock.monotonic_seconds()
+        first_heartbeat, start = read_heartbeat(store, epoch), clock.monotonic_seconds()
         while clock.monotonic_seconds() - start <= record.holder.lease_seconds:
-            clock.sleep(record.holder.lease_seconds / _LOOKS_PER_LEASE)
-            if (heartbeat := read_heartbeat(store, epoch)) != seen:
+            clock.sleep(record.holder.lease_seconds / _POLLS_PER_LEASE)
+            if (heartbeat := read_heartbeat(store, epoch)) != first_heartbeat:
                 return heartbeat != RELEASED
     except (CorruptError, InvalidError):
-        return False  # Who is late by a moment will be told that the step is gone.
+        return False  # Damaged records: if a collector does run, the read fails with the step removed.
     return False
 
 
 class ReaderLease:
-    """What one process reads of a run, said beside it for as long as it lasts."""
+    """The lease of one process on the step that it reads."""
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
-        """Say nothing yet.
+        """Store nothing yet.
 
         Args:
-            clock: For who this is.
-            lease_seconds: How long silence is taken for reading on.
+            clock: Gives the holder its start time and nonce.
+            lease_seconds: How long the lease counts without a renewal.
         """
         self._clock, self._lease_seconds = clock, lease_seconds
         self._holder: Holder | None = None
-        self._said: tuple[Store, int] | None = None
+        self._subject: tuple[Store, int] | None = None
         self._key: str | None = None
         self._count = 0
         self._stopped = threading.Event()
@@ -78,60 +102,60 @@ class ReaderLease:
         self._thread: threading.Thread | None = None
 
     def begin(self, location: CheckpointLocation, manifest: Manifest) -> None:
-        """Say that a step is read, before its packs are relied on.
+        """Store the lease on a step, before any of its packs is read.
 
-        A checkpoint that belongs to no run needs no saying. On a root that may not be written nothing is said, and the
-        reader has the grace of a collection to finish in.
+        A checkpoint outside a run needs no lease. On a root without write access none is stored: the reader then has
+        to finish within the grace of a collection.
 
         Args:
-            place: Where it lies.
-            manifest: Its commit record.
+            location: The checkpoint.
+            manifest: Its manifest.
         Raises:
-            MissingError: It is just being collected, or was.
+            MissingError: The step was removed, or is being removed.
         """
         if location.root is None or manifest.step is None or not manifest.attempt:
             return
-        gone = MissingError(f"{location.url}: is being collected, for no policy keeps it; choose another step")
+        removed = MissingError(f"{location.url}: is being deleted: no retention policy keeps it. Choose another step")
         try:
-            is_there = manifest_digest(location.root, manifest.step) is not None
+            is_in_run = manifest_digest(location.root, manifest.step) is not None
         except InvalidError:
             if location.step is not None:
                 raise
-            return  # Opened by path under a folder that may not be looked at: it was taken to lie alone.
-        if not is_there:
+            return  # Opened by path, below a folder without read access: treated as a checkpoint outside a run.
+        if not is_in_run:
             if location.step is None and exists(location.store, location.manifest_key):
-                return  # Opened by path, in a folder of another name than its step's: no collector knows it.
-            raise gone
+                return  # Opened by path, in a folder not named after its step: no collection removes it.
+            raise removed
         with self._lock:
-            self._said = location.root, manifest.step
-            is_said = self._put()
-        # Looked for after it was said: whoever removes it sees the one, or we see the other.
-        is_there = manifest_digest(location.root, manifest.step) == manifest.digest
-        if not is_there or is_being_deleted(location.root, self._clock, manifest.step, manifest.digest):
-            raise gone
-        if is_said and self._thread is None:
+            self._subject = location.root, manifest.step
+            is_stored = self._put()
+        # Only after the lease is stored: a collection that missed the lease has stored its mark by now.
+        is_unchanged = manifest_digest(location.root, manifest.step) == manifest.digest
+        if not is_unchanged or is_being_deleted(location.root, self._clock, manifest.step, manifest.digest):
+            raise removed
+        if is_stored and self._thread is None:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
-        """Take back what was said. Never raises."""
+        """Delete the lease. Never raises."""
         self._stopped.set()
         with self._lock:
             key, self._key = self._key, None
-            if key is not None and self._said is not None:
-                with suppress(CheckpointError):  # Whoever finds it sees that nobody renews it.
-                    self._said[0].delete([key])
+            if key is not None and self._subject is not None:
+                with suppress(CheckpointError):  # A collector deletes it later: nobody renews it.
+                    self._subject[0].delete([key])
 
     def _put(self) -> bool:
-        assert self._said is not None, "called once something is read"
-        store, step = self._said
+        assert self._subject is not None, "begin() sets it"
+        store, step = self._subject
         if self._holder is None:
             self._holder = this_process(self._clock, self._lease_seconds)
         self._count += 1
         try:
             self._key = put_lease(store, self._holder, step, self._count)
         except CheckpointError as error:
-            logger.debug("step %d is read without a lease: %s", step, error)
+            logger.debug("%s: step %d is read without a lease: %s", store.url, step, error)
             return False
         return True
 
@@ -144,68 +168,64 @@ class ReaderLease:
 
 @contextmanager
 def reader_lease(clock: Clock, lease_seconds: float) -> Iterator[ReaderLease]:
-    """Give a block what it says its reading with, and take back what it said."""
-    said = ReaderLease(clock, lease_seconds)
+    """Return a lease for a block; the end of the block ends it."""
+    lease = ReaderLease(clock, lease_seconds)
     try:
-        yield said
+        yield lease
     finally:
-        said.end()
+        lease.end()
 
 
 class ReaderLeases:
-    """The leases of a run as one collector sees them, told dead from alive by its own clock."""
+    """The leases of a run as one collector sees them: alive or dead, by the clock of the collector."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._seen: dict[str, tuple[bytes, float]] = {}
+        """Content of each lease by key, and when this collector saw that content first."""
 
     def seconds_to_watch(self) -> float:
-        """Return how long the leases must be watched until those of the dead are known; 0 if there are none."""
+        """Return how long to watch the leases until the dead ones are known; 0 if all processes can be seen."""
         self.holds(forget=False)
         return max(
             (
-                _UNREADABLE_SECONDS if each.holder is None else each.holder.lease_seconds
-                for each in leases(self._store)
-                if each.holder is None or not can_be_seen(each.holder)
+                _UNREADABLE_SECONDS if lease.holder is None else lease.holder.lease_seconds
+                for lease in leases(self._store)
+                if lease.holder is None or not can_be_seen(lease.holder)
             ),
             default=0.0,
         )
 
     def holds(self, *, forget: bool) -> dict[int | None, str]:
-        """Return the steps that somebody reads, each with who; None stands for a lease that names no step.
+        """Return the steps with a live lease, each with its reader. None is the step of a lease that cannot be read.
 
-        A lease is dead if its process was here and runs no more; of a process that cannot be seen from here, if nothing
-        renewed it for as long as it said, since this collector saw it first.
+        A lease is dead if its process ran on this host and has exited. If its process cannot be seen from here, the
+        lease is dead once nobody renewed it for its lease time, counted from the first look of this collector.
 
         Args:
-            forget: Whether dead ones are removed.
+            forget: Whether to delete dead leases.
         """
         now = self._clock.monotonic_seconds()
-        found: dict[int | None, str] = {}
+        stored = leases(self._store)
+        before, self._seen = self._seen, {}
+        readers: dict[int | None, str] = {}
         dead = []
-        known = leases(self._store)
-        seen = self._seen
-        self._seen = {
-            each.key: seen[each.key] if each.key in seen and seen[each.key][0] == each.data else (each.data, now)
-            for each in known
-        }
-        for each in known:
-            silent = now - self._seen[each.key][1]
-            if each.holder is None:
-                # Whose it is nobody can say; it is no reader's for longer than anybody may be silent.
-                is_dead = silent >= _UNREADABLE_SECONDS
-            elif can_be_seen(each.holder):
-                is_dead = is_gone(each.holder)
+        for lease in stored:
+            data, since = before.get(lease.key, (lease.data, now))
+            # Changed content is a renewal: the time starts again.
+            self._seen[lease.key] = (lease.data, since if data == lease.data else now)
+            unchanged_seconds = now - self._seen[lease.key][1]
+            if lease.holder is None:
+                # Nobody knows whose lease it is. No reader leaves a lease half written for this long.
+                is_dead = unchanged_seconds >= _UNREADABLE_SECONDS
+            elif can_be_seen(lease.holder):
+                is_dead = is_gone(lease.holder)
             else:
-                is_dead = silent >= each.holder.lease_seconds
+                is_dead = unchanged_seconds >= lease.holder.lease_seconds
             if is_dead:
-                dead.append(each.key)
+                dead.append(lease.key)
             else:
-                found[each.step] = "unknown" if each.holder is None else str(each.holder)
+                readers[lease.step] = "unknown" if lease.holder is None else str(lease.holder)
         if dead and forget:
             self._store.delete(dead)
-        return found
-
-
-_UNREADABLE_SECONDS = 10.0
-"""How long a lease that cannot be read is taken for a reader's: it may be just being written."""
+        return readers

@@ -1,4 +1,26 @@
-"""Holding the epoch of a run: one process may write, says so again and again, and is replaced when it falls silent."""
+"""The writer lease of a run: one process writes, renews a heartbeat, and loses the lease when the heartbeat stops.
+
+Each lease is one numbered epoch on storage. The states of a `WriterLease`:
+
+    free      No epoch: before the first `hold()`, and after `release()`.
+    waiting   `hold()` watches the heartbeat of the newest epoch, for at most the lease time of its holder.
+    claimed   The next epoch has our record and our heartbeat. The list of accepted steps is not stored yet.
+    held      `hold()` returned. Saves may publish under the epoch.
+    lost      A newer epoch exists. Final until `release()`: another job writes.
+
+Who moves it on:
+
+    free -> waiting       the caller of `hold()`
+    waiting -> free       `hold()`: the heartbeat was renewed, or another process created the next epoch first
+    waiting -> claimed    `hold()`: the heartbeat stopped, or its holder released it or exited; the record is put if
+                          absent, so exactly one process succeeds
+    claimed -> held       `hold()`: the accepted steps are stored
+    claimed -> free       `hold()`: any error
+    held -> free          `release()`, the exit hook, or the heartbeat thread after the lease object was collected
+    held -> lost          another process; noticed by `require()` and by the next heartbeat
+
+Every duration is measured by the monotonic clock of the process that waits. Wall clocks decide nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,101 +57,112 @@ from holdfast.types.epoch import Epoch, Fence, Holder
 
 logger = logging.getLogger(__name__)
 
-_BEATS_PER_LEASE = 3
-_LOOKS_PER_LEASE = 50
+_HEARTBEATS_PER_LEASE = 3
+_POLLS_PER_LEASE = 50
 _RELEASE_SECONDS_MAX = 5.0
 _UNREADABLE = b"cannot be read"
 
 
 class WriterLease:
-    """The right of this process to write to a root, taken at the first need and kept until it is released or lost.
-
-    What it rests on is on storage; the wall clock decides nothing. Lost once, it stays lost: another job writes.
-    """
+    """The right of this process to write to a root: taken by the first `hold()`, kept until it is released or lost."""
 
     def __init__(self, store: Store, clock: Clock, lease_seconds: float) -> None:
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
-        self._pulse: _Heartbeat | None = None
+        self._heartbeat: _Heartbeat | None = None
         self._fence = Fence()
 
     @property
     def epoch(self) -> int:
-        """The epoch that is held; 0 if none."""
-        return 0 if self._pulse is None else self._pulse.epoch
+        """The epoch of this lease; 0 if it holds none."""
+        return 0 if self._heartbeat is None else self._heartbeat.epoch
 
     @property
     def fence(self) -> Fence:
-        """What was accepted of former writers when it was taken."""
+        """Which manifests of former writers count, as this lease decided when it was taken."""
         return self._fence
 
     def hold(self, run_id: str) -> int:
-        """Return the epoch that this process holds, after taking one if it holds none yet.
+        """Return the epoch of this lease; the first call takes one.
 
         Args:
             run_id: The run that the root belongs to.
         Raises:
-            ConflictError: Another process, or another manager of this one, holds it; the message names it.
+            ConflictError: Another process, or another manager of this process, holds the newest epoch. The message
+                names the holder.
             UnavailableError: Storage failed.
         """
-        if self._pulse is None:
+        if self._heartbeat is None:
             self._take(run_id)
         else:
             self.require()
         return self.epoch
 
     def require(self) -> None:
-        """Refuse to go on once another process has taken over; to be asked before anything is removed.
+        """Check that no other process took over; call it before anything is removed.
 
         Raises:
-            ConflictError: It has; the message names it.
+            ConflictError: Another process took over; the message names it.
         """
-        assert self._pulse is not None, "asked by a holder"
-        require_newest(self._store, self._pulse.epoch)
+        assert self._heartbeat is not None, "only the holder calls it"
+        require_newest(self._store, self._heartbeat.epoch)
 
     def release(self) -> None:
-        """Let the next one in at once. Never raises."""
-        pulse, self._pulse = self._pulse, None
-        if pulse is not None:
-            pulse.end(_RELEASE_SECONDS_MAX)
+        """Give the lease up, so that the next writer need not wait. Never raises."""
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.end(_RELEASE_SECONDS_MAX)
 
     def _take(self, run_id: str) -> None:
         former = newest_epoch(self._store)
         if former:
-            _await_the_end(self._store, self._clock, former, self._lease_seconds)
+            _await_free(self._store, self._clock, former, self._lease_seconds)
         if former >= EPOCH_MAX:
-            raise InvalidError(f"{self._store.url}: epoch {former} is the last there can be; nobody wrote so many")
+            raise InvalidError(
+                f"{self._store.url}: epoch {former} is the last possible number; expected a smaller one, for nobody "
+                "wrote so many. Remove the record with that number, or save to another root"
+            )
         holder, number = this_process(self._clock, self._lease_seconds), former + 1
-        # Before the record: another manager of this process that meets it must find whose it is.
-        pulse = _Heartbeat(self._store, number, holder)
+        # Before the record: another manager of this process that reads the record must find this heartbeat.
+        heartbeat = _Heartbeat(self._store, number, holder)
         try:
             try:
                 put_epoch(self._store, Epoch(number, run_id, holder))
             except ConflictError as conflict:
-                raise _taken(self._store, number, "it came first") from conflict
-            pulse.start()
-            self._settle(number, run_id)
+                raise _held_error(self._store, number, "it came first") from conflict
+            # The heartbeat starts before the accepted steps are stored: with many steps that takes longer than a lease.
+            heartbeat.start()
+            self._accept_steps(number, run_id)
         except BaseException:
-            pulse.end(_RELEASE_SECONDS_MAX)
+            heartbeat.end(_RELEASE_SECONDS_MAX)
             raise
-        self._pulse = pulse
-        weakref.finalize(self, pulse.drop).atexit = False
+        self._heartbeat = heartbeat
+        # A manager that is garbage-collected without close() must not keep its root locked for the process's lifetime.
+        weakref.finalize(self, heartbeat.drop).atexit = False
         logger.info("%s: writing under epoch %d", self._store.url, number)
 
-    def _settle(self, number: int, run_id: str) -> None:
-        """Say what counts of what former writers left: from here on, nothing that they still add."""
-        before = current_fence(self._store)
-        accepted = accepted_steps(self._store, before, step_folders(self._store))
+    def _accept_steps(self, number: int, run_id: str) -> None:
+        """Store which steps of former writers count. A manifest that they publish from now on does not."""
+        former_fence = current_fence(self._store)
+        accepted = accepted_steps(self._store, former_fence, step_folders(self._store))
         put_accepted(self._store, number, run_id, accepted)
         self._fence = Fence(number, accepted)
         try:
-            # That of the one before stays, for the case that ours is damaged.
-            remove_before(self._store, before.epoch)
+            # The list of the epoch before stays: readers use it if ours is damaged.
+            remove_before(self._store, former_fence.epoch)
         except CheckpointError as error:
-            logger.warning("what epochs before %d accepted stays for now: %s", before.epoch, error)
+            logger.warning(
+                "%s: the accepted steps of epochs before %d are not removed: %s. The next writer tries again",
+                self._store.url,
+                former_fence.epoch,
+                error,
+            )
 
 
 class _Heartbeat:
-    """The signs of life of one epoch. Knows nothing of its tenure, so that one that is dropped can end."""
+    """The heartbeat of one epoch, on a thread.
+
+    It holds no reference to its `WriterLease`: a lease that nobody refers to is collected, and its thread ends.
+    """
 
     def __init__(self, store: Store, epoch: int, holder: Holder) -> None:
         self._store, self.epoch, self._holder = store, epoch, holder
@@ -140,34 +173,37 @@ class _Heartbeat:
         _living[holder.nonce] = self
 
     def start(self) -> None:
-        """Give signs of life from now on.
+        """Renew the heartbeat from now on.
 
         Raises:
-            UnavailableError: There can be no thread for it.
+            UnavailableError: No thread could be started.
         """
-        thread = threading.Thread(target=self._beat, name="holdfast-epoch", daemon=True)
+        thread = threading.Thread(target=self._renew, name="holdfast-epoch", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
             raise UnavailableError(
-                f"epoch {self.epoch}: no thread could be started that gives signs of life ({error}). End some threads "
-                "or raise the limit (ulimit -u), then try again"
+                f"epoch {self.epoch}: no thread could be started for the heartbeat ({error}); expected one. End some "
+                "threads or raise the limit (ulimit -u), then try again"
             ) from error
         self._thread = thread
 
     def drop(self) -> None:
-        """Take note that nobody can write under it any more; called wherever garbage is collected, so takes no lock."""
+        """Have the thread release the epoch at its next heartbeat.
+
+        A finalizer calls it, on any thread and at any point, so it takes no lock.
+        """
         self.is_dropped = True
 
     def stop(self) -> None:
-        """Have the thread let the next one in, and wait for nothing."""
+        """Have the thread release the epoch at once; does not wait for it."""
         self._stopped.set()
 
     def end(self, seconds: float) -> None:
-        """Let the next one in. Never raises, and does nothing in a process that was forked since.
+        """Release the epoch. Never raises, and does nothing in a child process: the epoch is its parent's.
 
         Args:
-            seconds: How long to wait for storage; after that it goes on in the background while the process lives.
+            seconds: How long to wait for storage. After that the thread goes on in the background.
         """
         if self._process != os.getpid():
             return
@@ -179,57 +215,64 @@ class _Heartbeat:
         if self._thread.is_alive():
             self.drop()
             logger.warning(
-                "epoch %d: storage did not answer for %.1f s, the next writer may have to wait", self.epoch, seconds
+                "epoch %d: not released within %.1f s, storage does not answer; the next writer may wait for one lease",
+                self.epoch,
+                seconds,
             )
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         count, is_failing = 0, False
-        while not self._stopped.wait(self._holder.lease_seconds / _BEATS_PER_LEASE) and not self.is_dropped:
+        while not self._stopped.wait(self._holder.lease_seconds / _HEARTBEATS_PER_LEASE) and not self.is_dropped:
             count += 1
             try:
                 require_newest(self._store, self.epoch)
                 put_heartbeat(self._store, self.epoch, b"%d\n" % count)
                 is_failing = False
-            except ConflictError as over:
-                logger.warning("%s", over)
+            except ConflictError as lost:
+                # Nothing to release: the epoch is over, and its newer holder never reads this heartbeat again.
+                logger.warning("%s", lost)
                 _living.pop(self._holder.nonce, None)
                 return
-            except Exception as error:  # noqa: BLE001 - it may pass, and silence would let another writer in
+            except Exception as error:  # noqa: BLE001 - it may pass; without a heartbeat another writer takes over
                 if not is_failing:
-                    logger.warning("epoch %d: no sign of life could be given, trying on: %r", self.epoch, error)
+                    logger.warning("epoch %d: the heartbeat could not be written, trying again: %r", self.epoch, error)
                 is_failing = True
         self._release()
 
     def _release(self) -> None:
         try:
+            # The record may be another process's: hold() ends the heartbeat also when it came second.
             epoch = read_epoch(self._store, self.epoch)
             if epoch is not None and epoch.holder.nonce == self._holder.nonce:
                 put_heartbeat(self._store, self.epoch, RELEASED)
-        except Exception as error:  # noqa: BLE001 - who ends is not held up by it
-            logger.warning("epoch %d could not be released, the next writer may have to wait: %r", self.epoch, error)
+        except Exception as error:  # noqa: BLE001 - a failed release only costs the next writer time
+            logger.warning(
+                "epoch %d could not be released; the next writer may wait for one lease: %r", self.epoch, error
+            )
         finally:
             _living.pop(self._holder.nonce, None)
 
 
 _living: dict[str, _Heartbeat] = {}
-"""By nonce, what epochs this process holds or is about to."""
+"""The heartbeats of the epochs that this process holds or is about to take, by nonce."""
 
 
 @atexit.register
 def _release_all() -> None:
-    """Let the next one in at once, where a process ends without closing its managers."""
+    """Release all epochs when the process exits without closing its managers."""
     clock = SystemClock()  # An exit hook has no caller that could pass one.
-    last = clock.monotonic_seconds() + _RELEASE_SECONDS_MAX
-    pulses = list(_living.values())
-    for pulse in pulses:
-        pulse.stop()
-    for pulse in pulses:
-        pulse.end(max(last - clock.monotonic_seconds(), 0.0))
+    deadline = clock.monotonic_seconds() + _RELEASE_SECONDS_MAX
+    heartbeats = list(_living.values())
+    # Stop all first: their releases then run in parallel, within one time limit.
+    for heartbeat in heartbeats:
+        heartbeat.stop()
+    for heartbeat in heartbeats:
+        heartbeat.end(max(deadline - clock.monotonic_seconds(), 0.0))
 
 
 @contextmanager
-def held(store: Store, clock: Clock, lease_seconds: float, run_id: str) -> Iterator[WriterLease]:
-    """Hold the epoch of a run for the length of a block, in a process that does not train.
+def hold_writer_lease(store: Store, clock: Clock, lease_seconds: float, run_id: str) -> Iterator[WriterLease]:
+    """Hold the writer lease of a run for a block, in a process that does not train.
 
     Raises:
         ConflictError: Another process holds it.
@@ -242,71 +285,82 @@ def held(store: Store, clock: Clock, lease_seconds: float, run_id: str) -> Itera
         writer_lease.release()
 
 
-def _await_the_end(store: Store, clock: Clock, number: int, lease_seconds: float) -> None:
-    """Return once the holder of an epoch is certain, or presumed, to be done.
+def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -> None:
+    """Return once the holder of an epoch has released it, has exited, or renewed nothing for its lease time.
 
+    Args:
+        store, clock: The root, and the clock to wait by.
+        number: The epoch.
+        lease_seconds: The lease time if the record of the epoch cannot be read.
     Raises:
-        ConflictError: It gives signs of life.
+        ConflictError: The holder renews its heartbeat, or is this process.
     """
-    seen = _beat_of(store, number)
-    if seen == RELEASED:
+    first_heartbeat = _heartbeat_of(store, number)
+    if first_heartbeat == RELEASED:
         return
     holder = None
     try:
         epoch = read_epoch(store, number)
         holder = None if epoch is None else epoch.holder
     except (CorruptError, InvalidError) as error:
-        logger.warning("who holds epoch %d cannot be read, so it is watched: %s", number, error)
+        logger.warning("the record of epoch %d cannot be read, so its heartbeat is watched: %s", number, error)
     if holder is not None:
         if is_this_process(holder):
-            if _is_living(holder):
-                gc.collect()  # One that was let go of may only wait for this.
-            if _is_living(holder):
-                raise _taken(
-                    store,
-                    number,
-                    "another CheckpointManager of this very process: close it first, or let go of what still refers "
-                    "to it (by its frames, an exception that is being handled or the handle of a save that failed)",
-                )
+            _require_dropped(store, number, holder)
             return
         if is_gone(holder):
-            logger.info("epoch %d is taken over at once, its process runs no more: %s", number, holder)
+            logger.info("epoch %d is taken over at once, its process has exited: %s", number, holder)
             return
         lease_seconds = holder.lease_seconds
-    start = clock.monotonic_seconds()
     logger.warning(
-        "%s is held by %s: waiting up to %.1f s for a sign of life",
+        "%s is held by %s: waiting up to %.1f s for its heartbeat",
         store.url,
         format_holder(store, number),
         lease_seconds,
     )
-    # What decides is a look that began after the lease ran out: one before it may have been answered late.
+    start = clock.monotonic_seconds()
     while True:
+        # The time is taken before the read: only a read that began after the lease ran out may decide. The answer to
+        # an earlier one may arrive late and miss a heartbeat that was written in time.
         waited = clock.monotonic_seconds() - start
-        heartbeat = _beat_of(store, number)
-        if heartbeat != seen and heartbeat != RELEASED:
-            raise _taken(store, number, "it gives signs of life")
+        heartbeat = _heartbeat_of(store, number)
+        if heartbeat not in (first_heartbeat, RELEASED):
+            raise _held_error(store, number, "its heartbeat was renewed")
         if heartbeat == RELEASED or waited >= lease_seconds:
             break
-        clock.sleep(lease_seconds / _LOOKS_PER_LEASE)
+        clock.sleep(lease_seconds / _POLLS_PER_LEASE)
     logger.warning("epoch %d is taken over after %.1f s", number, waited)
 
 
+def _require_dropped(store: Store, number: int, holder: Holder) -> None:
+    """Refuse a second lease on a root within one process, unless nobody refers to the first any more."""
+    if _is_living(holder):
+        # A manager in a reference cycle is dropped only when the garbage collector runs.
+        gc.collect()
+    if _is_living(holder):
+        raise _held_error(
+            store,
+            number,
+            "another CheckpointManager of this very process. Close it first, or drop what still refers to it: a frame, "
+            "an exception that is being handled, or the handle of a save that failed",
+        )
+
+
 def _is_living(holder: Holder) -> bool:
-    pulse = _living.get(holder.nonce)
-    return pulse is not None and not pulse.is_dropped
+    heartbeat = _living.get(holder.nonce)
+    return heartbeat is not None and not heartbeat.is_dropped
 
 
-def _beat_of(store: Store, number: int) -> bytes | None:
-    """Return an epoch's last sign of life; where there is something else in its place, that does not change."""
+def _heartbeat_of(store: Store, number: int) -> bytes | None:
+    """Return the last heartbeat of an epoch. One that cannot be read is a constant: it counts as never renewed."""
     try:
         return read_heartbeat(store, number)
     except (CorruptError, InvalidError) as error:
-        logger.debug("the beat of epoch %d cannot be read, so it is watched: %s", number, error)
+        logger.debug("the heartbeat of epoch %d cannot be read, so it is watched: %s", number, error)
         return _UNREADABLE
 
 
-def _taken(store: Store, number: int, why: str) -> ConflictError:
+def _held_error(store: Store, number: int, why: str) -> ConflictError:
     return ConflictError(
         f"{store.url}: another job writes here: {format_holder(store, number)}; {why}. Expected to be the only writer "
         "of this run. Nothing was touched. Stop one of them, or save elsewhere"

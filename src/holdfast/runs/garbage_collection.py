@@ -12,7 +12,7 @@ from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
-from holdfast.leases.writer import WriterLease, held
+from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
@@ -363,7 +363,7 @@ def collected(
         MissingError: Nothing of a run lies there.
         CheckpointError: As `CheckpointGC.collect`; a job that writes there is `ConflictError`.
     """
-    with held(store, clock, lease_seconds, _require_run(store)) as writer_lease:
+    with hold_writer_lease(store, clock, lease_seconds, _require_run(store)) as writer_lease:
 
         def wait(seconds: float) -> bool:
             clock.sleep(seconds)

@@ -28,7 +28,7 @@ from holdfast.format.names import beat_key, epoch_key
 from holdfast.leases import process as holders
 from holdfast.leases import writer as tenures
 from holdfast.leases.process import is_gone, is_this_process, this_process
-from holdfast.leases.writer import WriterLease, held
+from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.repository.catalog import committed_steps
 from holdfast.repository.epochs import (
     RELEASED,
@@ -232,7 +232,7 @@ def test_a_sign_of_life_is_a_conflict_that_names_who(
             return store.get(key, bytes_max)
 
     contender = WriterLease(Beating(), CLOCK, LEASE)  # type: ignore[arg-type]
-    expected = rf"epoch 1 \(host node-9, process {os.getpid()}, since 2026-05-04T03:02:01\+00:00\); it gives signs of"
+    expected = rf"epoch 1 \(host node-9, process {os.getpid()}, since 2026-05-04T03:02:01\+00:00\); its heartbeat was"
     with pytest.raises(ConflictError, match=expected):
         contender.hold("run")
     assert newest_epoch(store) == 1
@@ -288,7 +288,7 @@ class Late:
 def test_an_answer_that_comes_after_the_lease_is_asked_for_again(store: MemoryStore) -> None:
     put_epoch(store, Epoch(1, "run", elsewhere()))
     put_heartbeat(store, 1, b"1\n")
-    with pytest.raises(ConflictError, match="it gives signs of life"):
+    with pytest.raises(ConflictError, match="its heartbeat was renewed"):
         WriterLease(Late(store), CLOCK, LEASE).hold("run")  # type: ignore[arg-type]
 
 
@@ -413,7 +413,7 @@ def test_signs_of_life_go_on_after_a_store_that_failed(
     until(lambda: faults.met >= 2)
     faults.heal()
     until(lambda: read_heartbeat(store, 1) is not None)
-    assert caplog.text.count("no sign of life could be given") == 1
+    assert caplog.text.count("the heartbeat could not be written") == 1
     tenure.release()
 
 
@@ -425,10 +425,10 @@ def test_the_last_epoch_there_can_be_is_refused(store: MemoryStore, tenure_of: C
 
 
 def test_held_for_a_block(store: MemoryStore) -> None:
-    with held(store, CLOCK, LONG, "run") as tenure:
+    with hold_writer_lease(store, CLOCK, LONG, "run") as tenure:
         assert tenure.epoch == 1
         tenure.require()
-        with pytest.raises(ConflictError), held(store, CLOCK, LONG, "run"):
+        with pytest.raises(ConflictError), hold_writer_lease(store, CLOCK, LONG, "run"):
             raise AssertionError("held twice")
     assert read_heartbeat(store, 1) == RELEASED
 

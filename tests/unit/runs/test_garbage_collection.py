@@ -20,7 +20,7 @@ from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.names import step_folder
 from holdfast.leases.reader import ReaderLease
-from holdfast.leases.writer import held
+from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
 from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.epochs import RELEASED, put_heartbeat
@@ -326,7 +326,7 @@ def test_a_silent_lease_of_another_machine_dies_by_our_own_clock(tmp_path: Path)
     lease._stopped.set()  # Its machine is gone: nobody renews it.
     path = tmp_path / leases(store)[0].key
     other_machine(path, store)
-    with held(store, clock, 10.0, run_id_of(store)) as tenure:
+    with hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure:
         collector = CheckpointGC(store, clock, LatestN(1), tenure)
         for clock.now in (0.0, 5.0, 9.9):
             report = collector.collect(0, lambda _: False)
@@ -355,16 +355,16 @@ def test_who_comes_after_the_mark_steps_aside(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     store = store_of(tmp_path)
     digest = read_manifest(store, step_folder(1)).digest
-    with held(store, SystemClock(), 10.0, run_id_of(store)) as tenure, manager_at(tmp_path) as manager:
+    with hold_writer_lease(store, SystemClock(), 10.0, run_id_of(store)) as tenure, manager_at(tmp_path) as manager:
         going = Unreferenced({1: digest})
         put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=False)
         assert manager.load(state_at(0), 1) == 1, "during the grace there is time to say so"
         mark = put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=True)
         assert [each.steps for each in marks(store)] == [{1: digest}]
-        with pytest.raises(MissingError, match="is being collected"):
+        with pytest.raises(MissingError, match="is being deleted"):
             manager.load(state_at(0), 1)
         assert manager.load(state_at(0)) == 2
-        with pytest.raises(ConflictError, match="is being collected"):
+        with pytest.raises(ConflictError, match="is being deleted"):
             manager.tag(1, "late")
         assert not list(tmp_path.glob("tags/*"))
     # Whoever marked it is gone, and nobody carries it out any more.
@@ -387,7 +387,7 @@ def test_what_is_tagged_or_read_during_the_grace_stays(tmp_path: Path) -> None:
         lease.begin(wiring.location_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
         return False
 
-    with held(store, clock, 10.0, run_id_of(store)) as tenure:
+    with hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure:
         report = CheckpointGC(store, clock, AnyOf(LatestN(1), Tagged()), tenure).collect(0, meanwhile)
     assert report is not None and report.steps == (3,)
     lease.end()
@@ -404,7 +404,7 @@ def test_a_listing_that_lacks_what_was_there_removes_nothing(tmp_path: Path) -> 
         return False
 
     lost = pytest.raises(CorruptError, match=r"steps \[3\] were there and are not listed any more")
-    with held(store, clock, 10.0, run_id_of(store)) as tenure, lost:
+    with hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure, lost:
         CheckpointGC(store, clock, LatestN(1), tenure).collect(0, meanwhile)
     hidden.rename(step_path(tmp_path, 3))
     require_whole(tmp_path, 1, 2, 3)
@@ -420,7 +420,10 @@ def test_one_who_was_replaced_removes_nothing(tmp_path: Path) -> None:
         saved(tmp_path, 4)
         return False
 
-    with held(store, clock, 10.0, run_id_of(store)) as tenure, pytest.raises(ConflictError, match="took over"):
+    with (
+        hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure,
+        pytest.raises(ConflictError, match="took over"),
+    ):
         CheckpointGC(store, clock, LatestN(1), tenure).collect(0, meanwhile)
     require_whole(tmp_path, 1, 2, 3, 4)
 
@@ -430,7 +433,7 @@ def test_a_save_under_way_keeps_what_it_refers_to(tmp_path: Path, caplog: pytest
     saved(tmp_path, 1, 2, 3)
     assert pins.pin(4, 1)
     store, clock = store_of(tmp_path), SystemClock()
-    with held(store, clock, 10.0, run_id_of(store)) as tenure:
+    with hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure:
         report = CheckpointGC(store, clock, LatestN(1), tenure, pins).collect(0, lambda _: False)
         assert report is not None and report.steps == (2,)
         pins.unpin(4, is_committed=True)
@@ -497,7 +500,7 @@ def test_a_torn_lease_holds_everything_and_not_for_ever(tmp_path: Path, content:
     (tmp_path / "readers").mkdir(exist_ok=True)
     (tmp_path / "readers" / ("0" * 32 + ".json")).write_bytes(content)
     store, clock = store_of(tmp_path), HandClock()
-    with held(store, clock, 10.0, run_id_of(store)) as tenure:
+    with hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure:
         collector = CheckpointGC(store, clock, LatestN(1), tenure)
         report = collector.collect(0, lambda _: False)
         assert report is not None and report.steps == ()
