@@ -18,8 +18,6 @@ INIT_LINES = range(3, 7)
 INIT_SENTENCES_MIN = 3
 
 LONG_FUNCTIONS = {
-    "loading/load.py:_load": "to be cut into resolve, request, plan, agree, read, restore",
-    "loading/resolve.py:resolve": "to be cut with _load",
     "runs/run.py:save": "to be cut when Run becomes part of CheckpointManager",
     "offline/export/export.py:carry_out_export": "to be cut into planning and running the workers",
 }

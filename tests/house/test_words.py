@@ -86,7 +86,6 @@ RETIRED = {
     "Weighing": "ExchangeProbe",
     "Pace": "Throughput",
     "Moved": "TransferStats",
-    "noun": "value_class",
     "APART": "OPAQUE_FOLDER",
     "Leaf": "ScalarCodec",
     "Nearby": "PieceIntervals",
@@ -108,7 +107,7 @@ RETIRED = {
 
 Left out, for they are ordinary English or names of other interfaces: `account`, `answer`, `collector` (Python's),
 `counts` (numbers), `enter` and `leave`, `exchange`, `going`, `level` (logging), `lift`, `listing`, `moving`, `note`,
-`opening` (a file), `plain`, `previous`, `reading`, `retire`, `settle`, `survey`, `windows` (of an export).
+`noun`, `opening` (a file), `plain`, `previous`, `reading`, `retire`, `settle`, `survey`, `windows` (of an export).
 """
 
 ON_DISK = {

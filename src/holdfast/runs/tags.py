@@ -72,6 +72,4 @@ def tag_saved(store: Store, clock: Clock, step: int, tags: Iterable[str]) -> Non
         try:
             tag_step(store, clock, step, tag)
         except CheckpointError as error:
-            logger.error(
-                "step %d is saved, but not tagged %s: %s", step, tag, error
-            )
+            logger.error("step %d is saved, but not tagged %s: %s", step, tag, error)
