@@ -12,6 +12,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.agreement import Agreement, Details, SaveAgreement, Statement
 from holdfast.coordination.job import Job
+from holdfast.coordination.save_context import SaveContext
 from holdfast.format.digest import short_digest_of
 from holdfast.format.pack import header_of
 from holdfast.plan.ownership import owned_by
@@ -69,6 +70,11 @@ class Opened:
     """On rank 0: from the state to the headers of its packs, reading every rank's record included."""
 
 
+def paper_context() -> SaveContext:
+    """Return what rank 0 decides about a save on paper."""
+    return SaveContext(run_id="paper", created="2026-01-01T00:00:00+00:00")
+
+
 def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Settings) -> list[tuple[PackPlan, bytes]]:
     """Return a rank's packs and their headers."""
     shards = [each.shard for each in collected.shards]
@@ -106,7 +112,7 @@ def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> 
     start = time.perf_counter()
     collected = job.collected_on(0)
     own = StateFingerprint(collected, first_job, place)
-    agreement = SaveAgreement(first_job, STEP, digest).agree(own.statement(STEP), own.details, dict)
+    agreement = SaveAgreement(first_job, STEP, digest).agree(own.statement(STEP), own.details, paper_context)
     packs_on(0, collected, agreement, settings)
     seconds = time.perf_counter() - start
     for thread in threads:
@@ -129,7 +135,7 @@ def _state(opening: SaveAgreement, statement: Statement, details: Details | None
         return details
 
     try:
-        opening.agree(statement, told, dict)
+        opening.agree(statement, told, paper_context)
     except Left:
         return
     raise AssertionError("a rank that is not measured came to the end of the opening")

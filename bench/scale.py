@@ -17,12 +17,14 @@ import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
-from bench.opening_on_paper import STEP, Opened, opened, packs_on
+from bench.opening_on_paper import STEP, Opened, opened, packs_on, paper_context
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
+from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.gc_pause import GcPause
 from holdfast.format.digest import hex_digest_of
@@ -37,7 +39,7 @@ from holdfast.geometry.tensor import Shard
 from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.publish import publish
-from holdfast.saving.commit import assembled
+from holdfast.saving.commit import assemble
 from holdfast.saving.provenance import layouts_of
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -137,9 +139,11 @@ def committed(root: Path) -> Numbers:
     told = json.loads((root / "votes.json").read_text())
     place = location_at(root)
     votes = [Vote(*each) for each in told["votes"]]
-    note = {"run_id": "paper", "created": "2026-01-01T00:00:00+00:00"}
+    agreement = Agreement(0, told["attempt"], (0,), {}, True, (), paper_context())
+    # Rank 0's own objects would need a state; the committing rank uses the location and the parent only.
+    request = SimpleNamespace(location=place, parent=lambda: None)
     start, processor = time.perf_counter(), time.process_time()
-    data, _ = assembled(place, told["attempt"], votes, note, lambda: None, SETTINGS, [])
+    data, _ = assemble(request, agreement, votes, SETTINGS, [])
     publish(place.store, place.manifest_key, data)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor
     indexes = read_manifest(place.store, place.folder).indexes

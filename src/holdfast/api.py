@@ -13,7 +13,6 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
-from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
@@ -37,7 +36,8 @@ from holdfast.runs.run import require_step
 from holdfast.runs.tags import tag_step
 from holdfast.runs.tags import untag as remove_tag
 from holdfast.saving.handle import SaveHandle
-from holdfast.saving.save import save_checkpoint
+from holdfast.saving.request import PathRequest
+from holdfast.saving.save import save as begin_save
 from holdfast.settings import Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.local import LocalStore
@@ -118,8 +118,7 @@ def save(
         ConflictError: A checkpoint is there; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    with GcPause() as pause:
-        report = _begin(path, state, selection_of(only, skip, grads), process_group, settings, pause).wait()
+    report = _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=True).wait()
     assert report is not None, "committed comes with a report"
     return report
 
@@ -149,7 +148,7 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
             lives in the handle.
     """
-    return _begin(path, state, selection_of(only, skip, grads), process_group, settings, None)
+    return _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=False)
 
 
 def _begin(
@@ -158,12 +157,13 @@ def _begin(
     selection: Selection,
     process_group: wiring.ProcessGroup,
     settings: Settings,
-    pause: GcPause | None,
+    *,
+    awaited: bool,
 ) -> SaveHandle:
     require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
-    store = wiring.store_at(path, settings)
-    return save_checkpoint(job, store, state, selection, pause)
+    request = PathRequest(job, wiring.store_at(path, settings), state, selection)
+    return begin_save(job, request, awaited=awaited)
 
 
 def load(

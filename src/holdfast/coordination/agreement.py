@@ -1,8 +1,16 @@
-"""The opening of a save: every rank states what it is about to do, rank 0 judges, nothing is gathered.
+"""The agreement that opens a save: every rank states what it is about to save, rank 0 decides, nothing is gathered.
 
-Each rank sets one small record. Rank 0 reads them all in one call and sets one verdict on which the others
-wait with a deadline. Only when ranks hold different layouts, or plain tensors differ, do one rank per class and
-the ranks that differ publish details.
+Each rank sets one record of 40 bytes. Rank 0 reads all records in one call and sets one verdict; the other ranks wait
+for it with a deadline. Ranks with equal layouts form a class. Only if layouts or plain tensors differ do the lowest
+rank of each class and the ranks that differ publish details.
+
+States of a numbered save (its `sequence`), and who moves it from one to the next:
+
+    open      -> described  rank 0, with the verdict `describe`: some ranks must publish details
+    open      -> agreed     rank 0, with a verdict that carries the context
+    open      -> refused    rank 0, or any rank at its deadline: the first compare-and-set of the verdict counts
+    described -> agreed     rank 0, with the final verdict
+    described -> refused    rank 0, or any rank at its deadline
 """
 
 from __future__ import annotations
@@ -10,10 +18,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.rank_ranges import rank_ranges, ranks_in
+from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.geometry.tensor import Role
 
@@ -28,7 +37,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a rank says at the opening; 40 bytes on the board."""
+    """What a rank states at the start of a save, in 40 bytes."""
 
     step: int
     """The step being saved; -1 for a save by path."""
@@ -65,7 +74,7 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A verdict to go ahead."""
+    """A verdict to go ahead, as one rank uses it."""
 
     sequence: int
     """Number of the opening."""
@@ -85,8 +94,8 @@ class Agreement:
     divergent: tuple[str, ...]
     """Buffers and values that differ between ranks."""
 
-    note: Mapping[str, object]
-    """What rank 0 told every rank about the place."""
+    context: SaveContext
+    """What rank 0 decided for every rank."""
 
     def holders_of(self, fqn: str) -> tuple[int, ...]:
         """Return the ranks that hold a plain tensor of this rank."""
@@ -99,8 +108,58 @@ class Agreement:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class SaveVerdict:
+    """Rank 0's word on one numbered save; exactly one of `refused`, `describe` and `context` is set."""
+
+    save_id: tuple[int, str]
+    """Step and digest of the location: tells a retry of this save from another save under the same number."""
+
+    refused: str | None = None
+    """The error that every rank raises, as `error_text` wrote it."""
+
+    describe: tuple[int, ...] | None = None
+    """Ranks that must publish details before the final verdict."""
+
+    classes: tuple[tuple[int, ...], ...] = ()
+    """Ranks by layout, ascending; empty if all ranks have one layout."""
+
+    divergent: tuple[str, ...] = ()
+    """Buffers and values that differ between ranks."""
+
+    context: SaveContext | None = None
+    """What rank 0 decided."""
+
+    def encode(self) -> bytes:
+        """Return the verdict as ASCII: the compare-and-set of c10d's stores passes text only."""
+        document = {
+            "save_id": self.save_id,
+            "refused": self.refused,
+            "describe": None if self.describe is None else rank_ranges(self.describe),
+            "classes": [rank_ranges(ranks) for ranks in self.classes],
+            "divergent": self.divergent,
+            "context": None if self.context is None else self.context.encode(),
+        }
+        return json.dumps(document).encode("ascii")
+
+    @classmethod
+    def decode(cls, data: bytes) -> SaveVerdict:
+        """Return the verdict that `encode` wrote."""
+        document = json.loads(data)
+        step, location = document["save_id"]
+        describe, context = document["describe"], document["context"]
+        return cls(
+            save_id=(step, location),
+            refused=document["refused"],
+            describe=None if describe is None else ranks_in(describe),
+            classes=tuple(ranks_in(ranges) for ranges in document["classes"]),
+            divergent=tuple(document["divergent"]),
+            context=None if context is None else SaveContext.decode(context),
+        )
+
+
 class SaveAgreement:
-    """One opening, on one rank."""
+    """The agreement on one save, on one rank."""
 
     def __init__(self, job: Job, step: int, location: bytes) -> None:
         """Take the next number.
@@ -108,10 +167,10 @@ class SaveAgreement:
         Args:
             job: The ranks.
             step: The step being saved; -1 for a save by path.
-            place: 8-byte digest of where it goes.
+            location: 8-byte digest of where it goes.
         """
         self._job, self._step = job, step
-        self._of = [step, location.hex()]
+        self._save_id = step, location.hex()
         self._deadline = job.deadline()
         self._refused: str | None = None
         # Read before any verdict is looked for: one that lands in between must not move this rank past it.
@@ -121,13 +180,14 @@ class SaveAgreement:
             job.sequence = latest
             verdict = self._verdict_at(latest)
         while verdict is not None:
-            if "refused" in verdict and verdict.get("of") == self._of and not self._is_retried(job.sequence + 1):
-                # The same save, refused before this rank came: it is over, and this rank's number with it. Joining
-                # the next number instead would leave ranks counting apart for good, unless rank 0 is there already:
-                # then the same save is being tried again.
-                self._refused = str(verdict["refused"])
+            is_own = verdict.refused is not None and verdict.save_id == self._save_id
+            if is_own and not self._is_retried(job.sequence + 1):
+                # This save was refused before this rank came. It is over, and so is its number. If this rank joined
+                # the next number instead, the ranks would count apart for good. The exception: rank 0 has opened that
+                # number already, because it tries the same save again.
+                self._refused = verdict.refused
                 break
-            # Others opened and closed this number without us: join them at the next.
+            # The other ranks opened and closed this number without this rank: join them at the next.
             job.sequence = max(job.sequence + 1, latest)
             verdict = self._verdict_at(job.sequence)
         self._sequence = job.sequence
@@ -143,15 +203,13 @@ class SaveAgreement:
             else 0
         )
 
-    def _verdict_at(self, sequence: int) -> dict[str, object] | None:
-        """Return the verdict that stands at a number, without waiting for it."""
+    def _verdict_at(self, sequence: int) -> SaveVerdict | None:
+        """Return the verdict of a numbered save if there is one, without waiting."""
         job = self._job
         key = self._key("verdict", sequence)
         if not job.key_value_store.present(key):
             return None
-        verdict = json.loads(job.key_value_store.get_many([key], job.left(self._deadline))[0])
-        assert isinstance(verdict, dict)
-        return verdict
+        return SaveVerdict.decode(job.key_value_store.get_many([key], job.left(self._deadline))[0])
 
     def _is_retried(self, sequence: int) -> bool:
         """Return whether rank 0 has opened this very save again, at a number."""
@@ -163,7 +221,7 @@ class SaveAgreement:
         if len(record) != _RECORD.size:
             return False
         statement = Statement(*_RECORD.unpack(record))
-        return [statement.step, statement.location.hex()] == self._of
+        return (statement.step, statement.location.hex()) == self._save_id
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank cannot save, so that none of them waits for it. Never raises."""
@@ -176,7 +234,7 @@ class SaveAgreement:
             job.remember(self._sequence, [key])
             if job.comm.rank == 0:
                 text = error_text(error)
-                self._settle("verdict", _refusal(error_from(text, f"{self._name}: rank 0 refused: ")))
+                self._settle("verdict", self._refusal(error_from(text, f"{self._name}: rank 0 refused: ")))
         except (CheckpointError, TimeoutError):
             return
 
@@ -184,17 +242,17 @@ class SaveAgreement:
         self,
         statement: Statement,
         details: Callable[[], Details],
-        survey: Callable[[], Mapping[str, object]],
+        claim: Callable[[], SaveContext],
     ) -> Agreement:
         """State, wait for the verdict, and return what was agreed.
 
         Args:
             statement: What this rank is about to do.
             details: Called if this rank must publish more.
-            survey: Called on rank 0 before it says yes: looks at the place, returns what to tell everybody.
+            claim: Called on rank 0 before it agrees: looks at the location and returns the context.
         Raises:
             InvalidError: Ranks disagree; the message names ranks and what they disagree on.
-            CheckpointError: Rank 0's survey, or another rank's own refusal.
+            CheckpointError: Rank 0's claim failed, or another rank refused.
             UnavailableError: Ranks did not open this save in time, or the key-value store is gone.
         """
         if self._refused is not None:
@@ -205,34 +263,31 @@ class SaveAgreement:
         packed = _RECORD.pack(statement.step, statement.location, statement.layout, statement.agreeing, statement.other)
         job.key_value_store.set(key, packed, job.left(self._deadline))
         job.remember(self._sequence, [key, self._key("details", self._sequence, rank)])
-        verdict = self._settle("verdict", self._judge(survey)) if rank == 0 else self._await("verdict")
-        if "describe" in verdict:
-            if rank in _ranks(verdict["describe"]):
+        verdict = self._settle("verdict", self._judge(claim)) if rank == 0 else self._await("verdict")
+        if verdict.describe is not None:
+            if rank in verdict.describe:
                 self._publish(details())
             if rank == 0:
-                verdict = self._settle("final", self._judge_details(verdict, survey))
+                verdict = self._settle("final", self._judge_details(verdict, claim))
             else:
                 verdict = self._await("final")
-        if "refused" in verdict:
-            raise error_from(str(verdict["refused"]))
+        if verdict.refused is not None:
+            raise error_from(verdict.refused)
         return self._agreement(verdict)
 
-    def _agreement(self, verdict: Mapping[str, object]) -> Agreement:
+    def _agreement(self, verdict: SaveVerdict) -> Agreement:
         rank, world_size = self._job.comm.rank, self._job.comm.world_size
-        stated = verdict.get("classes") or [rank_ranges(range(world_size))]
-        classes = [ranks_in(_list(each)) for each in _list(stated)]  # type: ignore[arg-type]
-        own = next(each for each in classes if rank in each)
-        holders = self._holders(classes) if len(classes) > 1 else {}
-        note = verdict.get("note")
-        assert isinstance(note, dict)
+        classes = verdict.classes or (tuple(range(world_size)),)
+        own_class = next(ranks for ranks in classes if rank in ranks)
+        assert verdict.context is not None, "a verdict to go ahead carries the context"
         return Agreement(
             sequence=self._sequence,
             attempt=self._job.attempt_id(self._sequence, self._step),
-            own_class=own,
-            shared=holders,
-            is_leader=rank == own[0],
-            divergent=tuple(map(str, _list(verdict.get("divergent") or []))),
-            note=note,
+            own_class=own_class,
+            shared=self._holders(classes) if len(classes) > 1 else {},
+            is_leader=rank == own_class[0],
+            divergent=verdict.divergent,
+            context=verdict.context,
         )
 
     def _holders(self, classes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -248,7 +303,7 @@ class SaveAgreement:
         }
         return {fqn: members[each] for fqn, each in numbers.items()}
 
-    def _judge(self, survey: Callable[[], Mapping[str, object]]) -> dict[str, object]:
+    def _judge(self, claim: Callable[[], SaveContext]) -> SaveVerdict:
         """Return rank 0's verdict."""
         job = self._job
         keys = [self._key("open", self._sequence, rank) for rank in range(job.comm.world_size)]
@@ -257,7 +312,7 @@ class SaveAgreement:
         except TimeoutError:
             absent = [rank for rank, key in enumerate(keys) if not job.key_value_store.present(key)]
             if absent:
-                return _refusal(
+                return self._refusal(
                     UnavailableError(
                         f"{self._name}: ranks {_some(absent)} did not call save within "
                         f"{job.settings.commit_timeout_seconds} s; expected all {len(keys)} ranks. "
@@ -269,11 +324,11 @@ class SaveAgreement:
         for rank, record in enumerate(records):
             if record.startswith(_REFUSAL) and len(record) != _RECORD.size:
                 error = error_from(record[1:].decode())
-                return _refusal(type(error)(f"{self._name}: rank {rank} refused: {error}"))
+                return self._refusal(type(error)(f"{self._name}: rank {rank} refused: {error}"))
         statements = [Statement(*_RECORD.unpack(record)) for record in records]
         skewed = self._skew(statements)
         if skewed is not None:
-            return _refusal(skewed)
+            return self._refusal(skewed)
         classes: dict[bytes, list[int]] = {}
         for rank, each in enumerate(statements):
             classes.setdefault(each.layout, []).append(rank)
@@ -286,9 +341,10 @@ class SaveAgreement:
             != (statements[members[0]].agreeing, statements[members[0]].other)
         ]
         if len(groups) == 1 and not differing:
-            return self._surveyed(survey, {})
-        asked = sorted({members[0] for members in groups} | set(differing))
-        return {"describe": asked, "classes": [*map(rank_ranges, groups)] if len(groups) > 1 else None}
+            return self._claimed(claim, SaveVerdict(self._save_id))
+        describe = sorted({members[0] for members in groups} | set(differing))
+        stated = tuple(map(tuple, groups)) if len(groups) > 1 else ()
+        return SaveVerdict(self._save_id, describe=tuple(describe), classes=stated)
 
     def _skew(self, statements: Sequence[Statement]) -> InvalidError | None:
         by_step: dict[int, list[int]] = {}
@@ -305,17 +361,15 @@ class SaveAgreement:
             )
         return None
 
-    def _judge_details(
-        self, verdict: Mapping[str, object], survey: Callable[[], Mapping[str, object]]
-    ) -> dict[str, object]:
-        asked = _ranks(verdict["describe"])
+    def _judge_details(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
+        asked = verdict.describe or ()
         try:
             spoken = dict(zip(asked, self._read_details(asked), strict=True))
         except TimeoutError:
-            return _refusal(UnavailableError(f"{self._name}: ranks {_some(asked)} did not say more in time"))
+            return self._refusal(UnavailableError(f"{self._name}: ranks {_some(asked)} did not say more in time"))
         disagreements = _disagreements(spoken)
         if disagreements:
-            return _refusal(
+            return self._refusal(
                 InvalidError(
                     f"{self._name}: plain tensors differ between ranks that hold them under one name: "
                     f"{'; '.join(disagreements[:20])}. Expected equal copies. If they are parts of one tensor, "
@@ -324,13 +378,17 @@ class SaveAgreement:
                 )
             )
         differing = {name for name, values in _by_name(spoken, "other").items() if len(values) > 1}
-        return self._surveyed(survey, {"classes": verdict.get("classes"), "divergent": sorted(differing)})
+        return self._claimed(claim, replace(verdict, describe=None, divergent=tuple(sorted(differing))))
 
-    def _surveyed(self, survey: Callable[[], Mapping[str, object]], verdict: dict[str, object]) -> dict[str, object]:
+    def _claimed(self, claim: Callable[[], SaveContext], verdict: SaveVerdict) -> SaveVerdict:
+        """Return the verdict with the context, or a refusal if the location cannot be claimed."""
         try:
-            return {**verdict, "note": dict(survey())}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a verdict
-            return _refusal(error)
+            return replace(verdict, context=claim())
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
+            return self._refusal(error)
+
+    def _refusal(self, error: Exception) -> SaveVerdict:
+        return SaveVerdict(self._save_id, refused=error_text(error))
 
     def _publish(self, details: Details) -> None:
         plain = {fqn: [dtype, list(shape), role.value] for fqn, (dtype, shape, role) in details.plain.items()}
@@ -347,33 +405,27 @@ class SaveAgreement:
             found.append(Details(location, table, agreeing, other))
         return found
 
-    def _settle(self, name: str, verdict: Mapping[str, object]) -> dict[str, object]:
-        """Set the verdict unless one is set; return the one that stands."""
+    def _settle(self, name: str, verdict: SaveVerdict) -> SaveVerdict:
+        """Set the verdict unless one is set; return the one that is set."""
         job = self._job
-        text = json.dumps({**verdict, "of": self._of}).encode()
         key = self._key(name, self._sequence)
-        standing = job.key_value_store.compare_set(key, b"", text, job.left(job.deadline()))
+        standing = job.key_value_store.compare_set(key, b"", verdict.encode(), job.left(job.deadline()))
         if job.comm.rank == 0:
-            # Older verdicts are forgotten; who missed them finds its place by this number instead.
+            # Older verdicts are removed. A rank that missed them finds the next number here instead.
             job.key_value_store.set(
                 job.key("opening", "next"), str(self._sequence + 1).encode(), job.left(job.deadline())
             )
             job.remember(self._sequence, [key])
-        document = json.loads(standing)
-        assert isinstance(document, dict)
-        return document
+        return SaveVerdict.decode(standing)
 
-    def _await(self, name: str) -> dict[str, object]:
+    def _await(self, name: str) -> SaveVerdict:
         job = self._job
         key = self._key(name, self._sequence)
         try:
             (text,) = job.key_value_store.get_many([key], job.left(self._deadline) + _GRACE_SECONDS)
         except TimeoutError:
-            silent = self._silence()
-            return self._settle(name, _refusal(silent))
-        document = json.loads(text)
-        assert isinstance(document, dict)
-        return document
+            return self._settle(name, self._refusal(self._silence()))
+        return SaveVerdict.decode(text)
 
     def _silence(self) -> UnavailableError:
         """Return why there is no verdict: rank 0 may still be waiting, for somebody else."""
@@ -394,19 +446,6 @@ class SaveAgreement:
 
     def _key(self, name: str, *parts: object) -> str:
         return self._job.key("opening", *parts[:1], name, *parts[1:])
-
-
-def _refusal(error: Exception) -> dict[str, object]:
-    return {"refused": error_text(error)}
-
-
-def _list(value: object) -> list[object]:
-    assert isinstance(value, list), value
-    return value
-
-
-def _ranks(value: object) -> list[int]:
-    return [each for each in _list(value) if isinstance(each, int)]
 
 
 def _some(ranks: Sequence[int]) -> str:

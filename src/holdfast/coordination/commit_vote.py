@@ -1,15 +1,29 @@
-"""Votes and outcome of one attempt: whoever completes the count commits, anybody may abort before."""
+"""Votes and outcome of one attempt: the rank whose vote completes the count commits; any rank may abort before.
+
+States of an attempt, and who moves it from one to the next:
+
+    voting      -> publishing   the rank whose vote completed the count, by compare-and-set on the key `outcome`
+    voting      -> aborted      any rank, by the same compare-and-set: on an error of its own, or at its deadline
+    publishing  -> committed    the committing rank, once the manifest is durable and visible
+    publishing  -> aborted      the committing rank, if it is certain to have left no manifest
+    publishing  -> ask storage  a waiting rank at its deadline; the committing rank, if its lease may have ended
+    publishing  -> unknown      the committing rank, if putting the manifest failed half-way
+
+One compare-and-set decides between publishing and aborting, so no two ranks can believe different things. The key
+`result` only wakes the waiting ranks.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.coordination.job import Job, error_from, error_text
+from holdfast.coordination.job import Job
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage
 from holdfast.errors import CheckpointError, UnavailableError
 
-_PUBLISHING = b"publishing"
+_VOTING = Outcome(OutcomeKind.VOTING)
+_PUBLISHING = Outcome(OutcomeKind.PUBLISHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,177 +37,115 @@ class Vote:
     """xxh3-128 of its part file, hex."""
 
 
-class Aborted(Exception):
-    """The attempt is over without a checkpoint, for certain."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class OutcomeUnknown(Exception):
-    """The deadline passed, the key-value store went, or publishing failed: somebody may have published.
-
-    `storage_knows`: the manifest, if it is there, settles it; not so where making it durable failed.
-    """
-
-    def __init__(self, reason: str, *, storage_knows: bool = True) -> None:
-        super().__init__(reason)
-        self.reason, self.storage_knows = reason, storage_knows
-
-
 class CommitVote:
-    """The keys of one attempt on the board, as one rank sees them.
-
-    The outcome is a single compare-and-set from nothing to `publishing` or to an abort, so no two ranks can
-    believe different things. `result` only wakes who waits.
-    """
+    """The keys of one attempt in the key-value store, as one rank sees them."""
 
     def __init__(self, job: Job, sequence: int, attempt: str, name: str) -> None:
+        """Set no key yet.
+
+        Args:
+            job: The ranks.
+            sequence: Number of the save.
+            attempt: Id of the attempt.
+            name: What is being saved, for messages.
+        """
         self._job, self._sequence, self._attempt, self._name = job, sequence, attempt, name
-        self._voted = False
-        self.unhealthy: tuple[str, ...] = ()
-        """What the committing rank found against what it published, in words; once it is committed."""
+        self._has_voted = False
 
-    def vote(self, vote: Vote) -> bool:
-        """Cast this rank's vote; return whether it completed the count, which makes this rank the committer.
+    def vote(self, vote: Vote) -> Outcome:
+        """Cast this rank's vote.
 
+        Returns:
+            `publishing` if the vote completed the count: this rank must commit. `voting` if others have to vote.
+            `aborted` if another rank had aborted by then.
         Raises:
-            Aborted: Another rank had aborted by then.
-            CheckpointError: The board failed before the vote counted: the attempt cannot commit.
+            CheckpointError: The key-value store failed before the vote counted: the attempt cannot commit.
         """
         job = self._job
         deadline = job.deadline()
         key = self._key("vote", job.comm.rank)
         text = json.dumps([vote.part_bytes, vote.part_digest]).encode()
         job.key_value_store.set(key, text, job.left(deadline))
-        self._voted = True
+        # From here on another rank may see the vote, whatever this call comes to.
+        self._has_voted = True
         # Never retried: a counter added to twice would commit without a rank.
         count = job.key_value_store.add(self._key("count"), 1, job.left(deadline))
         shared = [self._key(name) for name in ("count", "outcome", "result")] if job.comm.rank == 0 else []
         job.remember(self._sequence, [key, *shared])
-        if count < job.comm.world_size:
-            return False
-        standing = job.key_value_store.compare_set(self._key("outcome"), b"", _PUBLISHING, job.left(deadline))
-        if standing != _PUBLISHING:
-            raise Aborted(_abort_error(standing))
-        return True
-
-    @property
-    def voted(self) -> bool:
-        """Whether this rank may have told others that its part is whole."""
-        return self._voted
+        return _VOTING if count < job.comm.world_size else self._decide(_PUBLISHING, deadline)
 
     def votes(self) -> list[Vote]:
-        """Return every rank's vote, by rank; for the committer."""
+        """Return every rank's vote, by rank; for the committing rank."""
         job = self._job
         keys = [self._key("vote", rank) for rank in range(job.comm.world_size)]
         return [Vote(*json.loads(text)) for text in job.key_value_store.get_many(keys, job.left(job.deadline()))]
 
-    def abort(self, error: BaseException) -> None:
-        """End the attempt because of a failure here, unless somebody may be publishing.
+    def abort(self, error: CheckpointError) -> Outcome:
+        """End the attempt because of a failure here, unless a rank may be publishing. Never raises.
 
-        Raises:
-            OutcomeUnknown: This rank had voted and the attempt may be committed all the same.
+        Returns:
+            `aborted`, or `ask_storage` if this rank had voted and the attempt may be committed all the same.
         """
         job = self._job
-        text = f"abort:{job.comm.rank}:{error_text(error)}".encode()
         try:
-            standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.left(job.deadline()))
-            if standing == _PUBLISHING:
-                raise OutcomeUnknown("another rank is publishing")
-            job.key_value_store.set(self._key("result"), standing, job.left(job.deadline()))
+            standing = self._decide(aborted(error, job.comm.rank), job.deadline())
+            if standing.kind is OutcomeKind.PUBLISHING:
+                return ask_storage("another rank is publishing")
+            self._announce(standing, job.deadline())
         except (CheckpointError, TimeoutError) as failure:
-            # Without this rank's vote the count cannot be completed, whatever the board does.
-            if self._voted:
-                raise OutcomeUnknown(str(failure)) from failure
+            # Without this rank's vote nobody completes the count, whatever state the key-value store is in.
+            if self._has_voted:
+                return ask_storage(str(failure))
+        return aborted(error)
 
-    def announce_committed(self, manifest_digest: str, unhealthy: Sequence[str] = ()) -> None:
-        """Tell who waits that the manifest is published. Never raises: the manifest is the truth.
-
-        Args:
-            manifest_digest: Digest of it.
-            unhealthy: What was found against the checkpoint, in words.
-        """
-        self.unhealthy = tuple(unhealthy)
-        self._announce(f"committed:{manifest_digest}" + (f":{json.dumps(self.unhealthy)}" if unhealthy else ""))
-
-    def announce_failure(self, error: BaseException, *, certain: bool) -> None:
-        """Tell who waits that the committer failed. Never raises.
-
-        Args:
-            error: What it failed with.
-            certain: Whether it is certain to have left no manifest.
-        """
-        self._announce(f"{'failed' if certain else 'unknown'}:{error_text(error)}")
-
-    def announce_doubt(self, reason: str) -> None:
-        """Tell who waits to ask storage whether the manifest counts. Never raises."""
-        self._announce(f"doubt:{reason}")
-
-    def _announce(self, result: str) -> None:
+    def announce(self, outcome: Outcome) -> None:
+        """Tell waiting ranks what became of publishing. Never raises: the manifest is the truth."""
         try:
-            self._job.key_value_store.set(self._key("result"), result.encode(), self._job.left(self._job.deadline()))
+            self._announce(outcome, self._job.deadline())
         except (CheckpointError, TimeoutError):
             return
 
-    def await_result(self) -> str:
-        """Wait until the attempt is committed; return the digest of its manifest.
+    def await_outcome(self) -> Outcome:
+        """Wait until the attempt is over; never raises.
 
-        Raises:
-            Aborted: It is over without a checkpoint.
-            OutcomeUnknown: Nobody can say from the board alone.
+        At this rank's deadline an attempt that nobody publishes is aborted, and the silent ranks are named.
         """
         job = self._job
-        deadline = job.deadline()
         try:
-            (result,) = job.key_value_store.get_many([self._key("result")], job.left(deadline))
+            (result,) = job.key_value_store.get_many([self._key("result")], job.left(job.deadline()))
         except TimeoutError:
-            result = self._abort_for_silence()
+            return self._abort_for_silence()
         except CheckpointError as failure:
-            raise OutcomeUnknown(str(failure)) from failure
-        kind, _, text = result.decode().partition(":")
-        if kind == "committed":
-            digest, _, unhealthy = text.partition(":")
-            self.unhealthy = tuple(json.loads(unhealthy)) if unhealthy else ()
-            return digest
-        if kind == "failed":
-            raise Aborted(error_from(text))
-        if kind == "abort":
-            raise Aborted(_abort_error(result))
-        if kind == "unknown":
-            raise OutcomeUnknown(str(error_from(text)), storage_knows=False)
-        if kind == "doubt":
-            raise OutcomeUnknown(text)
-        raise OutcomeUnknown(
-            f"the committing rank was publishing and fell silent for {job.settings.commit_timeout_seconds} s"
-        )
+            return ask_storage(str(failure))
+        return Outcome.decode(result)
 
-    def _abort_for_silence(self) -> bytes:
-        """At the deadline: abort naming who did not vote, unless the outcome stands; return what stands."""
+    def _abort_for_silence(self) -> Outcome:
         job = self._job
+        timeout = job.settings.commit_timeout_seconds
         try:
-            silent = [
-                rank for rank in range(job.comm.world_size) if not job.key_value_store.present(self._key("vote", rank))
-            ]
+            keys = job.key_value_store
+            silent = [rank for rank in range(job.comm.world_size) if not keys.present(self._key("vote", rank))]
             who = f"ranks {silent[:16]} did not finish their part" if silent else "all ranks voted and none committed"
             error = UnavailableError(
-                f"{self._name}: {who} within {job.settings.commit_timeout_seconds} s of this rank; "
-                "the attempt is aborted. Look at those ranks"
+                f"{self._name}: {who} within {timeout} s of this rank; the attempt is aborted. Look at those ranks"
             )
-            text = f"abort:{job.comm.rank}:{error_text(error)}".encode()
-            standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.left(job.deadline()))
-            if standing != _PUBLISHING:
-                job.key_value_store.set(self._key("result"), standing, job.left(job.deadline()))
-            return standing
+            standing = self._decide(aborted(error, job.comm.rank), job.deadline())
+            if standing.kind is OutcomeKind.PUBLISHING:
+                return ask_storage(f"the committing rank was publishing and fell silent for {timeout} s")
+            self._announce(standing, job.deadline())
         except (CheckpointError, TimeoutError) as failure:
-            raise OutcomeUnknown(str(failure)) from failure
+            return ask_storage(str(failure))
+        return standing
+
+    def _decide(self, wanted: Outcome, deadline: float) -> Outcome:
+        """Set the outcome unless one is set; return the one that is set."""
+        job = self._job
+        text = wanted.encode()
+        standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.left(deadline))
+        return wanted if standing == text and wanted.kind is OutcomeKind.PUBLISHING else Outcome.decode(standing)
+
+    def _announce(self, outcome: Outcome, deadline: float) -> None:
+        self._job.key_value_store.set(self._key("result"), outcome.encode(), self._job.left(deadline))
 
     def _key(self, *parts: object) -> str:
         return self._job.key("attempt", self._attempt, *parts)
-
-
-def _abort_error(outcome: bytes) -> CheckpointError:
-    """Return the error another rank aborted with, its rank in the message."""
-    _, rank, text = outcome.decode().split(":", 2)
-    return error_from(text, f"rank {rank} aborted: ")

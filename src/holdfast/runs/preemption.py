@@ -190,9 +190,9 @@ class PreemptionHandler:
         """Wait for saves under way, and abandon those that do not end in time."""
         late = [each for each in self._under_way if not _ends_within(each.handle, self._job.left(self._deadline))]
         for each in late:
-            abandon = each.handle.abandon
-            if abandon is not None:
-                abandon(UnavailableError(f"the save of step {each.step} was abandoned: the job was told to end"))
+            each.handle.abandon(
+                UnavailableError(f"the save of step {each.step} was abandoned: the job was told to end")
+            )
         for each in late:
             each.handle.committed.exception()
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
-from holdfast.clock import Clock
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.engine.write import PackWriter
@@ -20,22 +19,21 @@ from holdfast.leases.writer import WriterLease
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
 from holdfast.policies import Policies
-from holdfast.ports.framework import Collected, Selection
+from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import committed_steps, ensure_run, manifest_digest, read_run_id, step_folders
+from holdfast.repository.catalog import committed_steps, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid
-from holdfast.repository.quarantine import identity_at, list_records, supersede
-from holdfast.repository.removal import marks
+from holdfast.repository.quarantine import identity_at, list_records
 from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
 from holdfast.runs.preemption import PreemptionHandler, owed_bytes
-from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
+from holdfast.runs.step_metrics import WantedMetrics
+from holdfast.runs.step_request import LastCommitted, Lineage, RunParts, StepRequest, StepState
 from holdfast.runs.suspect_steps import SuspectSteps
-from holdfast.runs.tags import checked_tags, require_all_free, tag_saved, tag_step, untag
-from holdfast.saving.commit import clear_fenced
-from holdfast.saving.deduplication import Base, BaseStep, Deduplicator, previous_of
+from holdfast.runs.tags import tag_step, untag
+from holdfast.saving.deduplication import previous_of
 from holdfast.saving.handle import SaveHandle
-from holdfast.saving.save import Save
+from holdfast.saving.save import save
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.manifest import Parent
 from holdfast.types.reports import LoadReport, SaveReport
@@ -59,14 +57,11 @@ class Run:
         self._dispatcher = EventDispatcher(observers, job.clock)
         self._store, self._job = store, job
         self._home = CheckpointLocation(store, "", None, references=references, root=store)
-        self._writer = PackWriter(store, job.settings)
         self._writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
-        self._latest = _Link(None, None)
-        self._previous: BaseStep | None = None
+        self._lineage = Lineage(None, None)
         self._loaded: int | None = None
         self._newer: tuple[int, ...] = ()
         """Newer steps that existed when the last load asked for an older step by number."""
-        self._suspect_steps = SuspectSteps(store)
         self._pending: list[SaveHandle] = []
         self._closed = False
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
@@ -77,7 +72,17 @@ class Run:
         if policies.keep is not None and job.comm.rank == 0:
             collector = CheckpointGC(store, job.clock, policies.keep, self._writer_lease, self._pins)
             self._collecting = Background(collector, job.settings.collect_grace_seconds)
-        self._metrics = WantedMetrics(store, policies.keep)
+        self._parts = RunParts(
+            job=job,
+            store=store,
+            writer=PackWriter(store, job.settings),
+            writer_lease=self._writer_lease,
+            last_committed=LastCommitted(),
+            pins=self._pins,
+            metrics=WantedMetrics(store, policies.keep),
+            suspect_steps=SuspectSteps(store),
+            collecting=self._collecting,
+        )
         self.load_report: LoadReport | None = None
         """What the last load did."""
 
@@ -143,55 +148,15 @@ class Run:
         self._loaded = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
-        location = self._location_of(step)
-        before, own = self._latest, _Link(None, self._latest)
-        told: dict[str, object] = {}
-        names: list[str] = []
-
-        def collect() -> Collected:
-            # Here, so that what is wrong on one rank is refused on all.
-            told.update(checked_metrics(metrics))
-            names.extend(checked_tags(tags))
-            return self._job.framework.collect(state, selection)
-
-        def claim(location: CheckpointLocation) -> dict[str, object]:
-            if not is_last:
-                self._metrics.require_in(told)
-            require_all_free(self._store, names)
-            base = self._pinned(step)
-            note = claimed(location, self._writer_lease, self._job.clock)
-            return {**note, "base": base, "distrusted": [] if base is None else self._suspect_steps.steps()}
-
-        def settle(location: CheckpointLocation, run_id: str, digest: str) -> None:
-            own.settle(location, run_id, digest)
-            self._previous = unchanged.committed(digest)
-            if self._job.comm.rank == 0:
-                tag_saved(self._store, self._job.clock, step, names)
-                self._pins.unpin(step, is_committed=True)
-                if not self._pins.has_gone_back:
-                    self._pins.current_step = step
-                if self._collecting is not None:
-                    self._collecting.want()
-
-        unchanged = Deduplicator(location, self._previous, self._writer, self._job.settings)
-        save = Save(
-            self._job,
-            location,
-            self._writer,
-            claim,
-            before.parent,
-            settle,
-            inherited=told,
-            dispatcher=self._dispatcher,
-            unchanged=unchanged,
-        )
-        save.handle.committed.add_done_callback(partial(_let_go, self._pins, step, save.handle))
+        passed = StepState(state, selection, metrics, tags, is_last)
+        request = StepRequest(self._parts, self._location_of(step), passed, self._lineage)
         try:
-            handle = save.begin(collect)
+            handle = save(self._job, request, self._dispatcher)
         except BaseException:
             self._pins.unpin(step, is_committed=False)
             raise
-        self._latest = own
+        handle.committed.add_done_callback(partial(_let_go, self._pins, step, handle))
+        self._lineage = request.lineage
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
         if self._preemption is not None:
@@ -203,7 +168,7 @@ class Run:
         self._require_open()
         job = self._job
         # If it fails, it may have met damage in what a save would refer to.
-        self._previous = None
+        self._parts.last_committed.base = None
         choice: StepSelector = NewestValid(self._home, job.clock, job.is_news)
         if step is not None:
             require_step(step)
@@ -218,9 +183,9 @@ class Run:
             self._pins.has_gone_back = bool(self._newer)
             if self._newer and self._preemption is not None:
                 self._preemption.forget_last()
-            self._previous = previous_of(manifest, done.index, done.filled)
+            self._parts.last_committed.base = previous_of(manifest, done.index, done.filled)
             self._pins.current_step = location.step
-            self._latest = _Link(Parent(manifest.run_id, location.step, manifest.digest), None)
+            self._lineage = Lineage(Parent(manifest.run_id, location.step, manifest.digest), None)
             if self._schedule is not None:
                 self._schedule.note_loaded(location.step)
         return location.step
@@ -288,22 +253,9 @@ class Run:
             ending.callback(self._job.close)
             self.wait()
 
-    def _pinned(self, step: int) -> Base | None:
-        """Keep a step that is to be saved, and the one it may refer to, from being collected; return the latter."""
-        base = None if self._previous is None else self._previous.of
-        if not self._pins.pin(step, None if base is None else base[0]) or base is None:
-            return None
-        # Asked now that it is pinned: another process may have collected it before this one began to write.
-        is_there = manifest_digest(self._store, base[0]) == base[1]
-        return (
-            base
-            if is_there and not any(base[0] in mark.steps for mark in marks(self._store) if mark.is_carried_out)
-            else None
-        )
-
     def _owed_bytes(self, state: Mapping[str, object], selection: Selection) -> int:
         """Return what this rank has to write of a state at least, as far as that is known before it is looked at."""
-        if self._previous is not None and self._job.settings.deduplicate:
+        if self._parts.last_committed.base is not None and self._job.settings.deduplicate:
             return 0  # Any of it may be as it was.
         return owed_bytes(self._job.framework.collect(state, selection).shards, self._job.comm.world_size)
 
@@ -368,45 +320,6 @@ def _let_go(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveRep
         pins.note_unknown(step)
     elif committed.exception() is not None:
         pins.unpin(step, is_committed=False)
-
-
-def founded(store: Store, clock: Clock) -> str:
-    """Return the id of the run that a root belongs to, after making it that of one if need be."""
-    return ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
-
-
-def claimed(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> dict[str, object]:
-    """Make a step one that may be written, and the root that of a run if need be; return what the ranks are told.
-
-    Raises:
-        ConflictError: A checkpoint is there, or another job writes to this root.
-    """
-    run_id = founded(location.store, clock)
-    epoch = writer_lease.hold(run_id)
-    if location.step is not None and supersede(location.store, location.step):
-        logger.warning("step %d: a damaged checkpoint lay there; its manifest is kept under quarantine", location.step)
-    if not clear_fenced(location, epoch):
-        location.require_empty()
-    return {"run_id": run_id, "epoch": epoch}
-
-
-class _Link:
-    """What a run stands at: a checkpoint, or a save under way and what it stood at before."""
-
-    def __init__(self, own: Parent | None, before: _Link | None) -> None:
-        self._own, self._before = own, before
-
-    def parent(self) -> Parent | None:
-        """Return the newest checkpoint on the way back from here; asked once the saves before are decided."""
-        link: _Link | None = self
-        while link is not None and link._own is None:
-            link = link._before
-        return link._own if link is not None else None
-
-    def settle(self, location: CheckpointLocation, run_id: str, digest: str) -> None:
-        """Take note that the save is committed."""
-        assert location.step is not None, "a run saves steps"
-        self._own, self._before = Parent(run_id, location.step, digest), None
 
 
 def require_step(step: object) -> None:

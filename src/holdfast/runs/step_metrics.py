@@ -12,8 +12,8 @@ from holdfast.repository.catalog import committed_steps, read_manifest
 from holdfast.types.manifest import METRIC_CHARACTERS_MAX, is_metric_name
 
 
-def checked_metrics(metrics: object) -> dict[str, object]:
-    """Return what the ranks are told of the metrics of a step, at the opening; nothing where there are none.
+def checked_metrics(metrics: object) -> dict[str, float]:
+    """Return the metrics of a step as numbers by name.
 
     Raises:
         InvalidError: One has no name, or is no number.
@@ -22,9 +22,7 @@ def checked_metrics(metrics: object) -> dict[str, object]:
         return {}
     if not isinstance(metrics, Mapping):
         raise InvalidError(f"metrics: {type(metrics).__name__}; expected a dict such as {{'loss': 0.1}}")
-    if not metrics:
-        return {}
-    return {"metrics": {_name(name): _number(name, value) for name, value in metrics.items()}}
+    return {_name(name): _number(name, value) for name, value in metrics.items()}
 
 
 def _name(name: object) -> str:
@@ -54,14 +52,12 @@ class WantedMetrics:
         self._store = store
         self._unseen = {rule.metric for rule in rules_of(keep) if isinstance(rule, BestN)}
 
-    def require_in(self, told: Mapping[str, object]) -> None:
+    def require_in(self, metrics: Mapping[str, float]) -> None:
         """Refuse a save that has none of a metric that no earlier step has either; on rank 0.
 
         Raises:
             InvalidError: Names the metric.
         """
-        metrics = told.get("metrics", {})
-        assert isinstance(metrics, dict)
         self._unseen -= metrics.keys()
         if not self._unseen:
             return

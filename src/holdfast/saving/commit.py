@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.commit_vote import Vote
+from holdfast.coordination.outcome import Outcome, ask_storage, committed, unknown
+from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, MissingError
 from holdfast.format.digest import hex_digest_of
-from holdfast.format.health import decode_health
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
 from holdfast.format.index.overview import Overview, encode_overview, split
@@ -28,6 +30,7 @@ from holdfast.saving.health import counted_before
 from holdfast.saving.health_findings import Findings
 from holdfast.saving.merge import Merged, merged
 from holdfast.saving.provenance import software_at_hand
+from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings
 from holdfast.types.health import Health
 from holdfast.types.manifest import FileRecord, Manifest, Parent
@@ -38,46 +41,38 @@ _FILES = 8
 """Files of an index that is split at all, at least: so that a rank reads little that it does not need."""
 
 
-def assembled(
-    location: CheckpointLocation,
-    attempt: str,
-    votes: Sequence[Vote],
-    note: Mapping[str, object],
-    parent_of: Callable[[], Parent | None],
-    settings: Settings,
-    written: list[str],
+def assemble(
+    request: SaveRequest, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
 ) -> tuple[bytes, Health | None]:
-    """Merge what every rank wrote, prove it whole, write its index, and return the manifest that names it all.
-
-    Beside it stands what was found of the checkpoint's health.
+    """Merge what every rank wrote, prove it whole, and write its index.
 
     Args:
-        place: Where the checkpoint goes.
-        attempt: The attempt that is to be published.
+        request: What is saved, and where.
+        agreement: What the ranks agreed on.
         votes: Every rank's vote, by rank.
-        note: What the ranks were told of the place at the opening.
-        parent_of: Returns the checkpoint that this one continues.
         settings: Chunks of the index, and how many go into one file of it.
-        written: Told the key of every file before it is written.
+        written: Receives the key of every file before it is written.
+    Returns:
+        The manifest that names everything, and the health of the checkpoint if it is known.
     Raises:
         InvalidError: The parts do not make a whole.
         CorruptError: A part or pack is not what its rank voted for.
     """
+    location, attempt, context = request.location, agreement.attempt, agreement.context
     whole = merged(location, attempt, votes, settings.chunk_bytes)
     indexes, overview = written_index(location, attempt, whole.index, settings, written)
-    origin, masters, metrics = note.get("origin"), note.get("masters"), note.get("metrics")
-    # Known only now: the save before was perhaps still being written when this one began.
-    parent = parent_of()
-    health = _health(location, note, parent, whole.findings)
-    made = manifest_of(location, attempt, whole, (indexes, overview), str(note["run_id"]), str(note["created"]))
+    # Not before: the save before this one may have been in flight until now.
+    parent = request.parent()
+    health = _health(location, context, parent, whole.findings)
+    manifest = manifest_of(location, attempt, whole, (indexes, overview), context.run_id, context.created)
     data = encode_manifest(
         replace(
-            made,
+            manifest,
             parent=parent,
-            origin=None if origin is None else str(origin),
-            masters=masters if isinstance(masters, dict) else {},
-            epoch=epoch_of(note),
-            metrics=metrics if isinstance(metrics, dict) else {},
+            origin=context.origin,
+            masters=dict(context.masters),
+            epoch=context.epoch,
+            metrics=dict(context.metrics),
             health=health,
         )
     )
@@ -123,19 +118,12 @@ def manifest_of(
     )
 
 
-def epoch_of(note: Mapping[str, object]) -> int:
-    """Return the epoch that the ranks were told at the opening; 0 if none."""
-    epoch = note.get("epoch", 0)
-    assert isinstance(epoch, int), "rank 0 told it"
-    return epoch
-
-
 def _health(
-    location: CheckpointLocation, note: Mapping[str, object], parent: Parent | None, findings: Findings
+    location: CheckpointLocation, context: SaveContext, parent: Parent | None, findings: Findings
 ) -> Health | None:
-    """Return what was found of a checkpoint's health: of a copy, what was when it was first saved."""
-    if "health" in note:
-        return decode_health(note["health"], location.url)
+    """Return the health of a checkpoint; of a copy, the health that was found when the source was saved."""
+    if context.health is not None:
+        return context.health
     return findings.health(*counted_before(location, parent)) if findings.has_counts else findings.health(None)
 
 
@@ -177,56 +165,49 @@ def written_index(
     return tuple(records[: len(indexes)]), records[-1] if overview is not None else None
 
 
-class PublishFailed(UnavailableError):
-    """The store failed in the very act of publishing: whether the manifest is visible is unknown."""
-
-
-class PublishedLate(Exception):
-    """The epoch was over when the manifest appeared; storage knows whether it counts."""
-
-
-def published(location: CheckpointLocation, data: bytes, epoch: int) -> str:
-    """Publish a manifest; return its digest.
+def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> Outcome:
+    """Publish a manifest.
 
     Args:
-        place: Where.
+        location: Where.
         data: The manifest.
         epoch: The epoch under which it is published; 0 if none.
+    Returns:
+        `committed`; `unknown` if the store failed while it published; `ask_storage` if another writer took over
+        meanwhile.
     Raises:
-        ConflictError: Another attempt was published first, or another writer took over.
-        PublishFailed: The outcome is unknown.
-        PublishedLate: Another writer took over meanwhile.
+        ConflictError: Another attempt was published first, or another writer took over; nothing was published.
         CheckpointError: It is certain that nothing was published.
     """
     if epoch:
         require_newest(location.store, epoch)
-    _put(location, data, epoch)
+    try:
+        _put(location, data, epoch)
+    except ConflictError:
+        raise
+    except Exception as error:
+        # The name may be visible although the call failed (the folder was not synced), or become visible later.
+        if _is_certainly_absent(location):
+            raise
+        return unknown(str(error))
     digest = stated_digest(data)
     assert digest is not None, "a manifest is sealed"
     if epoch:
         try:
-            # Whoever begins an epoch looks for steps after that: if there is none yet, it will find this one.
+            # A new writer looks for steps after it took its epoch. If no newer epoch exists yet, it will find this one.
             require_newest(location.store, epoch)
         except CheckpointError as doubt:
-            raise PublishedLate(str(doubt)) from doubt
-    return digest
+            return ask_storage(str(doubt))
+    return committed(digest)
 
 
 def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
     try:
-        try:
-            publish(location.store, location.manifest_key, data)
-        except ConflictError:
-            if not epoch or not clear_fenced(location, epoch):
-                raise
-            publish(location.store, location.manifest_key, data)
+        publish(location.store, location.manifest_key, data)
     except ConflictError:
-        raise
-    except Exception as error:
-        # The name may have been given before it failed (a folder could not be synced), or be given later.
-        if _is_certainly_absent(location):
+        if not epoch or not clear_fenced(location, epoch):
             raise
-        raise PublishFailed(str(error)) from error
+        publish(location.store, location.manifest_key, data)
 
 
 def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.coordination.save_context import Base, SaveContext
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError
@@ -27,10 +28,6 @@ logger = logging.getLogger(__name__)
 
 Key = tuple[str, Region]
 """A piece of a tensor: FQN and region."""
-
-
-Base = tuple[int, str]
-"""A committed step, and the digest of its manifest."""
 
 
 def _key(item: PackItem | Piece) -> Key:
@@ -141,14 +138,14 @@ class Deduplicator:
         """Bytes that are not written."""
         return sum(piece.bytes for piece in self.pieces)
 
-    def pieces_to_write(self, plan: SavePlan, sources: Sequence[Source], note: Mapping[str, object]) -> SavePlan:
+    def pieces_to_write(self, plan: SavePlan, sources: Sequence[Source], context: SaveContext) -> SavePlan:
         """Return what of a plan must be written; before anything is copied, on the thread that trains.
 
         Args:
             plan: All that this rank owns.
             sources: Bytes by shard number.
-            note: What rank 0 told: `base`, the step that may be referred to, None for none (it stays until the save
-                is over, and another that this rank may stand at does not), and steps that are `distrusted`.
+            context: Rank 0's base step: a rank with another base writes everything, for garbage collection may delete
+                that base. And the suspect steps.
         """
         if not self._compares or not plan.large:
             return plan
@@ -157,7 +154,7 @@ class Deduplicator:
             self._first_page_digests = dict(
                 zip(map(_key, items), first_page_digests(items, sources, buffer), strict=True)
             )
-            candidates = self._candidates(items, note)
+            candidates = self._candidates(items, context)
             left_out = {
                 (pack, item.tensor.fqn): candidates[_key(item)]
                 for pack, item in plan.large
@@ -204,12 +201,11 @@ class Deduplicator:
 
         return BaseStep((self._place.step, digest), find, packs, self._first_page_digests)
 
-    def _candidates(self, items: Sequence[PackItem], note: Mapping[str, object]) -> dict[Key, Piece]:
+    def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[Key, Piece]:
         """Return what is stored of pieces that may be as they were."""
         previous = self._previous
-        if previous is None or previous.of != _base_in(note):
+        if previous is None or previous.of != context.base:
             return {}
-        distrusted = _distrusted_in(note)
         first_page_digests = previous.first_page_digests
         alike = [
             item
@@ -221,7 +217,9 @@ class Deduplicator:
             found = previous.find(alike)
             packs = {piece.pack for piece in found.values()}
             there = {
-                name for name in packs if step_of_pack(name) not in distrusted and self._is_there(previous.packs[name])
+                name
+                for name in packs
+                if step_of_pack(name) not in context.suspect_steps and self._is_there(previous.packs[name])
             }
         except CheckpointError as error:
             logger.warning("%s is written whole, for the step before it cannot be read: %s", self._place.url, error)
@@ -234,15 +232,3 @@ class Deduplicator:
         location = self._place
         is_other = step_of_pack(pack.name) != location.step
         return is_other and location.root is not None and stored_bytes(location.root, pack.name) == pack.bytes
-
-
-def _base_in(note: Mapping[str, object]) -> Base | None:
-    """Return the step that rank 0 says may be referred to."""
-    base = note.get("base")
-    return (int(base[0]), str(base[1])) if isinstance(base, list | tuple) else None
-
-
-def _distrusted_in(note: Mapping[str, object]) -> frozenset[int]:
-    """Return the steps in which rank 0 says that no pack may be referred to."""
-    steps = note.get("distrusted")
-    return frozenset(int(step) for step in steps) if isinstance(steps, list | tuple) else frozenset()

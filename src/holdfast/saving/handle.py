@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, Protocol
 
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.types.reports import SaveReport
@@ -16,6 +15,18 @@ from holdfast.types.reports import SaveReport
 logger = logging.getLogger(__name__)
 
 Moment = Literal["staged", "replicated", "committed"]
+
+
+class InFlight(Protocol):
+    """A save that ranks agreed on and that is not over."""
+
+    def settle(self, timeout: float | None) -> float | None:
+        """Wait, on the thread that saved, until the state is no longer read; return the seconds left of the timeout."""
+        ...
+
+    def abandon(self, error: CheckpointError) -> None:
+        """End the save on every rank with an error, unless a rank may be publishing it."""
+        ...
 
 
 class SaveHandle:
@@ -33,16 +44,13 @@ class SaveHandle:
             name: What is being saved, for messages.
             awaited: Whether the caller waits whatever comes, so that a failure need not be logged.
         """
-        self._name = name
+        self.name = name
+        """What is being saved, for messages."""
         self._lock = threading.Lock()
         self._waiting = int(awaited)
         self._awaited = False
-        self.settle: Callable[[float | None], float | None] | None = None
-        """Called before the thread that saved waits for `staged`, with the seconds it will wait; returns what is left
-        of them. Where the state is taken lazily, it is then known at once that nothing more is read."""
-        self.abandon: Callable[[CheckpointError], None] | None = None
-        """Ends the save on every rank with an error, unless somebody may be publishing it. None where there is nothing
-        to end."""
+        self.in_flight: InFlight | None = None
+        """The unfinished save: what may still be settled or abandoned. None before the ranks agreed, and once over."""
         self._saver = threading.get_ident()
         self.may_come = False
         """Whether it failed and may be committed, or come to be, all the same."""
@@ -71,13 +79,15 @@ class SaveHandle:
         future: Future[None] | Future[SaveReport] = getattr(self, moment)
         left = timeout
         try:
-            settle = self.settle
-            if moment == "staged" and settle is not None and threading.get_ident() == self._saver:
-                left = settle(timeout)
+            in_flight = self.in_flight
+            is_saver = threading.get_ident() == self._saver
+            if moment == "staged" and in_flight is not None and is_saver and not self.staged.done():
+                # A lazy save is known to be staged only once this thread has checked that the state did not change.
+                left = in_flight.settle(timeout)
             result = future.result(left)
         except TimeoutError:
             if not future.done():
-                raise TimeoutError(f"{self._name}: not {moment} within {timeout} s; the save goes on") from None
+                raise TimeoutError(f"{self.name}: not {moment} within {timeout} s; the save goes on") from None
             raise
         finally:
             with self._lock:
@@ -95,15 +105,20 @@ class SaveHandle:
         """Whether somebody has seen the failure."""
         return self._awaited
 
+    def abandon(self, error: CheckpointError) -> None:
+        """End the save on every rank with an error, unless a rank may be publishing it or it is over."""
+        in_flight = self.in_flight
+        if in_flight is not None:
+            in_flight.abandon(error)
+
     def reach_staged(self) -> None:
         """Mark the save as staged, unless it has failed."""
-        self.settle = None
         with suppress(InvalidStateError):
             self.staged.set_result(None)
 
     def reach_committed(self, report: SaveReport) -> None:
         """Mark the save as committed."""
-        self.abandon = None
+        self.in_flight = None
         self.replicated.set_result(None)
         self.committed.set_result(report)
 
@@ -111,8 +126,8 @@ class SaveHandle:
         """Mark the save as failed; say so once if nobody is waiting to hear it."""
         with self._lock:
             if not self._waiting:
-                logger.error("%s failed: %s: %s", self._name, type(error).__name__, error)
-        self.settle = self.abandon = None
+                logger.error("%s failed: %s: %s", self.name, type(error).__name__, error)
+        self.in_flight = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import gc_paused_for
@@ -12,6 +12,7 @@ from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import InvalidError
 from holdfast.ports.framework import Collected, LocalShard, Source
+from holdfast.saving.handle import SaveHandle
 from holdfast.settings import MIB
 from holdfast.telemetry.operation import OperationTrace
 from holdfast.types.plan import PlannedPack
@@ -34,26 +35,26 @@ class Transfer:
     def __init__(
         self,
         job: Job,
-        name: str,
+        handle: SaveHandle,
         writer: PackWriter,
         packs: Sequence[PlannedPack],
-        on_staged: Callable[[], None],
         trace: OperationTrace,
     ) -> None:
         """Begin nothing yet.
 
         Args:
             job: Whose arena and threads are used.
-            name: What is being saved, for messages.
+            handle: Reaches `staged` once training may change the state, on whatever thread that is.
             writer: Writes the packs.
             packs: What is written.
-            on_staged: Called once training may change the state as it likes, on whatever thread.
-            account: Told of the phases, and how many bytes are written.
+            trace: Records the phases, and how many bytes are written.
         """
         self._trace, self._moved = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
-        self._job, self._name, self._writer, self._packs, self._on_staged = job, name, writer, packs, on_staged
+        self._job, self._handle, self._name, self._writer, self._packs = job, handle, handle.name, writer, packs
         self.staging: Staged = "none"
         """How the state was taken."""
+        self.staged_seconds = 0.0
+        """From the call until training might change the state."""
         self.waited_seconds = 0.0
         """How long copies have waited for buffers."""
         self._windows = Staging(job.arena)
@@ -160,7 +161,11 @@ class Transfer:
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):
                     self._written.append(self._writer.write(pack, sources, self._moved))
-        self._on_staged()
+        self._reach_staged()
+
+    def _reach_staged(self) -> None:
+        self.staged_seconds = self._trace.seconds
+        self._handle.reach_staged()
 
     def _can_be_lazy(self, collected: Collected) -> bool:
         reason = collected.unfenced_because
@@ -245,7 +250,7 @@ class Transfer:
             if changed:
                 self.give_up(InvalidError(_said_to_have_changed(self._name, changed)))
             else:
-                self._on_staged()
+                self._reach_staged()
 
     def _require_expected(self, written: Sequence[WrittenPack]) -> None:
         if self._expected is None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from torch.distributed import HashStore
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import SaveAgreement
+from holdfast.coordination.agreement import SaveAgreement, SaveVerdict
 from holdfast.coordination.job import Job, error_text
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.comm import TorchKeyValueStore
@@ -38,11 +36,9 @@ class RankOneOfTwo:
 @pytest.mark.parametrize("after", [False, True])
 def test_rank_0s_refusal_may_land_at_any_moment_of_an_arrival(at: int, after: bool) -> None:
     def refuse(operation: FaultPoint) -> None:
-        for key, value in (
-            (job.key("opening", 0, "verdict"), {"refused": error_text(InvalidError("no")), "of": [7, PLACE.hex()]}),
-            (job.key("opening", "next"), 1),
-        ):
-            comm.real.set(key, json.dumps(value).encode(), 5.0)
+        verdict = SaveVerdict((7, PLACE.hex()), refused=error_text(InvalidError("no")))
+        for key, value in ((job.key("opening", 0, "verdict"), verdict.encode()), (job.key("opening", "next"), b"1")):
+            comm.real.set(key, value, 5.0)
 
     faults = Faults(refuse, at=at, names=("present", "get_many"), after=after)
     comm = RankOneOfTwo(faults)

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.commit_vote import Aborted, CommitVote, OutcomeUnknown, Vote
+from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.format.names import step_folder
 from holdfast.loading.load import LoadRequest
@@ -35,23 +36,22 @@ def ballots(world_size: int, part: Callable[[int, CommitVote], object]) -> list[
     return run_ranks(world_size, work)
 
 
-def outcome(call: Callable[[], object]) -> object:
-    try:
-        return call()
-    except (Aborted, OutcomeUnknown) as error:
-        return error
+def voted(ballot: CommitVote) -> Outcome:
+    """Vote, and wait for the outcome unless this rank is to commit."""
+    outcome = ballot.vote(VOTE)
+    return ballot.await_outcome() if outcome.kind is OutcomeKind.VOTING else outcome
 
 
 def test_the_last_to_vote_commits_and_reads_every_vote() -> None:
     def part(rank: int, ballot: CommitVote) -> object:
-        if not ballot.vote(Vote(rank, "0" * 32)):
-            return ballot.await_result()
+        if ballot.vote(Vote(rank, "0" * 32)).kind is OutcomeKind.VOTING:
+            return ballot.await_outcome()
         votes = ballot.votes()
-        ballot.announce_committed("digest")
+        ballot.announce(committed("digest", ("bad",)))
         return votes
 
     outcomes = ballots(4, part)
-    assert outcomes.count("digest") == 3
+    assert outcomes.count(committed("digest", ("bad",))) == 3
     assert [Vote(rank, "0" * 32) for rank in range(4)] in outcomes
 
 
@@ -59,90 +59,92 @@ def test_an_abort_reaches_every_rank_with_its_reason_kind_and_rank() -> None:
     def part(rank: int, ballot: CommitVote) -> object:
         if rank == 1:
             return ballot.abort(ConflictError("said why: äöü"))
-        return outcome(lambda: ballot.vote(VOTE) or ballot.await_result())
+        return voted(ballot)
 
     outcomes = ballots(3, part)
     for rank in (0, 2):
-        error = outcomes[rank]
-        assert isinstance(error, Aborted)
-        assert isinstance(error.error, ConflictError)
-        assert str(error.error) == "rank 1 aborted: said why: äöü"
+        outcome = outcomes[rank]
+        assert isinstance(outcome, Outcome) and outcome.kind is OutcomeKind.ABORTED
+        assert isinstance(outcome.error, ConflictError)
+        assert str(outcome.error) == "rank 1 aborted: said why: äöü"
 
 
 def test_an_abort_after_the_count_is_complete_is_undecided() -> None:
-    voted = threading.Event()
+    first_voted = threading.Event()
 
     def part(rank: int, ballot: CommitVote) -> object:
         if rank == 0:
-            found = [ballot.vote(VOTE)]
-            voted.wait(10.0)
-            return [*found, outcome(lambda: ballot.abort(ValueError("late")))]
-        found = [ballot.vote(VOTE)]
-        voted.set()
+            found = [ballot.vote(VOTE).kind]
+            first_voted.wait(10.0)
+            return [*found, ballot.abort(UnavailableError("late")).kind]
+        found = [ballot.vote(VOTE).kind]
+        first_voted.set()
         return found
 
     first, second = ballots(2, part)
     assert isinstance(first, list)
-    assert sorted([first[0], second[0]]) == [False, True]  # type: ignore[index]
-    assert isinstance(first[1], OutcomeUnknown)
+    assert sorted([first[0], second[0]]) == [OutcomeKind.PUBLISHING, OutcomeKind.VOTING]  # type: ignore[index]
+    assert first[1] is OutcomeKind.ASK_STORAGE
 
 
 def test_a_count_completed_after_an_abort_commits_nothing() -> None:
     """A rank whose vote counted lost the reply and gave up before the last rank voted."""
-    aborted = threading.Event()
+    gave_up = threading.Event()
 
     def part(rank: int, ballot: CommitVote) -> object:
         if rank == 0:
-            assert not ballot.vote(VOTE)
+            assert ballot.vote(VOTE).kind is OutcomeKind.VOTING
             ballot.abort(UnavailableError("reply lost"))
-            aborted.set()
+            gave_up.set()
             return None
-        assert aborted.wait(10.0)
-        return outcome(lambda: ballot.vote(VOTE))
+        assert gave_up.wait(10.0)
+        return ballot.vote(VOTE)
 
-    error = ballots(2, part)[1]
-    assert isinstance(error, Aborted)
-    assert "rank 0 aborted: reply lost" in str(error.error)
+    outcome = ballots(2, part)[1]
+    assert isinstance(outcome, Outcome) and outcome.kind is OutcomeKind.ABORTED
+    assert "rank 0 aborted: reply lost" in str(outcome.error)
 
 
 def test_who_never_voted_is_named_at_the_deadline() -> None:
     def part(rank: int, ballot: CommitVote) -> object:
-        return outcome(lambda: ballot.vote(VOTE) or ballot.await_result()) if rank != 1 else None
+        return voted(ballot) if rank != 1 else None
 
-    for rank, error in enumerate(ballots(3, part)):
+    for rank, outcome in enumerate(ballots(3, part)):
         if rank != 1:
-            assert isinstance(error, Aborted)
-            assert isinstance(error.error, UnavailableError)
-            assert "ranks [1] did not finish" in str(error.error)
+            assert isinstance(outcome, Outcome) and outcome.kind is OutcomeKind.ABORTED
+            assert isinstance(outcome.error, UnavailableError)
+            assert "ranks [1] did not finish" in str(outcome.error)
 
 
 def test_a_committer_that_falls_silent_leaves_the_outcome_undecided() -> None:
     def part(rank: int, ballot: CommitVote) -> object:
-        return "silent" if ballot.vote(VOTE) else outcome(ballot.await_result)
+        return "silent" if ballot.vote(VOTE).kind is OutcomeKind.PUBLISHING else ballot.await_outcome()
 
     outcomes = ballots(3, part)
     assert outcomes.count("silent") == 1
-    undecided = [each for each in outcomes if isinstance(each, OutcomeUnknown)]
+    undecided = [each for each in outcomes if isinstance(each, Outcome)]
     assert len(undecided) == 2
-    assert all(each.storage_knows for each in undecided)
+    assert all(each.kind is OutcomeKind.ASK_STORAGE for each in undecided)
 
 
 @pytest.mark.parametrize("certain", (True, False))
 def test_what_a_committer_failed_with_reaches_the_others(certain: bool) -> None:
+    failure = ConflictError("somebody else")
+
     def part(rank: int, ballot: CommitVote) -> object:
-        if ballot.vote(VOTE):
-            return ballot.announce_failure(ConflictError("somebody else"), certain=certain)
-        return outcome(ballot.await_result)
+        if ballot.vote(VOTE).kind is OutcomeKind.PUBLISHING:
+            return ballot.announce(aborted(failure) if certain else unknown("the folder was not synced"))
+        return ballot.await_outcome()
 
     others = [each for each in ballots(3, part) if each is not None]
     assert len(others) == 2
     for each in others:
+        assert isinstance(each, Outcome)
         if certain:
-            assert isinstance(each, Aborted)
-            assert isinstance(each.error, ConflictError)
+            assert each.kind is OutcomeKind.ABORTED
+            assert isinstance(each.error, ConflictError) and str(each.error) == "somebody else"
         else:
-            assert isinstance(each, OutcomeUnknown)
-            assert not each.storage_knows
+            assert each == unknown("the folder was not synced")
 
 
 def require_true(world: World, step: int, outcomes: list[object]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.coordination.job import Job
+from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
 from holdfast.errors import InvalidError
-from holdfast.format.health import encode_health
 from holdfast.format.names import MANIFEST_FILE
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region, flat_run
@@ -22,8 +23,11 @@ from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import check_pack, read_manifest
-from holdfast.runs.run import claimed
-from holdfast.saving.save import Save
+from holdfast.runs.step_request import claim_step
+from holdfast.saving.deduplication import Deduplicator
+from holdfast.saving.request import claim_path
+from holdfast.saving.save import save
+from holdfast.types.manifest import Parent
 from holdfast.types.plan import Piece
 from holdfast.types.reports import SaveReport
 from holdfast.types.values import per_rank_paths
@@ -34,7 +38,7 @@ def saved_again(
     location: CheckpointLocation,
     job: Job,
     observer: Observer | None = None,
-    tenure: WriterLease | None = None,
+    writer_lease: WriterLease | None = None,
 ) -> SaveReport:
     """Save what a checkpoint holds once more, through the way every save goes; its bytes are read once and checked.
 
@@ -42,10 +46,10 @@ def saved_again(
 
     Args:
         source: Any checkpoint: of Holdfast, or of another system.
-        place: Where it goes.
+        location: Where it goes.
         job: This process alone.
         observer: Told of progress.
-        tenure: The right to write to the run, for a step of one.
+        writer_lease: The right to write to the run, for a step of one.
     Raises:
         ConflictError: A checkpoint is there; it was not touched. Or another job writes to the run, or a file of the
             source was written again meanwhile; nothing was committed.
@@ -54,33 +58,63 @@ def saved_again(
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     assert job.comm.world_size == 1, "one process copies"
-    assert (location.step is None) == (tenure is None), "steps are written under an epoch, and nothing else is"
+    assert (location.step is None) == (writer_lease is None), "steps are written under an epoch, and nothing else is"
     if location.step is not None:
         require_no_checkpoint(location.store)
 
-    def claim(location: CheckpointLocation) -> dict[str, object]:
-        if tenure is not None:
-            return claimed(location, tenure, job.clock)
-        location.require_empty()
-        return {"run_id": job.clock.random_bytes(8).hex()}
-
-    def collect() -> Collected:
-        return _collected(source, observer)
-
-    def continued() -> None:
-        """Return that it continues no checkpoint; asked once everything is copied, before it is committed."""
-        source.require_unchanged()
-
-    writer = PackWriter(location.store, job.settings)
-    manifest = source.manifest
-    inherited: dict[str, object] = {"origin": source.origin, "masters": manifest.masters, "metrics": manifest.metrics}
-    if manifest.health is not None:
-        # What was found when it was saved: a copy knows no roles, and no checkpoint before it.
-        inherited["health"] = encode_health(manifest.health)
-    save = Save(job, location, writer, claim, continued, lambda *_: None, awaited=True, inherited=inherited)
-    report = save.begin(collect).wait()
+    report = save(job, CopyRequest(source, location, job, observer, writer_lease), awaited=True).wait()
     assert report is not None, "committed comes with a report"
     return report
+
+
+class CopyRequest:
+    """A `SaveRequest` that saves what a checkpoint holds."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        location: CheckpointLocation,
+        job: Job,
+        observer: Observer | None,
+        writer_lease: WriterLease | None,
+    ) -> None:
+        """Do nothing yet; arguments as `saved_again`."""
+        self._source, self._job, self._observer, self._writer_lease = source, job, observer, writer_lease
+        self.location = location
+        self.writer = PackWriter(location.store, job.settings)
+        self.deduplicator = Deduplicator(location, None, self.writer, job.settings)
+
+    def collect(self) -> Collected:
+        """Return the stored tensors and values as a state."""
+        return _collected(self._source, self._observer)
+
+    def claim(self) -> SaveContext:
+        """Claim the location, and carry over what the source's manifest says beyond its tensors."""
+        manifest = self._source.manifest
+        if self._writer_lease is None:
+            context = claim_path(self.location, self._job)
+        else:
+            context = claim_step(self.location, self._writer_lease, self._job.clock)
+        return replace(
+            context,
+            origin=self._source.origin,
+            masters=manifest.masters,
+            metrics=manifest.metrics,
+            # As it was found when the source was saved: a copy knows no roles, and no checkpoint before it.
+            health=manifest.health,
+        )
+
+    def parent(self) -> Parent | None:
+        """Return None: a copy continues no checkpoint. All is copied by now, so check that the source did not change.
+
+        Raises:
+            ConflictError: A file of the source was written again meanwhile.
+        """
+        self._source.require_unchanged()
+        return None
+
+    def committed(self, context: SaveContext, manifest_digest: str) -> None:
+        """Do nothing."""
 
 
 def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | None = None) -> ExportReport:

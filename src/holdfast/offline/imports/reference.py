@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.clock import Clock, utc_now_text
+from holdfast.clock import Clock
+from holdfast.coordination.outcome import OutcomeKind
+from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.index.index import Index
 from holdfast.format.manifest import encode_manifest
@@ -18,8 +19,8 @@ from holdfast.leases.writer import WriterLease
 from holdfast.offline.imports.hash_chunks import digested
 from holdfast.ports.observer import Observer
 from holdfast.repository.catalog import check_size
-from holdfast.runs.run import claimed
-from holdfast.saving.commit import PublishedLate, PublishFailed, epoch_of, published, sweep, written_index
+from holdfast.runs.step_request import claim_step
+from holdfast.saving.commit import publish_manifest, sweep, written_index
 from holdfast.saving.provenance import software_at_hand
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 def referenced(
     source: Checkpoint,
     location: CheckpointLocation,
-    tenure: WriterLease,
+    writer_lease: WriterLease,
     clock: Clock,
     settings: Settings,
     observer: Observer | None = None,
@@ -42,7 +43,7 @@ def referenced(
     Args:
         source: Another system's checkpoint.
         place: The step.
-        tenure: The right to write to the run; used once everything is read.
+        writer_lease: The right to write to the run; used once everything is read.
         clock: For time and chance.
         settings: Bytes of a chunk, and reads in flight.
         observer: Told of progress.
@@ -71,19 +72,19 @@ def referenced(
     files = _records(source, index)
     attempt, written = clock.random_bytes(8).hex(), list[str]()
     try:
-        note = claimed(location, tenure, clock)
-        data = _manifest(source, location, clock, note, attempt, index, files, settings, written)
+        context = claim_step(location, writer_lease, clock)
+        data = _manifest(source, location, context, attempt, index, files, settings, written)
         source.require_unchanged()
-        published(location, data, tenure.epoch)
-    except (PublishFailed, PublishedLate) as failure:
-        raise UnavailableError(
-            f"{name}: outcome unknown: {failure}. The step may or may not be at {location.url}; nothing was removed. "
-            "Look there (holdfast ls) before importing again"
-        ) from failure
+        outcome = publish_manifest(location, data, writer_lease.epoch)
     except BaseException:
         _remove(location, written, name)
         raise
-    sweep(location, attempt, name, tenure.epoch)
+    if outcome.kind is not OutcomeKind.COMMITTED:
+        raise UnavailableError(
+            f"{name}: outcome unknown: {outcome.reason}. The step may or may not be at {location.url}; nothing was "
+            "removed. Look there (holdfast ls) before importing again"
+        )
+    sweep(location, attempt, name, writer_lease.epoch)
     return attempt
 
 
@@ -103,8 +104,7 @@ def _records(source: Checkpoint, index: Index) -> tuple[FileRecord, ...]:
 def _manifest(
     source: Checkpoint,
     location: CheckpointLocation,
-    clock: Clock,
-    note: Mapping[str, object],
+    context: SaveContext,
     attempt: str,
     index: Index,
     files: tuple[FileRecord, ...],
@@ -118,10 +118,10 @@ def _manifest(
     indexes, overview = written_index(location, attempt, index, settings, written, whole=is_tied)
     return encode_manifest(
         Manifest(
-            run_id=str(note["run_id"]),
+            run_id=context.run_id,
             step=location.step,
             attempt=attempt,
-            created=utc_now_text(clock),
+            created=context.created,
             parent=None,
             world_size=listed.world_size,
             layouts=(),
@@ -136,7 +136,7 @@ def _manifest(
             overview=overview,
             origin=listed.origin,
             masters=listed.masters,
-            epoch=epoch_of(note),
+            epoch=context.epoch,
         )
     )
 

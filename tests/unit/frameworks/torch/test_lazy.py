@@ -245,8 +245,7 @@ def test_a_change_before_it_is_known_that_all_is_copied_aborts_the_save(tmp_path
 
 
 def transfer_of(handle: SaveHandle) -> Transfer:
-    assert handle.settle is not None
-    transfer = handle.settle.__self__  # type: ignore[attr-defined]
+    transfer = handle.in_flight._transfer  # type: ignore[union-attr]
     assert isinstance(transfer, Transfer)
     return transfer
 

@@ -1,0 +1,108 @@
+"""What became of one attempt: the typed value that ranks exchange, and that a save ends with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast.coordination.job import error_from, error_text
+from holdfast.errors import CheckpointError
+
+
+class OutcomeKind(StrEnum):
+    """States of an attempt after a rank's vote."""
+
+    VOTING = "voting"
+    """Other ranks have not voted yet."""
+
+    PUBLISHING = "publishing"
+    """All ranks voted, and one of them is putting the manifest."""
+
+    COMMITTED = "committed"
+    """The manifest is durable and visible."""
+
+    ABORTED = "aborted"
+    """The attempt certainly left no checkpoint."""
+
+    FENCED = "fenced"
+    """The manifest is visible and will never count: another writer took over."""
+
+    ASK_STORAGE = "ask_storage"
+    """A rank may have published: the manifest, if it is there, settles it."""
+
+    UNKNOWN = "unknown"
+    """A rank may have published, and the manifest cannot settle it: making it durable failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank knows about the end of an attempt."""
+
+    kind: OutcomeKind
+    """The state."""
+
+    manifest_digest: str = ""
+    """If committed: digest of the manifest."""
+
+    unhealthy: tuple[str, ...] = ()
+    """If committed: findings against the checkpoint, in words."""
+
+    error: CheckpointError | None = None
+    """If aborted or fenced: why."""
+
+    aborting_rank: int | None = None
+    """If a rank aborted before anybody published: that rank."""
+
+    reason: str = ""
+    """If unknown, or if storage must be asked: why."""
+
+    def encode(self) -> bytes:
+        """Return the outcome as ASCII: the compare-and-set of c10d's stores passes text only."""
+        document = {
+            "kind": self.kind,
+            "manifest_digest": self.manifest_digest,
+            "unhealthy": self.unhealthy,
+            "error": None if self.error is None else error_text(self.error),
+            "aborting_rank": self.aborting_rank,
+            "reason": self.reason,
+        }
+        return json.dumps(document).encode("ascii")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Outcome:
+        """Return the outcome that `encode` wrote; an error of another rank names that rank in its message."""
+        document = json.loads(data)
+        rank, error = document["aborting_rank"], document["error"]
+        return cls(
+            kind=OutcomeKind(document["kind"]),
+            manifest_digest=document["manifest_digest"],
+            unhealthy=tuple(document["unhealthy"]),
+            error=None if error is None else error_from(error, "" if rank is None else f"rank {rank} aborted: "),
+            reason=document["reason"],
+        )
+
+
+def committed(manifest_digest: str, unhealthy: tuple[str, ...] = ()) -> Outcome:
+    """Return the outcome of an attempt whose manifest is published."""
+    return Outcome(OutcomeKind.COMMITTED, manifest_digest=manifest_digest, unhealthy=unhealthy)
+
+
+def aborted(error: CheckpointError, rank: int | None = None) -> Outcome:
+    """Return the outcome of an attempt that certainly left no checkpoint."""
+    return Outcome(OutcomeKind.ABORTED, error=error, aborting_rank=rank)
+
+
+def fenced(error: CheckpointError) -> Outcome:
+    """Return the outcome of an attempt whose manifest does not count."""
+    return Outcome(OutcomeKind.FENCED, error=error)
+
+
+def ask_storage(reason: str) -> Outcome:
+    """Return the outcome of an attempt that the manifest, if it is there, settles."""
+    return Outcome(OutcomeKind.ASK_STORAGE, reason=reason)
+
+
+def unknown(reason: str) -> Outcome:
+    """Return the outcome of an attempt that nobody can settle now."""
+    return Outcome(OutcomeKind.UNKNOWN, reason=reason)

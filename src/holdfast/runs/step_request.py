@@ -1,0 +1,209 @@
+"""The save of one step of a run: what the run does around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.clock import Clock, utc_now_text
+from holdfast.coordination.job import Job
+from holdfast.coordination.save_context import SaveContext
+from holdfast.engine.write import PackWriter
+from holdfast.leases.writer import WriterLease
+from holdfast.ports.framework import Collected, Selection
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import ensure_run, manifest_digest
+from holdfast.repository.quarantine import supersede
+from holdfast.repository.removal import marks
+from holdfast.runs.garbage_collection import Background, Pins
+from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
+from holdfast.runs.suspect_steps import SuspectSteps
+from holdfast.runs.tags import checked_tags, require_all_free, tag_saved
+from holdfast.saving.commit import clear_fenced
+from holdfast.saving.deduplication import BaseStep, Deduplicator
+from holdfast.types.manifest import Parent
+
+logger = logging.getLogger(__name__)
+
+
+class LastCommitted:
+    """The last committed step that this rank saved or loaded, as far as the next save may refer to it."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        self.base: BaseStep | None = None
+        """The step. Set by the commit thread, and by loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What all saves of a run share."""
+
+    job: Job
+    """The ranks."""
+
+    store: Store
+    """The root of the run."""
+
+    writer: PackWriter
+    """Writes packs below the root."""
+
+    writer_lease: WriterLease
+    """The right to write to the root."""
+
+    last_committed: LastCommitted
+    """What the next save may refer to."""
+
+    pins: Pins
+    """Steps that garbage collection must leave alone."""
+
+    metrics: WantedMetrics
+    """Metrics that the retention policy ranks by."""
+
+    suspect_steps: SuspectSteps
+    """Steps whose packs may be damaged."""
+
+    collecting: Background | None
+    """Garbage collection on rank 0; None on other ranks, and without a policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What the training loop passes for one step."""
+
+    state: Mapping[str, object]
+    """The state."""
+
+    selection: Selection
+    """Names that take part."""
+
+    metrics: Mapping[str, object] | None = None
+    """Metrics as passed, not checked yet."""
+
+    tags: Iterable[str] | str = ()
+    """Tags as passed, not checked yet."""
+
+    is_last: bool = False
+    """Whether the job ends after this save: then metrics that the policy ranks by may be missing."""
+
+
+class StepRequest:
+    """A `SaveRequest` for one step of a run."""
+
+    def __init__(self, parts: RunParts, location: CheckpointLocation, passed: StepState, lineage: Lineage) -> None:
+        """Do nothing yet.
+
+        Args:
+            parts: What all saves of the run share.
+            location: Where the step goes.
+            passed: What the training loop passed.
+            lineage: The checkpoint, or the save in flight, that this one continues.
+        """
+        assert location.step is not None, "a run saves steps"
+        self._parts, self._passed, self._before = parts, passed, lineage
+        self.location, self._step, self._base = location, location.step, parts.last_committed.base
+        self.writer = parts.writer
+        self.deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings)
+        self.lineage = Lineage(None, lineage)
+        """This save, as later saves continue it."""
+        self._metrics: dict[str, float] = {}
+        self._tags: tuple[str, ...] = ()
+
+    def collect(self) -> Collected:
+        """Check metrics and tags here, so that a mistake on one rank is refused on all; take the state apart."""
+        self._metrics = checked_metrics(self._passed.metrics)
+        self._tags = checked_tags(self._passed.tags)
+        passed = self._passed
+        # A failed save may be kept for long, in its handle or in a traceback: it must not keep the state alive.
+        self._passed = replace(passed, state={})
+        return self._parts.job.framework.collect(passed.state, passed.selection)
+
+    def claim(self) -> SaveContext:
+        """Take the writer lease, free the step, and pin it and its base against garbage collection."""
+        parts = self._parts
+        if not self._passed.is_last:
+            parts.metrics.require_in(self._metrics)
+        require_all_free(parts.store, self._tags)
+        has_base = self._pin()
+        context = claim_step(self.location, parts.writer_lease, parts.job.clock)
+        return replace(
+            context,
+            base=self._base.of if has_base and self._base is not None else None,
+            suspect_steps=frozenset(parts.suspect_steps.steps()) if has_base else frozenset(),
+            metrics=self._metrics,
+        )
+
+    def parent(self) -> Parent | None:
+        """Return the newest checkpoint on the way back from this save."""
+        return self._before.parent()
+
+    def committed(self, context: SaveContext, manifest_digest: str) -> None:
+        """Let later saves continue and refer to this step; on rank 0, tag it and have garbage collected."""
+        parts = self._parts
+        self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
+        parts.last_committed.base = self.deduplicator.committed(manifest_digest)
+        if parts.job.comm.rank == 0:
+            tag_saved(parts.store, parts.job.clock, self._step, self._tags)
+            parts.pins.unpin(self._step, is_committed=True)
+            if not parts.pins.has_gone_back:
+                parts.pins.current_step = self._step
+            if parts.collecting is not None:
+                parts.collecting.want()
+
+    def _pin(self) -> bool:
+        """Pin the step and its base; return whether the base is still there."""
+        store, base = self._parts.store, None if self._base is None else self._base.of
+        if not self._parts.pins.pin(self._step, None if base is None else base[0]) or base is None:
+            return False
+        # Looked at once it is pinned: another process may have removed it before this one took the writer lease.
+        if manifest_digest(store, base[0]) != base[1]:
+            return False
+        return not any(base[0] in mark.steps for mark in marks(store) if mark.is_carried_out)
+
+
+class Lineage:
+    """A point in the history of a run: a checkpoint, or a save in flight and the point before it."""
+
+    def __init__(self, own: Parent | None, before: Lineage | None) -> None:
+        """Take a point.
+
+        Args:
+            own: The checkpoint; None for a save in flight, and for the start of a run.
+            before: The point that the save continues.
+        """
+        self._own, self._before = own, before
+
+    def parent(self) -> Parent | None:
+        """Return the newest checkpoint on the way back from here; asked once earlier saves are decided."""
+        point: Lineage | None = self
+        while point is not None and point._own is None:
+            point = point._before
+        return point._own if point is not None else None
+
+    def commit(self, own: Parent) -> None:
+        """Take note that the save in flight became a checkpoint, and let go of the points before it."""
+        self._own, self._before = own, None
+
+
+def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> SaveContext:
+    """Take the writer lease, and free a step for a save; the root becomes that of a run if need be.
+
+    Raises:
+        ConflictError: A checkpoint is there, or another job writes to this root.
+    """
+    run_id = found_or_read_run_id(location.store, clock)
+    epoch = writer_lease.hold(run_id)
+    if location.step is not None and supersede(location.store, location.step):
+        logger.warning(
+            "step %d: its damaged manifest is moved to quarantine, and the step is saved anew", location.step
+        )
+    if not clear_fenced(location, epoch):
+        location.require_empty()
+    return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch)
+
+
+def found_or_read_run_id(store: Store, clock: Clock) -> str:
+    """Return the id of the run that a root belongs to; the root becomes that of a run if it is none."""
+    return ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")

@@ -1,0 +1,347 @@
+"""One save on one rank as it goes: its state, its files, and how each way out ends it on every rank.
+
+States, and who moves a save from one to the next:
+
+    opening    -> agreed      the training thread, once rank 0's verdict is there
+    opening    -> refused     the training thread: the call raises InvalidError, or the handle fails
+    agreed     -> staged      the thread that copied the last byte (`Transfer`); training may change the state
+    staged     -> written     the commit thread, once this rank's packs and part are durable
+    written    -> voted       the commit thread, with its vote in the key-value store
+    voted      -> publishing  the commit thread of the one rank whose vote completed the count
+    publishing -> committed   that rank; the others learn it from the key-value store or from the manifest
+    any before publishing -> aborted   any rank that fails or waits too long; its own files are removed
+    publishing -> unknown     a rank that cannot learn what became of the manifest; nothing is removed
+
+Exactly one side finishes a save: the commit thread, or the training thread if it fails before handing over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from holdfast.coordination.agreement import Agreement, SaveAgreement
+from holdfast.coordination.commit_vote import CommitVote, Vote
+from holdfast.coordination.job import Job
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, fenced, unknown
+from holdfast.engine.gc_pause import GcPause
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
+from holdfast.format.digest import hex_digest_of, short_digest_of
+from holdfast.format.names import part_name
+from holdfast.format.part import RankPart, encode_part
+from holdfast.repository.catalog import confirmed_manifest
+from holdfast.repository.epochs import require_counted
+from holdfast.saving.commit import assemble, publish_manifest, sweep
+from holdfast.saving.handle import SaveHandle
+from holdfast.saving.request import SaveRequest
+from holdfast.saving.transfer import Transfer
+from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.telemetry.operation import OperationTrace
+from holdfast.types.health import findings_of
+from holdfast.types.manifest import Manifest
+from holdfast.types.reports import SaveReport
+
+logger = logging.getLogger(__name__)
+
+
+class SaveAttempt:
+    """One try to save, on one rank."""
+
+    agreement: Agreement
+    """What the ranks agreed on; set by `agreed`."""
+
+    commit_vote: CommitVote
+    """The vote of this attempt; set by `agreed`."""
+
+    def __init__(
+        self, job: Job, request: SaveRequest, dispatcher: EventDispatcher | None = None, *, awaited: bool = False
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            job: The ranks that save together.
+            request: What is saved, and where.
+            dispatcher: Passes events to observers.
+            awaited: Whether the caller waits for the commit whatever happens.
+        """
+        self.job, self.request, self.location = job, request, request.location
+        self.name = (
+            f"save of {self.location.url}" if self.location.step is None else f"save of step {self.location.step}"
+        )
+        self.awaited = awaited
+        dispatcher = dispatcher or EventDispatcher((), job.clock)
+        self.trace = OperationTrace("save", self.location.step, self.location.url, job.comm, job.clock, dispatcher)
+        self.handle = SaveHandle(self.name, awaited=awaited)
+        self.handle.committed.add_done_callback(self.trace.fail_with)
+        self.gc_pause = GcPause()
+        """Keeps the cyclic garbage collector from walking a plan of many small values, until much data moves."""
+        self.own_keys: list[str] = []
+        """Keys of the files that this rank has begun to write."""
+        self._opening: SaveAgreement | None = None
+        self._is_collecting = self._is_agreed = self._is_decided = False
+        self._transfer: Transfer | None = None
+        self._finisher = threading.Lock()
+        """Taken by the side that finishes the save; never released."""
+
+    @property
+    def step(self) -> int:
+        """The step as ranks state it; -1 for a checkpoint saved by path."""
+        return -1 if self.location.step is None else self.location.step
+
+    # ------------------------------------------------------------------------------- on the training thread
+
+    @contextmanager
+    def foreground(self) -> Iterator[None]:
+        """Run the part of a save that blocks training, and end the save by the rules of its state if that fails.
+
+        Raises:
+            InvalidError: The state or the call is wrong, or ranks disagree: nothing was written on any rank.
+        """
+        if self.job.is_inherited:
+            raise InvalidError(
+                f"{self.name}: this process was forked from the one that made the manager; expected saves from the "
+                "process that made it. Make a CheckpointManager of its own here, with process_group=False"
+            )
+        self.trace.begin(self.location.step, self.location.url)
+        self.gc_pause.begin()
+        try:
+            yield
+        except BaseException as error:
+            raised = self._end_agreed(error) if self._is_agreed else self._end_opening(error)
+            if raised is not None:
+                self.trace.fail(raised)
+                if raised is error:
+                    raise
+                raise raised from error
+        finally:
+            self.gc_pause.end()
+
+    def open(self) -> SaveAgreement:
+        """Take the number of this save; from now on a failure to collect the state is told to the other ranks."""
+        self._opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
+        self._is_collecting = True
+        return self._opening
+
+    def collected(self) -> None:
+        """Take note that the state is collected: rank 0 now learns of failures by the missing statement."""
+        self._is_collecting = False
+
+    def agreed(self, agreement: Agreement) -> None:
+        """Take note of the agreement: from now on a failure aborts the attempt on every rank."""
+        self.agreement = agreement
+        self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
+        self._is_agreed = True
+
+    def stage(self, transfer: Transfer) -> None:
+        """Take note of the transfer, which must end with the save."""
+        self._transfer = transfer
+        self.handle.in_flight = _InFlight(self.commit_vote, transfer)
+
+    def key(self, name: str) -> str:
+        """Return the key of a file of this attempt."""
+        return f"{self.location.folder}{self.agreement.attempt}/{name}"
+
+    def finish_in_background(self, finish: Callable[[], None]) -> None:
+        """Hand the rest of the save over to the commit thread."""
+        queued_seconds = self.trace.seconds
+        if not self.job.commits.is_idle:
+            self.gc_pause.end()
+
+        def run() -> None:
+            if not self._finisher.acquire(blocking=False):
+                return
+            self.trace.note("queue", queued_seconds, self.trace.seconds)
+            try:
+                finish()
+            except BaseException as error:
+                if isinstance(error, Exception) and not self._is_decided:
+                    self._lose(error)  # A failed save never ends training.
+                    return
+                if not self.handle.committed.done():
+                    self._fail_unknown(f"{type(error).__name__}: {error}")
+                raise
+
+        self.job.commits.submit(run)
+
+    def _end_opening(self, error: BaseException) -> BaseException | None:
+        """End a save that no rank has begun to write; return what the call raises, None if the handle holds it."""
+        raised = _refusal(error, self.name) if self._is_collecting else error
+        if self._opening is not None and self._is_collecting:
+            self._opening.refuse(raised)
+        if isinstance(raised, InvalidError) or not isinstance(raised, CheckpointError | TimeoutError):
+            return raised
+        self.handle.fail(typed(raised, self.name))
+        return None
+
+    def _end_agreed(self, error: BaseException) -> BaseException | None:
+        """Abort an attempt on every rank; return what the call raises, None if the handle holds it."""
+        if self._finisher.acquire(blocking=False):
+            if self._transfer is not None:
+                self._transfer.give_up(error)
+            self._lose(error)
+        # Ctrl-C is the caller's. The other ranks must not wait for this one all the same.
+        return None if isinstance(error, Exception) else error
+
+    # --------------------------------------------------------------------------------- on the commit thread
+
+    def write_part(self, part: RankPart) -> Vote:
+        """Make this rank's part durable; return the vote for it."""
+        with self.trace.phase("part"):
+            with GcPause():
+                data = encode_part(part)
+            key = self.key(part_name(part.rank))
+            self.own_keys.append(key)
+            self.location.store.put_if_absent(key, data)
+        return Vote(len(data), hex_digest_of(data))
+
+    def vote(self, vote: Vote) -> Outcome:
+        """Vote, then commit or wait for the rank that does; return the outcome."""
+        with self.trace.phase("vote"):
+            outcome = self.commit_vote.vote(vote)
+        if outcome.kind is OutcomeKind.VOTING:
+            with self.trace.phase("wait"):
+                return self.commit_vote.await_outcome()
+        return self._commit() if outcome.kind is OutcomeKind.PUBLISHING else outcome
+
+    def conclude(self, outcome: Outcome, report: Callable[[], SaveReport]) -> None:
+        """End the save with its outcome.
+
+        Args:
+            outcome: What became of the attempt.
+            report: Makes the report, if the checkpoint is committed.
+        """
+        self._is_decided = True
+        if outcome.kind is OutcomeKind.ASK_STORAGE:
+            outcome = self._ask_storage(outcome.reason)
+        if outcome.kind is OutcomeKind.COMMITTED:
+            self._succeed(outcome, report())
+        elif outcome.error is not None:
+            # The files of a fenced attempt stay: the new writer removes them.
+            if outcome.kind is OutcomeKind.ABORTED:
+                self._remove_own()
+            self.handle.fail(outcome.error)
+        else:
+            self._fail_unknown(outcome.reason)
+
+    def _commit(self) -> Outcome:
+        """Publish the manifest, and announce what became of it to the ranks that wait."""
+        location, agreement, epoch = self.location, self.agreement, self.agreement.context.epoch
+        try:
+            votes = self.commit_vote.votes()
+            with self.trace.phase("index"):
+                data, health = assemble(self.request, agreement, votes, self.job.settings, self.own_keys)
+            with self.trace.phase("publish"):
+                outcome = publish_manifest(location, data, epoch)
+        except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
+            outcome = aborted(typed(error, self.name))
+        else:
+            if outcome.kind is OutcomeKind.COMMITTED:
+                outcome = committed(outcome.manifest_digest, findings_of(health))
+        self.commit_vote.announce(outcome)
+        if outcome.kind is OutcomeKind.COMMITTED:
+            with self.trace.phase("sweep"):
+                sweep(location, agreement.attempt, self.name, epoch)
+        return outcome
+
+    def _ask_storage(self, reason: str) -> Outcome:
+        """Return what the manifest says of an attempt whose outcome the key-value store cannot tell."""
+        try:
+            manifest = confirmed_manifest(self.location.store, self.location.folder)
+        except CheckpointError:
+            return unknown(reason)
+        if manifest.attempt != self.agreement.attempt:
+            return aborted(ConflictError(f"{self.name}: attempt {manifest.attempt} published first; {reason}"))
+        try:
+            self._require_counted(manifest)
+        except ConflictError as error:
+            return fenced(error)
+        except CheckpointError as failure:
+            return unknown(f"{reason}; {failure}")
+        return committed(manifest.digest, findings_of(manifest.health))
+
+    def _require_counted(self, manifest: Manifest) -> None:
+        if manifest.epoch and manifest.step is not None:
+            require_counted(self.location.store, manifest.step, manifest.epoch, manifest.digest)
+
+    def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
+        report = replace(report, unhealthy=outcome.unhealthy)
+        self.request.committed(self.agreement.context, outcome.manifest_digest)
+        if self.job.comm.rank == 0:
+            logger.info(
+                "%s: committed in %.2f s, %d bytes on this rank", self.name, report.committed_seconds, report.bytes
+            )
+            if outcome.unhealthy:
+                logger.warning("%s: committed, but marked unhealthy: %s", self.name, "; ".join(outcome.unhealthy))
+        store = self.location.store if self.job.settings.reports else None
+        self.trace.end(report, self.agreement.attempt, store, self.location.folder)
+        self.handle.reach_committed(report)
+        try:
+            self.job.forget_before(self.agreement.sequence)
+        except CheckpointError as error:
+            logger.warning("%s: old keys of the key-value store stay for now: %s", self.name, error)
+
+    # --------------------------------------------------------------------------------------------- failures
+
+    def _lose(self, error: BaseException) -> None:
+        """End the save because of a failure on this rank before anything was published: abort it on every rank."""
+        failure = typed(error, self.name)
+        outcome = self.commit_vote.abort(failure)
+        if outcome.kind is not OutcomeKind.ABORTED:
+            self._fail_unknown(f"{error}; {outcome.reason}", error)
+            return
+        self._remove_own()
+        self.handle.fail(failure)
+
+    def _fail_unknown(self, reason: str, cause: BaseException | None = None) -> None:
+        failure = UnavailableError(
+            f"{self.name}: outcome unknown: {reason}. The checkpoint may or may not be at {self.location.url}; nothing "
+            "was removed. Look there (holdfast ls) before saving this step again"
+        )
+        failure.__cause__ = cause
+        self.handle.may_come = True
+        self.handle.fail(failure)
+
+    def _remove_own(self) -> None:
+        """Remove this rank's files of the attempt; only once it is certain that it cannot be committed."""
+        try:
+            self.location.store.delete(self.own_keys)
+        except CheckpointError as error:
+            logger.warning("%s: files of the failed attempt stay for now: %s", self.name, error)
+
+
+class _InFlight:
+    """What the handle of an unfinished save can do with it."""
+
+    def __init__(self, commit_vote: CommitVote, transfer: Transfer) -> None:
+        self._commit_vote, self._transfer = commit_vote, transfer
+
+    def settle(self, timeout: float | None) -> float | None:
+        """Wait until the state is no longer read; return the seconds left of the timeout."""
+        return self._transfer.settle(timeout)
+
+    def abandon(self, error: CheckpointError) -> None:
+        """End the save on every rank, unless a rank may be publishing: then it ends by itself."""
+        if self._commit_vote.abort(error).kind is OutcomeKind.ABORTED:
+            self._transfer.give_up(error)
+
+
+def typed(error: BaseException, name: str) -> CheckpointError:
+    """Return an error as one of ours, so that a handle never raises anything else."""
+    if isinstance(error, CheckpointError):
+        return error
+    failure = UnavailableError(f"{name}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _refusal(error: BaseException, name: str) -> BaseException:
+    """Return what a state that could not be collected is refused with, on this rank and on the others alike."""
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
+        # The state is not wrong and training need not end: the next save may find room.
+        return UnavailableError(f"{name}: the state could not be collected now: {type(error).__name__}: {error}")
+    return InvalidError(f"{name}: the state could not be collected: {type(error).__name__}: {error}")

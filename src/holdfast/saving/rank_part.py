@@ -1,0 +1,96 @@
+"""The part of one rank: the index of what it wrote, and what else the committing rank needs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.coordination.agreement import Agreement
+from holdfast.coordination.job import Job
+from holdfast.engine.gc_pause import GcPause
+from holdfast.engine.write import WrittenPack
+from holdfast.format.index.index_builder import IndexBuilder
+from holdfast.format.part import RankPart
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.ports.framework import Collected
+from holdfast.saving.deduplication import Deduplicator
+from holdfast.saving.fingerprint import StateFingerprint
+from holdfast.saving.health import Watch
+from holdfast.saving.provenance import layouts_of
+from holdfast.types.plan import PlannedPack
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank's part says besides its pieces. Holds no tensor memory, so that the state can go meanwhile."""
+
+    tensors: Sequence[TensorSpec]
+    """On the leader of a class, all tensors of the class: a tensor that no rank wrote must be missed at the merge."""
+
+    aliases: dict[str, str]
+    """On the leader: tied names."""
+
+    layouts: tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]
+    """On the leader: meshes and placements, as provenance."""
+
+    tree: bytes | None
+    """On the leader: the non-tensor state, encoded."""
+
+    per_rank: bytes | None
+    """This rank's own values, encoded; None if it has none."""
+
+    watch: Watch
+    """Findings about health."""
+
+    @classmethod
+    def of(cls, collected: Collected, fingerprint: StateFingerprint, agreement: Agreement, watch: Watch) -> RankFacts:
+        """Return the facts of a collected state."""
+        is_leader = agreement.is_leader
+        return cls(
+            tensors=[each.shard.tensor for each in collected.shards] if is_leader else [],
+            aliases=dict(collected.aliases) if is_leader else {},
+            layouts=layouts_of(collected) if is_leader else (),
+            tree=fingerprint.tree_bytes if is_leader else None,
+            per_rank=fingerprint.per_rank_bytes,
+            watch=watch,
+        )
+
+
+def build_part(
+    job: Job,
+    attempt_id: str,
+    facts: RankFacts,
+    deduplicator: Deduplicator,
+    packs: Sequence[PlannedPack],
+    written: Sequence[WrittenPack],
+) -> RankPart:
+    """Return the part of this rank.
+
+    Args:
+        job: The ranks.
+        attempt_id: Id of the attempt.
+        facts: What the part says besides pieces.
+        deduplicator: Knows the pieces that an earlier step holds; takes note of those written now.
+        packs, written: What was planned and what was written, pack by pack.
+    """
+    with GcPause():
+        builder = IndexBuilder(job.settings.chunk_bytes, facts.tensors)
+        for pack, result in zip(packs, written, strict=True):
+            builder.add_pack(pack.plan, len(pack.header), result.digests)
+            deduplicator.note(pack, result, attempt_id)
+        for piece in deduplicator.pieces:
+            builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests)
+        index = builder.index()
+    return RankPart(
+        rank=job.comm.rank,
+        attempt=attempt_id,
+        index=index,
+        packs=(*(result.record for result in written), *deduplicator.packs),
+        tree=facts.tree,
+        aliases=facts.aliases,
+        layouts=facts.layouts,
+        per_rank=facts.per_rank,
+        counted=facts.watch.counted([*(result.nonfinite for result in written), deduplicator.nonfinite]),
+        replicas=facts.watch.replicas,
+        world_size=job.comm.world_size,
+    )

@@ -1,0 +1,104 @@
+"""What a caller asks a save for: what is saved, where it goes, and what the caller does around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.clock import utc_now_text
+from holdfast.coordination.job import Job
+from holdfast.coordination.save_context import SaveContext
+from holdfast.engine.write import PackWriter
+from holdfast.ports.framework import Collected, Selection
+from holdfast.ports.store import Store
+from holdfast.saving.deduplication import Deduplicator
+from holdfast.types.manifest import Parent
+
+
+class SaveRequest(Protocol):
+    """One save as its caller sees it. The save calls the methods in the order in which they stand."""
+
+    @property
+    def location(self) -> CheckpointLocation:
+        """Where the checkpoint goes."""
+        ...
+
+    @property
+    def writer(self) -> PackWriter:
+        """Writes packs at the location."""
+        ...
+
+    @property
+    def deduplicator(self) -> Deduplicator:
+        """Leaves out pieces that an earlier step of the run holds."""
+        ...
+
+    def collect(self) -> Collected:
+        """Take the state apart. On every rank, in the call that saves.
+
+        Raises:
+            InvalidError: The state or the call is wrong on this rank; every rank then refuses the save.
+        """
+        ...
+
+    def claim(self) -> SaveContext:
+        """Look at the location before any rank writes, and return what every rank must know. On rank 0 only.
+
+        Raises:
+            ConflictError: A checkpoint is there, or another job writes to the root.
+        """
+        ...
+
+    def parent(self) -> Parent | None:
+        """Return the checkpoint that this one continues. On the committing rank, once every rank has written."""
+        ...
+
+    def committed(self, context: SaveContext, manifest_digest: str) -> None:
+        """Take note of the commit. On every rank, on the commit thread, before the handle reports it."""
+        ...
+
+
+class PathRequest:
+    """A save of one checkpoint by path, outside any run."""
+
+    def __init__(self, job: Job, store: Store, state: Mapping[str, object], selection: Selection) -> None:
+        """Do nothing yet.
+
+        Args:
+            job: The ranks that save.
+            store: Holds this one checkpoint.
+            state, selection: What is saved.
+        """
+        self._job, self._selection = job, selection
+        self._state: Mapping[str, object] = state
+        self.location = CheckpointLocation(store, "", None)
+        self.writer = PackWriter(store, job.settings)
+        self.deduplicator = Deduplicator(self.location, None, self.writer, job.settings)
+
+    def collect(self) -> Collected:
+        """Take the state apart."""
+        # A failed save may be kept for long, in its handle or in a traceback: it must not keep the state alive.
+        state, self._state = self._state, {}
+        return self._job.framework.collect(state, self._selection)
+
+    def claim(self) -> SaveContext:
+        """Refuse a path that holds a checkpoint."""
+        return claim_path(self.location, self._job)
+
+    def parent(self) -> Parent | None:
+        """Return None: a checkpoint saved by path continues no other."""
+        return None
+
+    def committed(self, context: SaveContext, manifest_digest: str) -> None:
+        """Do nothing: nobody refers to a checkpoint saved by path."""
+
+
+def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:
+    """Return the context of a checkpoint saved by path.
+
+    Raises:
+        ConflictError: A checkpoint is there.
+    """
+    location.require_empty()
+    return SaveContext(run_id=job.clock.random_bytes(8).hex(), created=utc_now_text(job.clock))
