@@ -13,6 +13,7 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
@@ -37,7 +38,7 @@ from holdfast.runs.tags import tag_step
 from holdfast.runs.tags import untag as remove_tag
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
-from holdfast.saving.save import save as begin_save
+from holdfast.saving.save import begin_save, save_and_wait
 from holdfast.settings import Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.local import LocalStore
@@ -118,9 +119,7 @@ def save(
         ConflictError: A checkpoint is there; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    report = _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=True).wait()
-    assert report is not None, "committed comes with a report"
-    return report
+    return save_and_wait(*_request(path, state, selection_of(only, skip, grads), process_group, settings))
 
 
 def async_save(
@@ -148,22 +147,19 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
             lives in the handle.
     """
-    return _begin(path, state, selection_of(only, skip, grads), process_group, settings, awaited=False)
+    return begin_save(*_request(path, state, selection_of(only, skip, grads), process_group, settings))
 
 
-def _begin(
+def _request(
     path: wiring.Path,
     state: Mapping[str, object],
     selection: Selection,
     process_group: wiring.ProcessGroup,
     settings: Settings,
-    *,
-    awaited: bool,
-) -> SaveHandle:
+) -> tuple[Job, PathRequest]:
     require_state(state, "save(path, state)")
     job = wiring.shared_job(process_group, settings)
-    request = PathRequest(job, wiring.store_at(path, settings), state, selection)
-    return begin_save(job, request, awaited=awaited)
+    return job, PathRequest(job, wiring.store_at(path, settings), state, selection)
 
 
 def load(

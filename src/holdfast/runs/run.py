@@ -33,7 +33,7 @@ from holdfast.runs.suspect_steps import SuspectSteps
 from holdfast.runs.tags import tag_step, untag
 from holdfast.saving.deduplication import previous_of
 from holdfast.saving.handle import SaveHandle
-from holdfast.saving.save import save
+from holdfast.saving.save import begin_save
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.manifest import Parent
 from holdfast.types.reports import LoadReport, SaveReport
@@ -151,7 +151,7 @@ class Run:
         passed = StepState(state, selection, metrics, tags, is_last)
         request = StepRequest(self._parts, self._location_of(step), passed, self._lineage)
         try:
-            handle = save(self._job, request, self._dispatcher)
+            handle = begin_save(self._job, request, self._dispatcher)
         except BaseException:
             self._pins.unpin(step, is_committed=False)
             raise

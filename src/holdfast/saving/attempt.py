@@ -77,7 +77,8 @@ class SaveAttempt:
         self.handle = SaveHandle(self.name, awaited=awaited)
         self.handle.committed.add_done_callback(self.trace.fail_with)
         self.gc_pause = GcPause()
-        """Keeps the cyclic garbage collector from walking a plan of many small values, until much data moves."""
+        """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early once much data moves
+        or other ranks are waited for, and at the latest by the function that began it."""
         self.own_keys: list[str] = []
         """Keys of the files that this rank has begun to write."""
         self._opening: SaveAgreement | None = None
@@ -106,7 +107,6 @@ class SaveAttempt:
                 "process that made it. Make a CheckpointManager of its own here, with process_group=False"
             )
         self.trace.begin(self.location.step, self.location.url)
-        self.gc_pause.begin()
         try:
             yield
         except BaseException as error:
@@ -116,8 +116,6 @@ class SaveAttempt:
                 if raised is error:
                     raise
                 raise raised from error
-        finally:
-            self.gc_pause.end()
 
     def open(self) -> SaveAgreement:
         """Take the number of this save; from now on a failure to collect the state is told to the other ranks."""
@@ -202,6 +200,7 @@ class SaveAttempt:
         with self.trace.phase("vote"):
             outcome = self.commit_vote.vote(vote)
         if outcome.kind is OutcomeKind.VOTING:
+            self.gc_pause.end()
             with self.trace.phase("wait"):
                 return self.commit_vote.await_outcome()
         return self._commit() if outcome.kind is OutcomeKind.PUBLISHING else outcome

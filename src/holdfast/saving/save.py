@@ -26,23 +26,35 @@ from holdfast.types.plan import PlannedPack
 from holdfast.types.reports import SaveReport
 
 
-def save(
-    job: Job, request: SaveRequest, dispatcher: EventDispatcher | None = None, *, awaited: bool = False
-) -> SaveHandle:
+def begin_save(job: Job, request: SaveRequest, dispatcher: EventDispatcher | None = None) -> SaveHandle:
+    """Save a state, and return once training may go on. Arguments and errors as `save` and `SaveAttempt`."""
+    attempt = SaveAttempt(job, request, dispatcher)
+    with attempt.gc_pause:
+        return save(attempt)
+
+
+def save_and_wait(job: Job, request: SaveRequest) -> SaveReport:
+    """Save a state, and return once it is committed; nothing is copied first. Errors as `save` and its handle."""
+    attempt = SaveAttempt(job, request, awaited=True)
+    # Until the wait is over: by then everything that the save made is gone, and the collector never walks it.
+    with attempt.gc_pause:
+        report = save(attempt).wait()
+    assert report is not None, "committed comes with a report"
+    return report
+
+
+def save(attempt: SaveAttempt) -> SaveHandle:
     """Save a state: agree, copy or write this rank's share, and leave the rest to the commit thread.
 
     Args:
-        job: The ranks that save together; each of them calls.
-        request: What is saved, and where.
-        dispatcher: Passes events to observers.
-        awaited: Whether the caller waits for the commit whatever happens: then nothing is copied first.
+        attempt: What is saved, where, and by which ranks. Each rank calls.
     Returns:
         The handle. Whatever fails after the ranks agreed lives there.
     Raises:
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written on any rank.
     """
-    attempt = SaveAttempt(job, request, dispatcher, awaited=awaited)
-    trace, deduplicator = attempt.trace, request.deduplicator
+    job, request, trace = attempt.job, attempt.request, attempt.trace
+    deduplicator = request.deduplicator
     with attempt.foreground():
         opening = attempt.open()
         with trace.phase("collect"):
@@ -64,7 +76,7 @@ def save(
 
         transfer = Transfer(job, attempt.handle, request.writer, packs, trace)
         attempt.stage(transfer)
-        transfer.begin(collected, awaited=awaited)
+        transfer.begin(collected, awaited=attempt.awaited)
         skipped = tuple(collected.skipped)
 
         def finish() -> None:

@@ -26,7 +26,7 @@ from holdfast.repository.catalog import check_pack, read_manifest
 from holdfast.runs.step_request import claim_step
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.request import claim_path
-from holdfast.saving.save import save
+from holdfast.saving.save import save_and_wait
 from holdfast.types.manifest import Parent
 from holdfast.types.plan import Piece
 from holdfast.types.reports import SaveReport
@@ -62,9 +62,7 @@ def saved_again(
     if location.step is not None:
         require_no_checkpoint(location.store)
 
-    report = save(job, CopyRequest(source, location, job, observer, writer_lease), awaited=True).wait()
-    assert report is not None, "committed comes with a report"
-    return report
+    return save_and_wait(job, CopyRequest(source, location, job, observer, writer_lease))
 
 
 class CopyRequest:
