@@ -29,9 +29,9 @@ def shown_bytes(count: int) -> str:
     raise AssertionError
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 tensor`, `2,048 tensors`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+def counted(count: int, singular: str) -> str:
+    """Return a count with its singular: `1 tensor`, `2,048 tensors`."""
+    return f"{count:,} {singular}{'s' * (count != 1)}"
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
