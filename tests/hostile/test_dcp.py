@@ -118,7 +118,7 @@ def test_a_tensor_that_runs_a_command(folder: Path, tmp_path: Path) -> None:
 def test_an_object_where_a_tensor_should_be(folder: Path) -> None:
     info = place_of(folder, "a")
     edited(folder, lambda m: (m.state_dict_metadata.pop("a"), place(m, "model.w", **vars(info))))
-    refused(folder, CorruptError, r"model\.w: at byte \d+ lies list; expected a tensor")
+    refused(folder, CorruptError, r"model\.w: byte \d+ holds list; expected a tensor")
 
 
 def test_files_without_metadata(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_items_that_lie_elsewhere(folder: Path, key: str, fields: dict[str, obje
 def test_two_things_at_one_place(folder: Path) -> None:
     info = place_of(folder, "a")
     edited(folder, lambda metadata: place(metadata, "s", offset=info.offset, length=info.length))
-    refused(folder, CorruptError, "two things begin at byte")
+    refused(folder, CorruptError, "two items that begin at byte")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../outside", "", "a\0b"])
@@ -206,7 +206,7 @@ def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetad
         (lambda t: setattr(t, "size", (3, -4)), r"Expected `int` >= 0 - at `\$\.size\[1\]`"),
         (lambda t: setattr(t, "size", (1,) * 1000), r"Expected `array` of length <= 64 - at `\$\.size`"),
         (lambda t: setattr(t, "size", torch.Size([4, 3])), "expected"),
-        (lambda t: setattr(t.properties, "dtype", torch.int32), r"lies float32 \[3, 4\].*expected int32"),
+        (lambda t: setattr(t.properties, "dtype", torch.int32), r"holds float32 \[3, 4\].*expected int32"),
         (lambda t: setattr(t.properties, "dtype", "float32"), "expected dtype and layout"),
         (lambda t: t.chunks.clear(), "leave holes or overlap"),
     ],
@@ -249,7 +249,7 @@ def replace_key(index: Any, fqn: str) -> Any:
 
 def test_a_list_of_a_billion_places(folder: Path) -> None:
     edited(folder, lambda metadata: renamed(metadata, "a", "a.1000000000", ("a", 1_000_000_000)))
-    refused(folder, CorruptError, "a list of 1000000001, of which 1 are there")
+    refused(folder, CorruptError, "a list of 1000000001, of which 1 are stored")
 
 
 def test_a_leaf_inside_a_leaf(folder: Path) -> None:

@@ -1,14 +1,13 @@
-"""Small parts of another system's files, read whole."""
+"""Reads small byte ranges of a foreign file into memory."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 
 from holdfast.errors import CorruptError
-from holdfast.ports.store import Readable
+from holdfast.ports.store import ByteRanges, Readable
 from holdfast.settings import PAGE_BYTES
 
 
@@ -16,42 +15,38 @@ def read_bytes(files: Readable, key: str, start: int, stop: int, bytes_max: int)
     """Return bytes `[start, stop)` of a file.
 
     Args:
-        files: Where it lies.
+        files: The folder.
         key: The file.
         start, stop: Half-open byte range.
-        bytes_max: What such a part may be at most; nothing is allocated for more.
+        bytes_max: Largest length of the range. It is checked before any memory is allocated.
     Raises:
-        CorruptError: The range is longer than that, or the file ends before it does.
-        MissingError: There is no such file.
+        CorruptError: The range is longer than `bytes_max`, or reaches beyond the end of the file.
+        MissingError: The file does not exist.
     """
     if not 0 <= start <= stop:
-        raise CorruptError(f"{files.url}/{key}: states bytes {start}–{stop}; expected a range")
+        raise CorruptError(f"{files.url}/{key}: states bytes {start}–{stop}; expected a range. Read another copy")
     if stop - start > bytes_max:
-        raise CorruptError(
-            f"{files.url}/{key}: bytes {start}–{stop} are to be read at once; expected at most {bytes_max}"
-        )
+        raise CorruptError(f"{files.url}/{key}: states bytes {start}–{stop}; expected at most {bytes_max} of them")
     size = files.size(key)
     if stop > size:
         raise CorruptError(f"{files.url}/{key}: ends at byte {size}; expected bytes {start}–{stop}. Was it cut short?")
-    if start == stop:
-        return b""
-    with mmap.mmap(-1, stop - start + 2 * PAGE_BYTES) as memory, memoryview(memory) as buffer:
-        (found,) = files.get_ranges(key, [(start, stop)], [buffer])
-        with found:
-            return bytes(found)
+    return read_ranges(files, key, [(start, stop)])[0] if start < stop else b""
 
 
-def read_ranges(files: Readable, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+def read_ranges(files: Readable, key: str, ranges: ByteRanges) -> list[bytes]:
     """Return several byte ranges of a file, read with one call.
 
     Args:
-        files: Where it lies.
+        files: The folder.
         key: The file.
-        ranges: Half-open and small, each known to lie in the file.
+        ranges: Half-open, small, not empty, and inside the file.
     """
-    room = [(-(-(stop - start) // PAGE_BYTES) + 2) * PAGE_BYTES for start, stop in ranges]
-    with mmap.mmap(-1, sum(room)) as memory, memoryview(memory) as whole, ExitStack() as views:
-        bounds = accumulate(room, initial=0)
+    if not ranges:
+        return []
+    # Storage may read whole pages, so each buffer has a page to spare at both ends.
+    capacities = [(-(-(stop - start) // PAGE_BYTES) + 2) * PAGE_BYTES for start, stop in ranges]
+    with mmap.mmap(-1, sum(capacities)) as memory, memoryview(memory) as whole, ExitStack() as views:
+        bounds = accumulate(capacities, initial=0)
         buffers = [views.enter_context(whole[start:stop]) for start, stop in pairwise(bounds)]
-        found = files.get_ranges(key, ranges, buffers)
-        return [bytes(views.enter_context(each)) for each in found]
+        filled = files.get_ranges(key, ranges, buffers)
+        return [bytes(views.enter_context(view)) for view in filled]

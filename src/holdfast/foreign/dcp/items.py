@@ -1,4 +1,4 @@
-"""What was written into each item of a `.distcp` file, read in as few reads as can be."""
+"""Reads the items of `.distcp` files with few large reads."""
 
 from __future__ import annotations
 
@@ -22,87 +22,88 @@ from holdfast.settings import MIB
 from holdfast.types.listing import ListedPiece
 
 ALSO = ("_io.BytesIO",)
-"""Classes that occur in objects of a training state beside those that are known: Transformer Engine's extra state."""
+"""Classes that a pickle may name besides the allowlist: Transformer Engine's extra state is a BytesIO."""
 
 _ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"
 _PICKLE_BYTES_MAX = 64 * MIB
-"""What values of a checkpoint may take in all."""
+"""Largest pickled object of a checkpoint."""
 
 
 @value_class
 class DcpItem:
-    """An item, read."""
+    """An item and its value."""
 
     key: str
-    """What was written."""
+    """Key of the item in the state."""
 
     item: Item
-    """Where."""
+    """Its bytes."""
 
     chunk: Chunk | None
-    """Which part of the tensor of that name; None for an object."""
+    """The part of the tensor that it holds; None for an object."""
 
     value: object
-    """What was unpickled: a `StoredTensor` for a chunk, if all is well. None for a chunk that is not in an archive."""
+    """The unpickled value: for a chunk, a `StoredTensor` unless the file is damaged."""
 
 
 def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int]) -> Iterator[DcpItem]:
-    """Yield what was written into every item, file by file.
+    """Yield every item with its value, file by file.
 
     Args:
-        files: Where they lie.
-        saved: Which items there are.
-        where: The file that tells, for messages.
-        sizes: Takes the bytes of each file.
+        files: The folder.
+        saved: The content of `.metadata`, which lists the items.
+        where: The `.metadata` file, for messages.
+        sizes: Receives the bytes of each file.
     Raises:
-        CorruptError: An item is damaged or cut short, or two lie over each other.
-        InvalidError: An object is of a type that is not read.
-        MissingError: A file is not there.
+        CorruptError: An item is damaged or cut short, or two items overlap.
+        InvalidError: An object is of a type that is not supported.
+        MissingError: A file does not exist.
     """
     by_file: dict[str, list[tuple[Item, str, Chunk | None]]] = defaultdict(list)
     for key, chunks in saved.chunks.items():
-        for each in chunks:
-            by_file[each.item.file].append((each.item, key, each))
+        for chunk in chunks:
+            by_file[chunk.item.file].append((chunk.item, key, chunk))
     for key, item in saved.objects.items():
         by_file[item.file].append((item, key, None))
     reader = _Reader(TailPrefetch(files))
     for file, entries in by_file.items():
         entries.sort(key=lambda entry: (entry[0].start, entry[0].stop))
-        place = f"{files.url}/{file}"
+        url = f"{files.url}/{file}"
         sizes[file] = reader.windows.size(file)
-        bounds = _bounds([item for item, _, _ in entries], sizes[file], place, where)
+        bounds = _bounds([item for item, _, _ in entries], sizes[file], url, where)
         reached = 0
         for run, ranges in batches(bounds):
             reader.windows.hold(file, ranges)
-            for item, key, chunk in entries[run]:
+            for item, key, part in entries[run]:
                 if reader.begins_archive(item):
                     if item.start < reached:
-                        raise CorruptError(f"{place}: {where} says that two things begin at byte {item.start}")
+                        raise CorruptError(
+                            f"{url}: {where} states two items that begin at byte {item.start}; expected one"
+                        )
                     reached = item.stop
                     value = reader.archived(item)
-                elif chunk is not None:
-                    value = reader.in_blob(item, key, chunk.box, sizes[file])
+                elif part is not None:
+                    value = reader.in_blob(item, key, part.box, sizes[file])
                 else:
-                    value = reader.pickled(item, f"{place}: {key}")
-                yield DcpItem(key, item, chunk, value)
+                    value = reader.pickled(item, f"{url}: {key}")
+                yield DcpItem(key, item, part, value)
 
 
 def _bounds(items: list[Item], size: int, file: str, where: str) -> list[tuple[int, int]]:
-    """Return the byte ranges of a file's items, which are in order.
+    """Return the byte ranges of a file's items, which are ascending.
 
-    Those of a safetensors blob state where the blob begins and how long each is; then they all begin at one byte.
+    All items of a safetensors blob begin at one byte: DCP states the start of the blob and the length of each tensor.
     """
     bounds = [(item.start, item.stop) for item in items]
     reached = -1
     for at, (start, stop) in enumerate(bounds):
         if stop > size:
             raise CorruptError(
-                f"{file}: ends at byte {size}; {where} says that there is something at {start}–{stop}. "
-                "Was it cut short?"
+                f"{file}: ends at byte {size}; {where} states an item at {start}–{stop}. Was it cut short?"
             )
         if start < reached and start != bounds[at - 1][0]:
             raise CorruptError(
-                f"{file}: {where} says that one thing ends at byte {reached}, and another starts at {start}. "
+                f"{file}: {where} states an item that ends at byte {reached}, and another starts at {start}. "
                 "Read another copy"
             )
         reached = max(reached, stop)
@@ -110,80 +111,80 @@ def _bounds(items: list[Item], size: int, file: str, where: str) -> list[tuple[i
 
 
 class _Reader:
-    """Reads items of the file that is held in windows."""
+    """Reads items of one file from its held ranges."""
 
     def __init__(self, windows: TailPrefetch) -> None:
         self.windows = windows
-        self._alike = ArchiveTemplate()
+        self._template = ArchiveTemplate()
         self._blobs: dict[tuple[str, int], dict[str, SafetensorsEntry]] = {}
 
     def begins_archive(self, item: Item) -> bool:
-        """Return whether an item is what torch.save writes."""
+        """Return whether an item is an archive of torch.save."""
         return self.windows.held(item.start, item.start + 4) == _ARCHIVE
 
     def archived(self, item: Item) -> object:
-        """Return what lies in an archive."""
-        value = self._alike.value(self.windows, item)
+        """Return the value of an archive."""
+        value = self._template.value(self.windows, item)
         if value is UNKNOWN:
             value = read_torch_file(self.windows, item.file, start=item.start, stop=item.stop, also=ALSO).value
-            self._alike.learn(self.windows, item, value)
+            self._template.learn(self.windows, item, value)
         return value
 
     def pickled(self, item: Item, where: str) -> object:
-        """Return an object that was pickled without an archive around it.
+        """Return an object that was pickled outside an archive.
 
         Raises:
-            CorruptError: It was not.
+            CorruptError: The item is not a pickle.
         """
         head = self.windows.held(item.start, item.start + 1)
         if head != _PICKLE:
-            raise CorruptError(f"{where}: begins with {head!r} at byte {item.start}; expected what torch.save writes")
+            raise CorruptError(f"{where}: begins with {head!r} at byte {item.start}; expected a pickle or an archive")
         data = read_bytes(self.windows, item.file, item.start, item.stop, _PICKLE_BYTES_MAX)
         return unpickled(data, f"{where}, at byte {item.start}", also=ALSO)
 
     def in_blob(self, item: Item, key: str, box: Box, size: int) -> StoredTensor:
-        """Return a tensor of the safetensors blob that `SerializationFormat.SAFETENSORS` puts at the end of a file.
+        """Return a tensor of the safetensors blob that `SerializationFormat.SAFETENSORS` appends to a file.
 
         Raises:
-            CorruptError: It is not there: of several chunks of a tensor that a rank wrote, DCP kept the last.
+            CorruptError: The blob lacks it. If a rank writes several chunks of a tensor, DCP keeps only the last.
         """
         blob = self._blobs.get((item.file, item.start))
         if blob is None:
             header = read_header(self.windows, item.file, item.start, size)
-            blob = self._blobs[item.file, item.start] = {entry.name: entry for entry in header.entries}
-        found = blob.get(key)
-        if found is None or (found.is_shard and found.box != box):
+            blob = self._blobs[item.file, item.start] = {tensor.name: tensor for tensor in header.entries}
+        entry = blob.get(key)
+        if entry is None or (entry.is_shard and entry.box != box):
             raise CorruptError(
                 f"{self.windows.url}/{item.file}: the tensors from byte {item.start} on have no {key} at {box.start}. "
                 "DCP loses all but the last part of a tensor that one rank writes as safetensors"
             )
-        shape = found.box.shape
-        return StoredTensor(found.dtype, shape, row_major_strides(shape), item.file, found.start, key, storage_offset=0)
+        shape = entry.box.shape
+        return StoredTensor(entry.dtype, shape, row_major_strides(shape), item.file, entry.start, key, storage_offset=0)
 
 
-def piece_of(found: DcpItem, spec: TensorSpec, where: str) -> ListedPiece:
-    """Return where the elements of a chunk lie.
+def piece_of(item: DcpItem, spec: TensorSpec, where: str) -> ListedPiece:
+    """Return the bytes of a chunk.
 
     Args:
-        found: An item that holds one.
-        spec: The tensor it is of.
-        where: The file, for messages.
+        item: An item that holds a chunk.
+        spec: The tensor of the chunk.
+        where: File and key, for messages.
     Raises:
-        CorruptError: What was written is not the chunk that is stated.
-        InvalidError: Its elements are in another order than row by row.
+        CorruptError: The item holds another tensor than `.metadata` states.
+        InvalidError: The elements are not in row-major order.
     """
-    assert found.chunk is not None
-    box, value = found.chunk.box, found.value
+    assert item.chunk is not None
+    box, value, start = item.chunk.box, item.value, item.item.start
     if not isinstance(value, StoredTensor):
-        raise CorruptError(f"{where}: at byte {found.item.start} lies {type(value).__name__}; expected a tensor")
+        raise CorruptError(f"{where}: byte {start} holds {type(value).__name__}; expected a tensor. Read another copy")
     if value.dtype != spec.dtype or value.shape != box.shape:
         raise CorruptError(
-            f"{where}: at byte {found.item.start} lies {value.dtype} {list(value.shape)}; "
-            f"expected {spec.dtype} {list(box.shape)}"
+            f"{where}: byte {start} holds {value.dtype} {list(value.shape)}; "
+            f"expected {spec.dtype} {list(box.shape)}. Read another copy"
         )
     if not value.is_contiguous:
         raise InvalidError(
-            f"{where}: is stored with strides {list(value.strides)} for shape {list(value.shape)}; Holdfast reads "
-            "elements in row-major order. Load it with torch.distributed.checkpoint and save it .contiguous()"
+            f"{where}: is stored with strides {list(value.strides)} for shape {list(value.shape)}; expected "
+            "row-major order. Load it with torch.distributed.checkpoint and save it .contiguous()"
         )
     return ListedPiece(box, value.file, value.offset)

@@ -1,4 +1,4 @@
-"""Optimizer state as PyTorch's `get_state_dict` lays it out, told from other dicts."""
+"""Recognises optimizer state in the layouts of PyTorch's `get_state_dict`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
-    """An optimizer by name of its parameters."""
+    """The state of an optimizer by parameter name."""
 
     hyperparameters: Mapping[str, Mapping[str, Value]]
-    """By FQN of a parameter, those of its group."""
+    """Hyperparameters of the group of each parameter, by FQN."""
 
     values: Mapping[str, Mapping[str, Value]]
-    """By FQN, what of its state is not a tensor by itself."""
+    """State of each parameter that is not a single tensor, by FQN."""
 
     names: frozenset[str]
-    """FQNs of all parameters that have state, tensors included."""
+    """FQNs of all parameters with state, tensors included."""
 
 
 def nested_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
-    """Return an optimizer out of `{"state": {fqn: …}, "param_groups": [{"params": [fqn, …], …}]}`, else None."""
+    """Return the optimizer of `{"state": {fqn: …}, "param_groups": [{"params": [fqn, …], …}]}`, else None."""
     groups, state = value.get("param_groups"), value.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, dict) or not value.keys() <= {"state", "param_groups"}:
         return None
@@ -36,22 +36,24 @@ def nested_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
         names = group.get("params")
         if not isinstance(names, list) or not all(type(name) is str for name in names):
             return None
-        shared = {name: each for name, each in group.items() if name != "params"}
+        shared = {name: entry for name, entry in group.items() if name != "params"}
         hyperparameters.update(dict.fromkeys(names, shared))
     if not all(type(fqn) is str and isinstance(entries, dict) for fqn, entries in state.items()):
         return None
     values = {
-        fqn: {name: each for name, each in entries.items() if not isinstance(each, TensorRef)}
+        fqn: {name: entry for name, entry in entries.items() if not isinstance(entry, TensorRef)}
         for fqn, entries in state.items()
     }
-    return NamedOptimizer(hyperparameters, {fqn: kept for fqn, kept in values.items() if kept}, frozenset(state))
+    return NamedOptimizer(
+        hyperparameters, {fqn: entries for fqn, entries in values.items() if entries}, frozenset(state)
+    )
 
 
 def flattened_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
-    """Return an optimizer out of `{"state.<fqn>.<name>": …, "param_groups.<fqn>.<name>": …}`, else None.
+    """Return the optimizer of `{"state.<fqn>.<name>": …, "param_groups.<fqn>.<name>": …}`, else None.
 
-    So `flatten_optimizer_state_dict=True` has it, and torchtitan. An FQN has dots itself: which part of a key it is,
-    the groups tell, whose names have none.
+    `flatten_optimizer_state_dict=True` and torchtitan write this layout. An FQN contains dots, so a key of the state is
+    ambiguous; the names of hyperparameters have no dots, so the keys of the groups give the FQNs.
     """
     hyperparameters: dict[str, dict[str, Value]] = {}
     for key in value:
@@ -64,19 +66,19 @@ def flattened_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
         return None
     values: dict[str, dict[str, Value]] = {}
     names: set[str] = set()
-    for key, each in value.items():
+    for key, entry in value.items():
         assert isinstance(key, str)
         if not key.startswith(_STATE):
             continue
-        fqn, path = _parted(key.removeprefix(_STATE), hyperparameters)
+        fqn, path = _split(key.removeprefix(_STATE), hyperparameters)
         names.add(fqn)
-        if len(path) > 1 or not isinstance(each, TensorRef):
-            _put(values.setdefault(fqn, {}), path, each)
+        if len(path) > 1 or not isinstance(entry, TensorRef):
+            _put(values.setdefault(fqn, {}), path, entry)
     return NamedOptimizer(hyperparameters, values, frozenset(names))
 
 
-def _parted(key: str, fqns: Mapping[str, object]) -> tuple[str, list[str]]:
-    """Return the longest FQN that a key begins with, and the names after it."""
+def _split(key: str, fqns: Mapping[str, object]) -> tuple[str, list[str]]:
+    """Return the longest known FQN at the start of a key, and the names after it."""
     fqn, path = key, list[str]()
     while "." in fqn:
         fqn, _, name = fqn.rpartition(".")
@@ -88,7 +90,7 @@ def _parted(key: str, fqns: Mapping[str, object]) -> tuple[str, list[str]]:
 
 
 def _put(values: dict[str, Value], path: list[str], value: Value) -> None:
-    """Put a value where nested names lead; where something else stands already, under the rest of its name."""
+    """Store a value under nested names. If a value blocks the path, store it under the joined rest of the names."""
     for at, name in enumerate(path[:-1]):
         below = values.setdefault(name, {})
         if not isinstance(below, dict):

@@ -1,33 +1,33 @@
-"""The ends of many small archives in one file, read together."""
+"""Reads both ends of many small archives in one file with few large reads."""
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+from holdfast.foreign.read import read_ranges
 from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnRange, Readable
-from holdfast.settings import KIB, MIB, PAGE_BYTES
+from holdfast.settings import KIB, MIB
 
 END_BYTES = 2 * KIB
-"""What is held of either end of an item: head and pickle of a tensor take about 300 bytes, the directory 700."""
+"""Bytes held of each end of an item. Header and pickle of a tensor take about 300 bytes, the directory 700."""
 
 _GAP_BYTES_MAX = 16 * KIB
-"""Bytes that are read though nobody asked, rather than reading twice."""
+"""Largest gap that is read and dropped to save a second read."""
 
 _WINDOW_BYTES_MAX = 4 * MIB
 _WINDOWS_BYTES_MAX = 16 * MIB
-"""What is held at once."""
+"""Bytes held at once, of one file."""
 
 
 class TailPrefetch(ForwardingReadable):
-    """Files of which some byte ranges are held in memory, and everything else is read as it is asked for."""
+    """A folder that holds some byte ranges of one file in memory, and reads all others on request."""
 
     def __init__(self, files: Readable) -> None:
-        """Hold nothing yet.
+        """Start without held ranges.
 
         Args:
-            files: Where everything lies.
+            files: The folder.
         """
         super().__init__(files)
         self._key = ""
@@ -36,38 +36,26 @@ class TailPrefetch(ForwardingReadable):
         self._sizes: dict[str, int] = {}
 
     def hold(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Read byte ranges of a file and hold them in place of what was held.
+        """Read byte ranges of a file and hold them in place of the earlier ones.
 
         Args:
             key: The file.
-            ranges: Half-open, each inside the file, ascending, none overlapping another.
+            ranges: Half-open, inside the file, ascending, without overlap.
         """
-        self._key, self._starts, self._held = key, [start for start, _ in ranges], []
-        total_bytes = sum(_buffer_bytes(each) for each in ranges)
-        if not total_bytes:
-            return
-        with mmap.mmap(-1, total_bytes) as memory, memoryview(memory) as whole:
-            buffers, at = [], 0
-            for each in ranges:
-                buffers.append(whole[at : at + _buffer_bytes(each)])
-                at += _buffer_bytes(each)
-            for found in self._inner.get_ranges(key, ranges, buffers):
-                self._held.append(bytes(found))
-                found.release()
-            for buffer in buffers:
-                buffer.release()
+        self._key, self._starts = key, [start for start, _ in ranges]
+        self._held = read_ranges(self._inner, key, ranges)
 
     def held(self, start: int, stop: int) -> bytes:
-        """Return bytes of the file in hand out of what is held; nothing where they are not held whole."""
+        """Return held bytes `[start, stop)` of the current file; empty unless all of them are held."""
         number = bisect_right(self._starts, start) - 1
         if number < 0:
             return b""
         first = start - self._starts[number]
-        found = self._held[number][first : first + stop - start]
-        return found if len(found) == stop - start else b""
+        data = self._held[number][first : first + stop - start]
+        return data if len(data) == stop - start else b""
 
     def size(self, key: str) -> int:
-        """Return the bytes of a file, asked once."""
+        """Return the bytes of a file, from storage only once."""
         if key not in self._sizes:
             self._sizes[key] = self._inner.size(key)
         return self._sizes[key]
@@ -75,31 +63,25 @@ class TailPrefetch(ForwardingReadable):
     def get_ranges(
         self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
     ) -> list[memoryview]:
-        """Return byte ranges of a file, out of what is held where it holds them all."""
+        """Return byte ranges of a file: from memory if all of them are held, else from storage."""
         held = [self.held(start, stop) for start, stop in ranges] if key == self._key else [b""]
         if not all(held):
             return self._inner.get_ranges(key, ranges, buffers, on_range)
-        found = []
+        views = []
         for number, (data, buffer) in enumerate(zip(held, buffers, strict=True)):
             view = buffer[: len(data)]
             view[:] = data
-            found.append(view)
+            views.append(view)
             if on_range is not None:
                 on_range(number, view)
-        return found
-
-
-def _buffer_bytes(bounds: tuple[int, int]) -> int:
-    """Return the bytes of a page-aligned buffer for a range, with two pages to spare."""
-    return -(-(bounds[1] - bounds[0]) // PAGE_BYTES) * PAGE_BYTES + 2 * PAGE_BYTES
+        return views
 
 
 def batches(bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
-    """Yield runs of items of one file, and the byte ranges that hold both ends of each.
+    """Yield runs of items of one file, and the byte ranges that contain both ends of each item.
 
     Args:
-        bounds: First byte and byte past the last of each item; ascending, none overlapping another unless both start
-            at one byte.
+        bounds: Half-open byte range of each item, ascending. Items overlap only if they start at one byte.
     """
     begun, held_bytes = 0, 0
     ranges: list[tuple[int, int]] = []

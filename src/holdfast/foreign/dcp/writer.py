@@ -1,4 +1,4 @@
-"""Folders as `torch.distributed.checkpoint` writes them: `.metadata`, and `.distcp` files of one archive per item."""
+"""Lays out folders like `torch.distributed.checkpoint`: `.metadata`, and `.distcp` files of one archive per item."""
 
 from __future__ import annotations
 
@@ -7,47 +7,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from holdfast.errors import InvalidError
+from holdfast.foreign.dcp.metadata import Item, Path
 from holdfast.foreign.file_layout import FileLayout, SmallTensor, TensorLeaf
 from holdfast.foreign.nested_state import State, model_state, nested_state
 from holdfast.foreign.pickles.objects import GlobalName
 from holdfast.foreign.pickles.writer import Made, Pairs, pickled
 from holdfast.foreign.torch.archive_writer import ALIGNMENT_BYTES, put_archive
 from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.value_class import value_class
 from holdfast.types.export import ExportContent, ExportFile, ExportOptions
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _VERSION = "1.0.0"
-"""What torch 2.13 calls the layout of its metadata; earlier ones do not look at it."""
-
-_Path = tuple[str | int, ...]
-"""Keys of dicts and numbers in lists that lead to a value."""
-
-
-@value_class
-class _Stored:
-    """Where an item lies."""
-
-    file: str
-    """Its file."""
-
-    offset: int
-    """First byte."""
-
-    bytes: int
-    """Its length."""
+"""Version of the metadata of torch 2.13. Earlier versions do not read it."""
 
 
 class DcpWriter:
-    """Lays a checkpoint out as `torch.distributed.checkpoint.load` reads it; keys are our FQNs."""
+    """Lays out a checkpoint for `torch.distributed.checkpoint.load`. The keys are Holdfast's FQNs."""
 
     name = "dcp"
     """Name of the format on the command line."""
 
     def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
-        """Return `.metadata` and as many `.distcp` files as the bytes of the tensors take.
+        """Return `.metadata` and one `.distcp` file for each `shard_bytes` of tensors.
 
-        A tied name has bytes of its own: this format knows no ties.
+        A tied name gets its own bytes: the format has no ties.
         """
         if options.model_only:
             prefix, model = model_state(content, options)
@@ -55,28 +38,28 @@ class DcpWriter:
         else:
             state = nested_state(content, options, flat_optimizers=True)
         items: dict[str, object] = {}
-        paths: dict[str, _Path] = {}
+        paths: dict[str, Path] = {}
         for path, value in _items(state, ()):
             key = ".".join(map(str, path))
             if key in items:
                 raise InvalidError(f"{key}: two values of the state have this name in dcp; expected one. Rename either")
             items[key], paths[key] = value, path
-        files, places = _packed(items, options.shard_bytes)
-        return [*files, _metadata(items, paths, places)]
+        files, stored = _packed(items, options.shard_bytes)
+        return [*files, _metadata(items, paths, stored)]
 
 
-def _items(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
-    """Yield what is written by itself, with its path.
+def _items(value: object, path: Path) -> Iterator[tuple[Path, object]]:
+    """Yield every item of the state, with its path.
 
-    That is every value of dicts, and of lists that hold tensors or dicts, as `traverse_state_dict` has it: a reader
-    asks for keys that it forms in the same way.
+    An item is a value of a dict, or of a list that holds tensors or dicts. DCP's `traverse_state_dict` decides the same
+    way, and its readers form keys from it.
     """
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _items(each, (*path, str(key)))
+        for key, child in value.items():
+            yield from _items(child, (*path, str(key)))
     elif isinstance(value, list) and not _is_whole(value):
-        for number, each in enumerate(value):
-            yield from _items(each, (*path, number))
+        for number, child in enumerate(value):
+            yield from _items(child, (*path, number))
     else:
         yield path, value
 
@@ -84,7 +67,8 @@ def _items(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
 def _is_whole(value: list[object]) -> bool:
     """Return whether a list is one item."""
     return not any(
-        isinstance(each, dict) or _is_tensor(each) or (isinstance(each, list) and not _is_whole(each)) for each in value
+        isinstance(child, dict) or _is_tensor(child) or (isinstance(child, list) and not _is_whole(child))
+        for child in value
     )
 
 
@@ -92,10 +76,10 @@ def _is_tensor(value: object) -> TypeGuard[TensorLeaf | SmallTensor]:
     return isinstance(value, TensorLeaf | SmallTensor)
 
 
-def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportFile], dict[str, _Stored]]:
-    """Return the files that items lie in, filled in their order, and where each lies."""
+def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportFile], dict[str, Item]]:
+    """Return files of the items, filled in order, and the bytes of each item."""
     layouts = [FileLayout()]
-    places = {}
+    stored = {}
     filled = 0
     archives = _Archives()
     for key, value in items.items():
@@ -111,14 +95,14 @@ def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportF
             archives.put(layout, value)
         except InvalidError as error:
             raise InvalidError(f"{key}: {error}") from error
-        places[key] = _Stored(_file_name(len(layouts) - 1), start, layout.at - start)
-    return [layout.file(_file_name(number)) for number, layout in enumerate(layouts)], places
+        stored[key] = Item(_file_name(len(layouts) - 1), start, layout.at)
+    return [layout.file(_file_name(number)) for number, layout in enumerate(layouts)], stored
 
 
 class _Archives:
-    """Archives of one item each. Those of equal values, and of tensors of one type and shape, are laid out once.
+    """Archives of one item each. Equal values, and tensors of one type and shape, are laid out once.
 
-    Every parameter has a dozen hyperparameters, so there are few different ones among hundreds of thousands.
+    Every parameter has a dozen hyperparameters, so few of the hundreds of thousands of values differ.
     """
 
     def __init__(self) -> None:
@@ -138,13 +122,13 @@ class _Archives:
 
 
 def _kind(value: object) -> object:
-    """Return what is equal for items whose archives are, but for which tensor stands in them; None if not known."""
+    """Return a key that is equal for items with equal archives, apart from the tensor; None if there is no such key."""
     if isinstance(value, TensorLeaf):
         return value.dtype, value.shape
     if value is None or isinstance(value, bool | int | float | str | tuple):
         try:
             return pickled(value)
-        except TypeError:  # A tuple in which a tensor stands.
+        except TypeError:  # A tuple that contains a tensor.
             return None
     return None
 
@@ -153,13 +137,13 @@ def _file_name(number: int) -> str:
     return f"__0_{number}.distcp"
 
 
-def _metadata(items: Mapping[str, object], paths: Mapping[str, _Path], places: Mapping[str, _Stored]) -> ExportFile:
-    """Return the file that tells what lies where."""
+def _metadata(items: Mapping[str, object], paths: Mapping[str, Path], stored: Mapping[str, Item]) -> ExportFile:
+    """Return the `.metadata` file."""
     kinds = _Kinds()
     content = {
         "state_dict_metadata": Pairs((key, kinds.described(value)) for key, value in items.items()),
         "planner_data": dict(paths),
-        "storage_data": Pairs(_entry(key, value, places[key]) for key, value in items.items()),
+        "storage_data": Pairs(_entry(key, value, stored[key]) for key, value in items.items()),
         "storage_meta": None,
         "version": _VERSION,
     }
@@ -167,25 +151,25 @@ def _metadata(items: Mapping[str, object], paths: Mapping[str, _Path], places: M
     return ExportFile(name=".metadata", bytes=len(data), literals=((0, data),))
 
 
-def _entry(key: str, value: object, place: _Stored) -> tuple[Made, Made]:
-    """Return what tells where an item lies."""
+def _entry(key: str, value: object, item: Item) -> tuple[Made, Made]:
+    """Return the index and the storage info of an item."""
     index: dict[str, object] = {"fqn": key, "index": None}
     if _is_tensor(value):
         index = {"fqn": key, "offset": _size((0,) * len(value.shape)), "index": 0}
-    where = {"relative_path": place.file, "offset": place.offset, "length": place.bytes}
+    where = {"relative_path": item.file, "offset": item.start, "length": item.stop - item.start}
     entry = _object("torch.distributed.checkpoint.filesystem._StorageInfo", where)
     return _object(f"{_METADATA}.MetadataIndex", index), entry
 
 
 class _Kinds:
-    """Descriptions that many tensors share."""
+    """Describes items; tensors share the objects of their layout."""
 
     def __init__(self) -> None:
         self._layout = Made(GlobalName("torch.serialization._get_layout"), ("torch.strided",), shared=True)
         self._memory = Made(GlobalName(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,), shared=True)
 
     def described(self, value: object) -> Made:
-        """Return the description of an item; tensors are stored in one piece."""
+        """Return the description of an item. A tensor is stored as one chunk."""
         return self._tensor(value) if _is_tensor(value) else _object(f"{_METADATA}.BytesStorageMetadata")
 
     def _tensor(self, tensor: TensorLeaf | SmallTensor) -> Made:
@@ -201,7 +185,7 @@ class _Kinds:
 
 
 def _object(qualname: str, attributes: Mapping[str, object] | None = None) -> Made:
-    """Return an object of a class by its attributes."""
+    """Return a pickled object of a class with attributes."""
     return Made(GlobalName(qualname), state=dict(attributes) if attributes else None, new=True)
 
 

@@ -203,7 +203,7 @@ def test_an_optimizer_by_number_is_read_and_taken_by_position(tmp_path: Path) ->
     train(net, optimizer)
     path = saved(tmp_path / "ck", {"optimizer": optimizer.state_dict()})
     found = holdfast.open_checkpoint(path)
-    assert "optimizer: holds its state by number" in found.remarks[0]
+    assert "optimizer: numbers its parameters" in found.remarks[0]
     assert "optimizer.state.0.exp_avg" in found.tensors
     assert found.objects["optimizer"]["param_groups"][0]["lr"] == 0.05
     net_again = plain(2)
