@@ -199,7 +199,7 @@ def test_a_hundred_thousand_files_are_judged_in_seconds(tmp_path: Path, name_of:
         os.mknod(folder / name_of(number))
     start = time.process_time()
     if "rank" in name_of(0):
-        with pytest.raises(InvalidError, match="Two checkpoints lie in one folder"):
+        with pytest.raises(InvalidError, match="The folder holds two checkpoints"):
             listing_of(folder)
     else:
         assert len(listing_of(folder).files) == 3
@@ -241,7 +241,7 @@ def without_optimizer(case: str, tmp_path: Path) -> Path:
 
 
 def test_zero_3_without_its_optimizer_files_is_no_model_of_empty_tensors(tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt: is not there"):
+    with pytest.raises(MissingError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt: is missing"):
         listing_of(without_optimizer("zero3_dp4", tmp_path))
 
 
@@ -249,7 +249,7 @@ def test_weights_of_zero_without_its_optimizer_files_are_read_and_it_is_said(tmp
     found = listing_of(without_optimizer("zero1_dp2", tmp_path))
     assert found.tensors["model.emb.weight"].global_shape == (37, 10)
     assert not any(name.startswith("optimizer.") for name in found.tensors)
-    assert any("no files of optimizer states" in remark for remark in found.remarks)
+    assert any("files of optimizer states are missing" in remark for remark in found.remarks)
 
 
 def test_a_module_tensor_of_another_shape_than_param_shapes_is_refused(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_state_that_a_universal_folder_lost_is_named(case: str, lost: str, tmp
     folder = Path(shutil.copytree(FIXTURES / case / "universal" / TAG, tmp_path / "u"))
     path = folder / "zero" / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(MissingError, match=f"zero/{lost}.*: is not there"):
+    with pytest.raises(MissingError, match=f"zero/{lost}.*: is missing"):
         listing_of(folder)
 
 

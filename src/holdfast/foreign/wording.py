@@ -1,15 +1,15 @@
-"""Values of a stranger's file in messages."""
+"""Text of error messages: values of a foreign file, and the advice to convert it."""
 
 from __future__ import annotations
 
-CONVERT = "Convert the checkpoint with DeepSpeed's ds_to_universal, and read what that writes"
-"""What to do with a layout that cannot be read in place."""
+CONVERT = "Convert the checkpoint with DeepSpeed's ds_to_universal, and read its output"
+"""Advice for a layout that cannot be read in place."""
 
 _CHARACTERS_MAX = 120
 
 
 def shown(value: object) -> str:
-    """Return a value in brief, whatever it is."""
+    """Return a value as text of bounded length."""
     try:
         text = repr(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The steps that an optimizer has counted, held against those of the engine."""
+"""Compares the steps that the optimizer counted with those of the engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def remark_other_steps(
     state: ZeroOptimizer,
     groups: Sequence[Mapping[str, object]] | None,
 ) -> None:
-    """Say where the optimizer has counted other steps than the engine; reads a few bytes.
+    """Add a remark if the optimizer counted other steps than the engine. Reads a few bytes.
 
-    Where a job was killed while it saved under a tag that was there already, states of two steps lie side by side. That
-    is no error: the counts differ as well where training went on with a new optimizer (`load_optimizer_states=False`).
+    A job that is killed while it saves under an existing tag leaves states of two steps in one folder. A different
+    count is no proof of that: it also follows from training with a new optimizer (`load_optimizer_states=False`).
     """
     first = parameters.states[0]
     engine = first.count("global_steps", -1) - first.count("skipped_steps", 0)
@@ -32,9 +32,9 @@ def remark_other_steps(
     if counted is None or engine < 0 or counted == engine:
         return
     parameters.tensors.remark(
-        f"{parameters.tensors.where}/{first.file}: the engine has made {engine} steps (global_steps less "
-        f"skipped_steps), and the optimizer counts {shown(counted)}. Unless training went on with a new optimizer, "
-        "their files are of two saves under one tag; verify compares weights with master copies where both are kept"
+        f"{parameters.tensors.where}/{first.file}: the engine counted {engine} steps (global_steps less "
+        f"skipped_steps), and the optimizer counts {shown(counted)}. Unless training continued with a new optimizer, "
+        "the files are of two saves under one tag. `verify` compares weights with master copies if both are stored"
     )
 
 
@@ -44,7 +44,7 @@ def _counted(
     state: ZeroOptimizer,
     groups: Sequence[Mapping[str, object]] | None,
 ) -> int | float | None:
-    """Return the steps of the first parameter that tells, None where none does."""
+    """Return the step of the first parameter that has one; None if no parameter has."""
     tensors = parameters.tensors
     for name, number in state.groups.items():
         fqn = f"optimizer.state.{name}.{_STEP}"
@@ -52,8 +52,8 @@ def _counted(
         if spec is not None and spec.dtype in _LAYOUTS and spec.global_shape in ((), (1,)):
             piece, layout = tensors.pieces[fqn][0], _LAYOUTS[spec.dtype]
             size = struct.calcsize(layout)
-            (found,) = struct.unpack(layout, read_bytes(files, piece.file, piece.offset, piece.offset + size, size))
-            return found if isinstance(found, int | float) else None
+            (step,) = struct.unpack(layout, read_bytes(files, piece.file, piece.offset, piece.offset + size, size))
+            return step if isinstance(step, int | float) else None
         value = state.values.get(name, {}).get(_STEP, groups[number].get(_STEP) if groups else None)
         if type(value) in (int, float):
             assert isinstance(value, int | float)

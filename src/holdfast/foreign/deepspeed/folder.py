@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: which folder is meant, and whose state each file holds."""
+"""Finds the tag folder of a DeepSpeed checkpoint, and the rank of each file in it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What lies in the folder of one tag."""
+    """The files of one tag."""
 
     prefix: str
-    """What leads its keys: empty, or the tag and a slash."""
+    """Prefix of its keys: empty, or the tag and a slash."""
 
     models: Mapping[Place, str]
-    """Files of model states; of ZeRO-1 and 2 all of data-parallel rank 0."""
+    """Files of model states by rank. ZeRO-1 and 2 write them on data-parallel rank 0 only."""
 
     optimizers: Mapping[Place, str]
-    """Files of ZeRO's optimizer states."""
+    """Files of ZeRO's optimizer states by rank."""
 
     atoms: Mapping[str, tuple[str, ...]]
-    """Of a universal folder, by parameter the names of the states that lie there as files; else empty."""
+    """Names of the states that a universal folder stores as files, by parameter; empty for other folders."""
 
     sizes: Mapping[str, int]
     """Bytes by key."""
@@ -55,20 +55,20 @@ class Folder:
 
     @property
     def is_cut(self) -> bool:
-        """Whether model states are those of ZeRO-3, which holds parameters in optimizer states alone."""
+        """Whether the model states are those of ZeRO-3, which stores parameters in optimizer states only."""
         return _MODEL_OF_THREE.fullmatch(self.models[0, 0].removeprefix(self.prefix)) is not None
 
     @property
     def mp_degree(self) -> int:
-        """Model-parallel ranks that files speak of."""
+        """Number of model-parallel ranks, from the names of files."""
         return 1 + max(mp for mp, _ in self.models)
 
 
 def find_prefix(files: Readable) -> str | None:
-    """Return what leads the keys of the tag folder that is meant, None where this is no DeepSpeed checkpoint.
+    """Return the prefix of the tag folder; None if this is not a DeepSpeed checkpoint.
 
-    A folder that holds files of a tag is meant itself; else the tag that `latest` or `latest_universal` names. Looks at
-    a few names, whatever else lies there.
+    It is the named folder if that holds files of a tag, else the tag that `latest` or `latest_universal` names. Only
+    a few names are looked up, so a large folder costs nothing.
     """
     if _holds_tag(files, ""):
         return ""
@@ -83,8 +83,8 @@ def read_folder(files: Readable, prefix: str) -> Folder:
     """Return the files of a tag folder.
 
     Raises:
-        InvalidError: Some are of a kind that is not read: pipelines, experts, two files of one rank.
-        MissingError: There is no file of model states.
+        InvalidError: Files belong to a pipeline or to experts, or two files belong to one rank.
+        MissingError: There is no file of model states of rank 0.
     """
     sizes: dict[str, int] = {}
     models: dict[Place, str] = {}
@@ -108,24 +108,28 @@ def read_folder(files: Readable, prefix: str) -> Folder:
         elif match := _OPTIMIZER.fullmatch(name):
             _claim(optimizers, (int(match[2]), int(match[1])), entry.key, where)
     if (0, 0) not in models:
-        raise MissingError(f"{where}: no {FIRST_FILES[0]} and no {FIRST_FILES[1]}; expected one. Was all of it copied?")
-    return Folder(prefix, models, optimizers, {name: tuple(sorted(each)) for name, each in atoms.items()}, sizes)
-
-
-def _claim(found: dict[Place, str], place: Place, key: str, where: str) -> None:
-    if place in found:
-        raise InvalidError(
-            f"{where}: {found[place]} and {key} are both of model-parallel rank {place[0]}, data-parallel rank "
-            f"{place[1]}; expected one. Two checkpoints seem to lie in one folder: take those files apart"
+        raise MissingError(
+            f"{where}: no {FIRST_FILES[0]} and no {FIRST_FILES[1]}; expected one. Copy the missing files"
         )
-    found[place] = key
+    return Folder(prefix, models, optimizers, {name: tuple(sorted(states)) for name, states in atoms.items()}, sizes)
+
+
+def _claim(files: dict[Place, str], place: Place, key: str, where: str) -> None:
+    """Record the file of a rank.
+
+    Raises:
+        InvalidError: The rank has a file already.
+    """
+    if place in files:
+        raise InvalidError(
+            f"{where}: {files[place]} and {key} are both of model-parallel rank {place[0]}, data-parallel rank "
+            f"{place[1]}; expected one. The folder seems to hold two checkpoints: separate their files"
+        )
+    files[place] = key
 
 
 def _refused(where: str, name: str, what: str) -> InvalidError:
-    return InvalidError(
-        f"{where}: {name} holds {what}, which is not read; expected ZeRO states of data and tensor parallelism. "
-        f"{CONVERT}"
-    )
+    return InvalidError(f"{where}: {name} holds {what}; expected ZeRO states of data and tensor parallelism. {CONVERT}")
 
 
 def _holds_tag(files: Readable, prefix: str) -> bool:
@@ -133,12 +137,12 @@ def _holds_tag(files: Readable, prefix: str) -> bool:
 
 
 def holds_states(name: str) -> bool:
-    """Return whether a file is called like one of model states or optimizer states."""
-    return any(each.fullmatch(name) for each in (_MODEL, _MODEL_OF_THREE, _OPTIMIZER))
+    """Return whether a name is one of a file of model states or optimizer states."""
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _MODEL_OF_THREE, _OPTIMIZER))
 
 
 def tag_in(files: Readable, pointer: str) -> str | None:
-    """Return the tag that a file names, None where it is not there or names none."""
+    """Return the tag that a pointer file names; None if there is no such file, or no tag in it."""
     size = _size(files, pointer)
     if size is None or not 0 < size <= _TAG_BYTES_MAX:
         return None
@@ -149,7 +153,7 @@ def tag_in(files: Readable, pointer: str) -> str | None:
 
 
 def _size(files: Readable, key: str) -> int | None:
-    """Return the bytes of a file, None where it is not there or not to be had."""
+    """Return the bytes of a file; None if it does not exist or cannot be opened."""
     try:
         return files.size(key)
     except CheckpointError:

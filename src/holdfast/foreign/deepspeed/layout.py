@@ -1,6 +1,6 @@
-"""How tensor parallelism cuts each parameter, as far as a checkpoint tells: `universal_checkpoint_info`, by name.
+"""Derives the tensor-parallel layout of each parameter from `universal_checkpoint_info`, by name.
 
-What it does not tell is refused, never guessed.
+A layout that the checkpoint does not state is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.foreign.layouts import affine
 from holdfast.foreign.layouts.patterns import Patterns, exact_name
 from holdfast.foreign.layouts.pieces import Slice
 from holdfast.foreign.pickles.objects import OpaqueObject
+from holdfast.foreign.typed_values import COUNT_MAX
 from holdfast.foreign.wording import CONVERT, shown
 from holdfast.geometry.box import Box
 
@@ -24,8 +25,8 @@ _SEVERAL = "parameter_with_sub_params"
 _WIDTHS = "sub_param_shard_widths"
 _VOCABULARY = "vocabulary_parameter_patterns"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
-_SPEAKS = (_REPLICATED, _AVERAGED, _ROWS, _TWO, _SEVERAL)
-"""What an info has that speaks of tensor parallelism at all."""
+_TP_KEYS = (_REPLICATED, _AVERAGED, _ROWS, _TWO, _SEVERAL)
+"""Keys of an info that describe tensor parallelism."""
 
 _VERSION_OF_WIDTHS = 0.4
 _PATTERNS_MAX = 1 << 20
@@ -33,31 +34,31 @@ _PATTERNS_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelLayout:
-    """How the ranks of a tensor-parallel group hold one parameter."""
+    """The layout of one parameter over the ranks of a tensor-parallel group."""
 
     global_shape: tuple[int, ...]
     """Shape of the whole parameter."""
 
     slices: Sequence[Sequence[Slice]]
-    """By rank, what it holds; padding of a vocabulary is in none of them."""
+    """Slices by rank. Padding of a vocabulary is in none of them."""
 
     unlisted: bool = False
-    """Whether nothing names the parameter, so that DeepSpeed's rule for the rest holds: cut along dimension 0."""
+    """Whether no pattern names the parameter, so that DeepSpeed's default applies: cut along dimension 0."""
 
 
 class InexactError(Exception):
-    """The parameter is on no rank as it is: what each rank holds would have to be reckoned with."""
+    """No rank stores the parameter exactly: its value would have to be computed from what the ranks store."""
 
 
 @dataclass(slots=True)
 class Layouts:
-    """What a checkpoint says of the layout of its parameters."""
+    """The layouts of all parameters of a checkpoint."""
 
     info: Mapping[str, object]
     """`universal_checkpoint_info`."""
 
     where: str
-    """The file that holds it."""
+    """The file that holds the info."""
 
     tp_degree: int
     """Ranks of a tensor-parallel group."""
@@ -70,14 +71,14 @@ class Layouts:
         self._listed = {}
 
     def of(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
-        """Return how a parameter lies.
+        """Return the layout of a parameter.
 
         Args:
-            name: Its name.
-            local_shapes: By rank, the shape of what it holds.
+            name: The parameter.
+            local_shapes: Shape of the tensor on each rank.
         Raises:
-            InvalidError: Nothing tells, or what tells does not fit the shapes.
-            InexactError: The ranks hold what is to be averaged, or scaled.
+            InvalidError: No layout is stated, or it contradicts the shapes.
+            InexactError: The ranks hold values that are to be averaged or scaled.
         """
         layout = self._cut(name, local_shapes)
         if self._matching(_VOCABULARY, name) is None:
@@ -85,21 +86,21 @@ class Layouts:
         rows = self.info.get("original_vocab_size")
         if type(rows) is not int or not layout.global_shape or not 0 < rows <= layout.global_shape[0]:
             raise self._unfit(name, f"original_vocab_size {shown(rows)} of {list(layout.global_shape)}")
-        slices = [[each for cut in cuts if (each := _up_to_row(cut, rows))] for cuts in layout.slices]
+        slices = [[kept for cut in cuts if (kept := _up_to_row(cut, rows))] for cuts in layout.slices]
         return TensorParallelLayout((rows, *layout.global_shape[1:]), slices)
 
     def _cut(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         if self.tp_degree == 1:
             return whole_layout(local_shapes)
-        if not any(key in self.info for key in (*_SPEAKS, "affine_map")):
+        if not any(key in self.info for key in (*_TP_KEYS, "affine_map")):
             raise InvalidError(
                 f"{self.where}: {self.tp_degree} tensor-parallel ranks hold {name}, and no universal_checkpoint_info "
-                "says how it is cut; expected its patterns or an affine_map. Save again with universal_checkpoint_info "
-                "in client_state, or give ds_to_universal the missing state and read what that writes"
+                "states how it is cut; expected its patterns or an affine_map. Save again with "
+                "universal_checkpoint_info in client_state, or pass the missing state to ds_to_universal"
             )
-        reason = self._unsupported(name)
+        reason = self._value(_UNSUPPORTED, name)
         if reason is not None:
-            raise self._unfit(name, f"that it cannot be put together: {shown(reason)}")
+            raise self._unfit(name, f"that it cannot be merged: {shown(reason)}")
         mapped = self._mapped(name)
         if mapped is not None:
             try:
@@ -109,7 +110,9 @@ class Layouts:
         if self._matching(_REPLICATED, name) is not None:
             return self._replicated(name, local_shapes)
         if self._matching(_AVERAGED, name) is not None:
-            raise InexactError(f"{_AVERAGED} names it, so each of {self.tp_degree} ranks holds another, to be averaged")
+            raise InexactError(
+                f"{_AVERAGED} names it, so the {self.tp_degree} ranks hold different values, to be averaged"
+            )
         if self._matching(_TWO, name) is not None:
             return self._in_two(name, local_shapes)
         several = self._matching(_SEVERAL, name)
@@ -129,21 +132,21 @@ class Layouts:
 
     def _in_two(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         lengths = [self._length(name, shape, 0) for shape in local_shapes]
-        # torch.chunk gives the first half the odd row.
+        # DeepSpeed halves with torch.chunk, which gives the odd row to the first half.
         halves = [[-(-length // 2) for length in lengths], [length // 2 for length in lengths]]
         return self._by_widths(name, local_shapes, 0, halves)
 
     def _in_several(
-        self, name: str, local_shapes: Sequence[tuple[int, ...]], found: tuple[str, object]
+        self, name: str, local_shapes: Sequence[tuple[int, ...]], match: tuple[str, object]
     ) -> TensorParallelLayout:
-        """Return the layout of a parameter that is several, one after the other along a dimension, each cut alone."""
-        pattern, stated = found
+        """Return the layout of a parameter that concatenates several along a dimension, each cut alone."""
+        pattern, stated = match
         dim = _entry(stated, "partition_dim")
         shape = _entry(stated, "shape")
         if type(dim) is not int or dim < 0 or not isinstance(shape, list | tuple) or dim >= len(shape):
             raise self._unfit(name, f"sub-parameters {shown(stated)} without shape and partition_dim")
-        lengths = [self._length(name, each, dim) for each in local_shapes]
-        if not all(_views(shape, dim, each) for each in local_shapes):
+        lengths = [self._length(name, local_shape, dim) for local_shape in local_shapes]
+        if not all(_views(shape, dim, local_shape) for local_shape in local_shapes):
             raise self._unfit(name, f"a view {shown(shape)}, and ranks hold {_shown(local_shapes)}")
         spec = shape[dim]
         sizes = list(spec) if isinstance(spec, list | tuple) else None
@@ -152,14 +155,14 @@ class Layouts:
             known = self.info.get(_WIDTHS)
             widths = known.get(pattern) if isinstance(known, Mapping) else None
         else:
-            # Older ones state how many there are, or how long each is, and cut each evenly.
+            # Before version 0.4 the info states the number or the lengths of the sub-parameters, each cut evenly.
             if sizes is None and type(spec) is int and spec > 0 and not sum(lengths) % spec:
                 sizes = [sum(lengths) // spec] * spec
             even = sizes is not None and all(type(size) is int and not size % self.tp_degree for size in sizes)
             widths = [[size // self.tp_degree] * self.tp_degree for size in sizes or ()] if even else None
-        if not isinstance(widths, list | tuple) or not all(_are_lengths(each, self.tp_degree) for each in widths):
+        if not isinstance(widths, list | tuple) or not all(_are_lengths(part, self.tp_degree) for part in widths):
             raise self._unfit(name, f"sub-parameters {shown(stated)} and no {_WIDTHS} that fit them")
-        if sizes is not None and sizes != [sum(each) for each in widths]:
+        if sizes is not None and sizes != [sum(part) for part in widths]:
             raise self._unfit(name, f"{_WIDTHS} {shown(widths)} for sub-parameters of {shown(sizes)}")
         return self._by_widths(name, local_shapes, dim, widths)
 
@@ -172,13 +175,13 @@ class Layouts:
         *,
         unlisted: bool = False,
     ) -> TensorParallelLayout:
-        """Return the layout in which each of several parts, one after the other along `dim`, is cut over the ranks.
+        """Return the layout of parts that are concatenated along `dim`, each cut over the ranks.
 
         Args:
             name: The parameter.
-            local_shapes: By rank, what it holds.
+            local_shapes: Shape of the tensor on each rank.
             dim: The dimension.
-            widths: By part and rank, the rank's length of the part.
+            widths: Length of each part on each rank, by part and rank.
             unlisted: As in `TensorParallelLayout`.
         """
         rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in local_shapes}
@@ -191,11 +194,10 @@ class Layouts:
         for part in widths:
             for rank, length in enumerate(part):
                 shape = local_shapes[rank]
-                low = tuple(taken[rank] if each == dim else 0 for each in range(len(shape)))
-                high = tuple(taken[rank] + length if each == dim else n for each, n in enumerate(shape))
-                slices[rank].append(
-                    Slice(Box(low, high), tuple(at if each == dim else 0 for each in range(len(shape))))
-                )
+                low = tuple(taken[rank] if axis == dim else 0 for axis in range(len(shape)))
+                high = tuple(taken[rank] + length if axis == dim else n for axis, n in enumerate(shape))
+                start = tuple(at if axis == dim else 0 for axis in range(len(shape)))
+                slices[rank].append(Slice(Box(low, high), start))
                 at += length
                 taken[rank] += length
         first = local_shapes[0]
@@ -215,21 +217,25 @@ class Layouts:
             raise InvalidError(
                 f"{self.where}: affine_map of version {shown(version)}; expected up to {affine.VERSION_MAX}. {CONVERT}"
             )
-        found = self._matching("affine_map", name)
-        return None if found is None else found[1]
+        return self._value("affine_map", name)
 
-    def _unsupported(self, name: str) -> object:
-        found = self._matching(_UNSUPPORTED, name)
-        return None if found is None else found[1]
+    def _value(self, key: str, name: str) -> object:
+        match = self._matching(key, name)
+        return None if match is None else match[1]
 
     def _matching(self, key: str, name: str) -> tuple[str, object] | None:
-        """Return the one pattern under `key` that matches a name, and what it stands for."""
+        """Return the only pattern under `key` that matches a name, and its value.
+
+        Raises:
+            InvalidError: Several patterns match, or a pattern is malformed.
+        """
         if key not in self._listed:
             self._listed[key] = _Listed(list(self._stated(key)))
-        found = self._listed[key].matching(name, self._patterns)
-        if len(found) > 1:
-            raise self._unfit(name, f"several patterns that match it under {key}: {shown([each for each, _ in found])}")
-        return found[0] if found else None
+        matches = self._listed[key].matching(name, self._patterns)
+        if len(matches) > 1:
+            patterns = first_three(pattern for pattern, _ in matches)
+            raise self._unfit(name, f"several patterns that match it under {key}: {patterns}")
+        return matches[0] if matches else None
 
     def _stated(self, key: str) -> Iterator[tuple[str, object]]:
         stated = self.info.get(key)
@@ -239,9 +245,9 @@ class Layouts:
         if isinstance(stated, Mapping):
             pairs = list(stated.items())
         elif isinstance(stated, list | tuple) and key == _SEVERAL:
-            pairs = [(each, entry) for entry in stated for each in _patterns_of(entry)]
+            pairs = [(pattern, entry) for entry in stated for pattern in _patterns_of(entry)]
         elif isinstance(stated, list | tuple):
-            pairs = [(each, None) for each in stated]
+            pairs = [(pattern, None) for pattern in stated]
         elif stated is None:
             pairs = []
         else:
@@ -258,7 +264,7 @@ class Layouts:
 
 
 class _Listed:
-    """The patterns of one list; those that stand for one name are looked up."""
+    """The patterns of one list. Those that match a single name are looked up in a dict."""
 
     def __init__(self, stated: Sequence[tuple[str, object]]) -> None:
         self._exact: dict[str, list[tuple[str, object]]] = {}
@@ -271,19 +277,19 @@ class _Listed:
                 self._exact.setdefault(name, []).append((pattern, value))
 
     def matching(self, name: str, patterns: Patterns) -> list[tuple[str, object]]:
-        """Return the patterns that match a name, each once."""
-        found = [each for each in self._rest if patterns.matches(each[0], name)]
-        return list(dict((*self._exact.get(name, ()), *found)).items())
+        """Return the patterns that match a name, without duplicates."""
+        matches = [pair for pair in self._rest if patterns.matches(pair[0], name)]
+        return list(dict((*self._exact.get(name, ()), *matches)).items())
 
 
 def whole_layout(local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
-    """Return the layout of a parameter of which one rank holds all."""
+    """Return the layout of a parameter that one rank holds whole."""
     (shape,) = local_shapes
     return TensorParallelLayout(shape, [[Slice(Box.whole(shape), (0,) * len(shape))]])
 
 
 def _up_to_row(cut: Slice, rows: int) -> Slice | None:
-    """Return what a slice holds of the first rows of the whole, None where that is nothing."""
+    """Return the part of a slice in the first rows of the whole tensor; None if it has none."""
     length = min(rows - cut.start[0], cut.local.shape[0])
     if length <= 0:
         return None
@@ -292,31 +298,31 @@ def _up_to_row(cut: Slice, rows: int) -> Slice | None:
 
 
 def _entry(stated: object, name: str) -> object:
-    """Return a field of a SubparamShape, which is a dict or an object of DeepSpeed's."""
+    """Return a field of a SubparamShape, which is a dict or an object of a DeepSpeed class."""
     if isinstance(stated, OpaqueObject):
         return stated.attribute(name)
     return stated.get(name) if isinstance(stated, Mapping) else None
 
 
 def _patterns_of(stated: object) -> Sequence[object]:
-    found = _entry(stated, "patterns")
-    return found if isinstance(found, list | tuple) else [None]
+    patterns = _entry(stated, "patterns")
+    return patterns if isinstance(patterns, list | tuple) else [None]
 
 
 def _views(stated: Sequence[object], dim: int, shape: tuple[int, ...]) -> bool:
-    """Return whether a stated view of a parameter is its own shape, but for the dimension that is cut."""
+    """Return whether a stated shape equals the shape of a parameter, apart from the dimension that is cut."""
     if len(shape) == 1 and not dim:
-        return all(each in (1, -1) for each in stated[1:])
+        return all(length in (1, -1) for length in stated[1:])
     if len(stated) != len(shape):
         return False
-    return all(at == dim or each in (length, -1) for at, (each, length) in enumerate(zip(stated, shape, strict=True)))
+    return all(at == dim or view in (length, -1) for at, (view, length) in enumerate(zip(stated, shape, strict=True)))
 
 
 def _are_lengths(stated: object, count: int) -> bool:
     if not isinstance(stated, list | tuple) or len(stated) != count:
         return False
-    return all(type(each) is int and 0 <= each < 1 << 62 for each in stated)
+    return all(type(length) is int and 0 <= length < COUNT_MAX for length in stated)
 
 
 def _shown(shapes: Sequence[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes[:8]) + ("…" if len(shapes) > 8 else "")
+    return first_three(list(shape) for shape in shapes)

@@ -1,4 +1,4 @@
-"""The weights, buffers and frozen parameters that files of model states hold."""
+"""Lists the weights, buffers and frozen parameters of files of model states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
 from holdfast.foreign.deepspeed.folder import Place
 from holdfast.foreign.deepspeed.layout import InexactError, Layouts, TensorParallelLayout
 from holdfast.foreign.deepspeed.saved import ModelState
@@ -20,25 +20,25 @@ from holdfast.geometry.box import Box
 
 @dataclass(slots=True)
 class Parameters:
-    """The parameters of a model, as all files of model states tell of them together."""
+    """The parameters of a model, collected from all files of model states."""
 
     states: Sequence[ModelState]
-    """By tensor-parallel rank, the state of data-parallel rank 0."""
+    """States of data-parallel rank 0, by tensor-parallel rank."""
 
     layouts: Layouts
-    """What tells how each is cut."""
+    """Tensor-parallel layouts of the parameters."""
 
     tensors: Tensors
-    """Where what is found goes."""
+    """Receives the listed tensors."""
 
     ties: dict[str, str] = field(default_factory=dict)
-    """Alias to the name that is kept."""
+    """Alias to the stored name."""
 
     trained: set[str] = field(init=False)
-    """Names of parameters that lie in flat buffers."""
+    """Names of the parameters in flat buffers."""
 
     has_atoms: bool = False
-    """Whether whole parameters lie elsewhere too, so that one that no rank holds as it is can be had all the same."""
+    """Whether a universal folder also stores each parameter whole, so that inexact layouts do no harm."""
 
     _known: dict[str, TensorParallelLayout | None] = field(default_factory=dict)
     _shapes: dict[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
@@ -50,17 +50,19 @@ class Parameters:
             self._shapes |= {name: [shapes[name] for shapes in flat] for name in flat[0]}
 
     def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout | None:
-        """Return how a parameter is cut, None where no rank holds it as it is; then a remark says so.
+        """Return the layout of a parameter; None, with a remark, if no rank stores it exactly.
 
         Args:
             name: The parameter.
-            shapes: By tensor-parallel rank, the shape of what it holds.
+            shapes: Shape of the tensor on each tensor-parallel rank.
+        Raises:
+            CorruptError: The shapes differ from those of an earlier call.
         """
         if self._shapes.setdefault(name, shapes) != shapes:
             raise CorruptError(
                 f"{self.tensors.where}/{self.states[0].file}: {name} has shape {list(shapes[0])} in one place and "
-                f"{list(self._shapes[name][0])} in another, or so on another rank; expected module and param_shapes to "
-                "agree"
+                f"{list(self._shapes[name][0])} in another, or on another rank; expected module and param_shapes to "
+                "agree. Read another copy"
             )
         if name not in self._known:
             try:
@@ -75,36 +77,36 @@ class Parameters:
         return self._known[name]
 
     def is_left_out(self, name: str) -> bool:
-        """Return whether a parameter was left out, as a remark says."""
+        """Return whether a parameter was left out with a remark."""
         return not self.has_atoms and name in self._known and self._known[name] is None
 
     def unlisted(self) -> list[str]:
-        """Return the parameters whose layout nothing names."""
+        """Return the parameters whose layout no pattern states."""
         return [name for name, layout in self._known.items() if layout is not None and layout.unlisted]
 
     def flat_shapes(self, number: int) -> list[Shapes]:
         """Return the shapes of one flat buffer on every tensor-parallel rank.
 
         Raises:
-            InvalidError: Ranks hold other parameters, as the stages of a pipeline do.
+            InvalidError: Ranks hold different parameters, like the stages of a pipeline.
         """
-        found = [state.groups[number] for state in self.states]
-        for state, shapes in zip(self.states, found, strict=True):
-            if shapes.keys() != found[0].keys():
-                other = sorted(shapes.keys() ^ found[0].keys())[:3]
+        by_rank = [state.groups[number] for state in self.states]
+        for state, shapes in zip(self.states, by_rank, strict=True):
+            if shapes.keys() != by_rank[0].keys():
+                other = first_three(sorted(shapes.keys() ^ by_rank[0].keys()))
                 raise InvalidError(
                     f"{self.tensors.where}/{state.file}: holds other parameters than {self.states[0].file}: {other}; "
-                    "expected the same names on every tensor-parallel rank. Stages of a pipeline are not read"
+                    "expected the same names on every tensor-parallel rank. Holdfast reads no pipelines"
                 )
-        return found
+        return by_rank
 
 
 def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
-    """List the tensors of the module's state dict, and return what in it is none.
+    """List the tensors of the module's state dict, and return its other entries.
 
     Args:
-        parameters: Where they are looked for, and what is known of them.
-        weights: Whether parameters are there in full; else only buffers are (ZeRO-3).
+        parameters: The parameters, which receive the tensors.
+        weights: Whether the state dict holds parameters; with ZeRO-3 it holds only buffers.
     """
     first = parameters.states[0]
     parameters.ties = _ties(first, parameters.trained, by_memory=weights)
@@ -115,49 +117,49 @@ def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
             continue
         if name in parameters.ties or (not weights and name not in first.buffers):
             continue
-        found = [_tensor_of(state, name, parameters.tensors.where) for state in parameters.states]
-        shapes = [each.shape for each in found]
+        by_rank = [_tensor_of(state, name, parameters.tensors.where) for state in parameters.states]
+        shapes = [tensor.shape for tensor in by_rank]
         layout = _same_everywhere(shapes) if name in first.buffers else parameters.layout(name, shapes)
         if layout is None:
             continue
         where = f"{parameters.tensors.where}/{first.file}: {name}"
         parameters.tensors.add(
-            f"model.{name}", layout, [HeldTensor(t.dtype, t.shape, runs_of(t, where)) for t in found]
+            f"model.{name}", layout, [HeldTensor(t.dtype, t.shape, runs_of(t, where)) for t in by_rank]
         )
     return others
 
 
 def list_copies(parameters: Parameters, models: Mapping[Place, ModelState]) -> None:
-    """List what data-parallel ranks beyond the first hold of buffers, as all do with ZeRO-3, as further copies.
+    """List the buffers of data-parallel ranks beyond the first as further copies. ZeRO-3 stores them on every rank.
 
     Args:
-        parameters: Where the buffers are listed.
-        models: By tensor-parallel and data-parallel rank, files of model states.
+        parameters: The parameters, whose buffers are listed already.
+        models: Files of model states, by tensor-parallel and data-parallel rank.
     """
     tensors = parameters.tensors
     for name in parameters.states[0].buffers:
         spec = tensors.specs.get(f"model.{name}")
         for (tp, dp), state in models.items():
-            own, copy = models[tp, 0].module.get(name), state.module.get(name)
-            if not dp or spec is None or not isinstance(own, StoredTensor):
+            first, copy = models[tp, 0].module.get(name), state.module.get(name)
+            if not dp or spec is None or not isinstance(first, StoredTensor):
                 continue
-            if not isinstance(copy, StoredTensor) or (copy.dtype, copy.shape) != (own.dtype, own.shape):
+            if not isinstance(copy, StoredTensor) or (copy.dtype, copy.shape) != (first.dtype, first.shape):
                 held = f"{copy.dtype} {list(copy.shape)}" if isinstance(copy, StoredTensor) else "no tensor"
                 tensors.remark(
                     f"{tensors.where}/{state.file}: holds {held} as the buffer {name}, data-parallel rank 0 "
-                    f"{own.dtype} {list(own.shape)}, which is the one that is read"
+                    f"{first.dtype} {list(first.shape)}; the buffer of rank 0 is read"
                 )
-            elif own.shape == spec.global_shape:
+            elif first.shape == spec.global_shape:
                 tensors.add_copy(spec.fqn, copy)
 
 
 def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], ranks: int) -> None:
-    """List parameters that ZeRO-3 cut and no optimizer has.
+    """List the parameters that ZeRO-3 cut and that have no optimizer.
 
     Args:
-        parameters: Where they go.
-        models: By tensor-parallel and data-parallel rank, files of model states.
-        ranks: Data-parallel ranks.
+        parameters: The parameters, which receive the tensors.
+        models: Files of model states, by tensor-parallel and data-parallel rank.
+        ranks: Number of data-parallel ranks.
     """
     for name in parameters.states[0].frozen:
         shapes = [_frozen_shape(state, name, parameters.tensors.where) for state in parameters.states]
@@ -166,39 +168,39 @@ def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], rank
             continue
         held = []
         for tp, shape in enumerate(shapes):
-            own = models[tp, 0].fragments.get(name)
+            fragment = models[tp, 0].fragments.get(name)
             runs = list(_fragment_runs(models, tp, name, shape, ranks, parameters.tensors.where))
-            held.append(HeldTensor(own.dtype if own is not None else "float32", shape, runs))
+            held.append(HeldTensor(fragment.dtype if fragment is not None else "float32", shape, runs))
         parameters.tensors.add(f"model.{name}", layout, held)
 
 
 def list_ties(parameters: Parameters) -> None:
-    """List tied names of what is listed."""
+    """List the tied names of listed parameters."""
     for alias, name in parameters.ties.items():
         if f"model.{name}" in parameters.tensors.specs:
             parameters.tensors.aliases[f"model.{alias}"] = f"model.{name}"
 
 
 def _ties(state: ModelState, trained: set[str], *, by_memory: bool) -> dict[str, str]:
-    """Return the tied names of a module: those the file states, and those that are the same memory in it."""
+    """Return the tied names of a module: those that the file states, and those that share memory in it."""
     same: dict[object, list[str]] = {}
     for name, value in state.module.items():
         if isinstance(value, StoredTensor):
             tensor = value if by_memory and value.numel else None
             memory = (tensor.storage, tensor.offset, tensor.dtype, tensor.shape, tensor.strides) if tensor else name
             same.setdefault(memory, []).append(name)
-    found: dict[str, str] = {}
+    ties: dict[str, str] = {}
     for names in same.values():
         kept = next((name for name in names if name in trained), names[0])
-        found |= {name: kept for name in names if name != kept}
+        ties |= {name: kept for name in names if name != kept}
     shapes = {name: value.shape for name, value in state.module.items() if isinstance(value, StoredTensor)}
     for stated in state.shared.items():
         alias, name = stated if stated[1] in trained or stated[0] not in trained else (stated[1], stated[0])
-        # DeepSpeed takes parameters without elements for tied: all lie at address 0.
+        # DeepSpeed detects ties by address. Parameters without elements all have address 0 and are no ties.
         empty = by_memory and (shapes.get(alias) != shapes.get(name) or 0 in shapes.get(alias, (0,)))
         if alias in shapes and alias not in trained and alias != name and not empty:
-            found[alias] = name
-    return found
+            ties[alias] = name
+    return ties
 
 
 def _tensor_of(state: ModelState, name: str, where: str) -> StoredTensor:
@@ -206,24 +208,26 @@ def _tensor_of(state: ModelState, name: str, where: str) -> StoredTensor:
     if not isinstance(value, StoredTensor):
         raise CorruptError(
             f"{where}/{state.file}: holds no tensor {name}, which tensor-parallel rank 0 holds; expected the same "
-            "names on every rank. Stages of a pipeline are not read"
+            "names on every rank. Holdfast reads no pipelines"
         )
     return value
 
 
 def _same_everywhere(shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
-    """Return the layout of a buffer: whole on the first rank, and on the others a copy if it has the same shape."""
+    """Return the layout of a buffer: whole on the first rank, a copy on other ranks if the shape is the same."""
     shape = shapes[0]
     whole = Slice(Box.whole(shape), (0,) * len(shape))
     copy = Slice(whole.local, whole.start, copy=True)
     return TensorParallelLayout(
-        shape, [[whole if not rank else copy] if each == shape else [] for rank, each in enumerate(shapes)]
+        shape, [[whole if not rank else copy] if held == shape else [] for rank, held in enumerate(shapes)]
     )
 
 
 def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
     if name not in state.frozen:
-        raise CorruptError(f"{where}/{state.file}: frozen_param_shapes lacks {name}; expected it on every rank")
+        raise CorruptError(
+            f"{where}/{state.file}: frozen_param_shapes lacks {name}; expected it on every rank. Read another copy"
+        )
     return state.frozen[name]
 
 
@@ -238,12 +242,12 @@ def _fragment_runs(
                 f"some of {name}. Copy the missing files"
             )
         tensor = state.fragments.get(name)
-        own = models[tp, 0].fragments.get(name, tensor)
+        first = models[tp, 0].fragments.get(name, tensor)
         fits = tensor is not None and tensor.is_contiguous and tensor.numel >= part.stop - part.start
-        if tensor is None or own is None or not fits or tensor.dtype != own.dtype:
+        if tensor is None or first is None or not fits or tensor.dtype != first.dtype:
             held = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise CorruptError(
                 f"{where}/{state.file}: frozen_param_fragments holds {held} of {name}, shape {list(shape)} over "
-                f"{ranks} ranks; expected {part.stop - part.start} elements of one type"
+                f"{ranks} ranks; expected {part.stop - part.start} elements of one type. Read another copy"
             )
         yield ElementRun(part.start, part.stop, tensor.file, tensor.offset)

@@ -1,11 +1,11 @@
-"""The master copies and the optimizer state that lie in flat buffers, one share of each in every rank's file."""
+"""Lists the master copies and the optimizer state of flat buffers. Every rank's file holds one share of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, first_three
 from holdfast.foreign.deepspeed.module import Parameters
 from holdfast.foreign.deepspeed.saved import FlatShare, ZeroState
 from holdfast.foreign.deepspeed.tensors import HeldTensor
@@ -17,39 +17,39 @@ from holdfast.types.values import Value
 MASTER = "master"
 
 Files = Sequence[Sequence[ZeroState]]
-"""By tensor-parallel and data-parallel rank."""
+"""Optimizer states by tensor-parallel and data-parallel rank."""
 
 
 @dataclass(slots=True)
 class ZeroOptimizer:
-    """What is known of an optimizer besides tensors."""
+    """The state of an optimizer besides tensors."""
 
     groups: dict[str, int] = field(default_factory=dict)
-    """By parameter, the number of its parameter group."""
+    """Number of the parameter group, by parameter."""
 
     values: dict[str, dict[str, Value]] = field(default_factory=dict)
-    """By parameter, what its state holds besides tensors."""
+    """State of each parameter besides tensors."""
 
     unread: str = ""
-    """Why the state besides master copies cannot be given; empty if it can."""
+    """Why state other than master copies cannot be listed; empty if it can."""
 
 
 def list_buffers(parameters: Parameters, files: Files) -> ZeroOptimizer:
-    """List what lies in flat buffers as `optimizer.state.<parameter>.<key>`, master copies included.
+    """List the state in flat buffers as `optimizer.state.<parameter>.<key>`, master copies included.
 
     Args:
-        parameters: Names, layouts and where what is found goes.
+        parameters: Names and layouts; receives the tensors.
         files: Every rank's file.
     """
-    found = ZeroOptimizer()
+    optimizer = ZeroOptimizer()
     first = files[0][0]
     for number in range(len(first.shares)):
         buffer = _Buffer(parameters, files, number)
         for name in parameters.states[0].groups[number]:
-            found.groups[name] = first.group_of[number]
+            optimizer.groups[name] = first.group_of[number]
         kinds = buffer.kinds()
         if isinstance(kinds, str):
-            found.unread = kinds
+            optimizer.unread = kinds
             kinds = {}
         buffer.list_flat([MASTER, *(key for key, kind in kinds.items() if kind == _FLAT)])
         for key, kind in kinds.items():
@@ -57,15 +57,15 @@ def list_buffers(parameters: Parameters, files: Files) -> ZeroOptimizer:
                 buffer.list_scalar(key)
             elif kind == _VALUE:
                 for name in parameters.states[0].groups[number]:
-                    found.values.setdefault(name, {})[key] = first.shares[number].state[key]
-    return found
+                    optimizer.values.setdefault(name, {})[key] = first.shares[number].state[key]
+    return optimizer
 
 
 _FLAT, _SCALAR_TENSOR, _VALUE = "flat", "scalar", "value"
 
 
 class _Buffer:
-    """One flat buffer: every rank's share, and where each parameter lies in it."""
+    """One flat buffer: every rank's share, and the parts of each parameter in it."""
 
     def __init__(self, parameters: Parameters, files: Files, number: int) -> None:
         self._parameters, self._files, self._number = parameters, files, number
@@ -74,16 +74,16 @@ class _Buffer:
         self._shapes = parameters.flat_shapes(number)
         self._shares = [[state.shares[number] for state in of_rank] for of_rank in files]
         self._whole = [
-            share_of([each.master.numel for each in shares], [each.padding for each in shares]) or 0
+            share_of([share.master.numel for share in shares], [share.padding for share in shares]) or 0
             for shares in self._shares
         ]
         self._parts = [dict(self._placed(tp)) for tp in range(len(files))]
 
     def kinds(self) -> dict[str, str] | str:
-        """Return what each key of the state is, or why that cannot be told.
+        """Return the kind of each key of the state, or the reason why a kind is ambiguous.
 
-        Whatever has one dimension and as many elements as the master copy, with or without padding, is cut like it;
-        single numbers belong to every parameter.
+        A tensor of one dimension with as many elements as the master copy, with or without padding, is cut like the
+        master copy. A single number belongs to every parameter.
         """
         keys = self._shares[0][0].state.keys()
         for share, _, file in self._every:
@@ -92,25 +92,25 @@ class _Buffer:
                     f"{self._where}/{file}: state of buffer {self._number} has {sorted(share.state)}; "
                     f"{self._files[0][0].file} has {sorted(keys)}. Are they of one checkpoint?"
                 )
-        found = {}
+        kinds = {}
         for key in keys:
             values = [share.state[key] for share, _, _ in self._every]
             if all(_is_flat(share.state[key], share, whole) for share, whole, _ in self._every):
-                found[key] = _FLAT
+                kinds[key] = _FLAT
             elif all(isinstance(value, StoredTensor) and value.shape in ((), (1,)) for value in values):
-                found[key] = _SCALAR_TENSOR
+                kinds[key] = _SCALAR_TENSOR
             elif not any(isinstance(value, StoredTensor) for value in values):
-                found[key] = _VALUE
+                kinds[key] = _VALUE
             else:
                 shape = next(list(value.shape) for value in values if isinstance(value, StoredTensor))
                 return (
                     f"{key} of buffer {self._number} has shape {shape} beside a master copy of "
-                    f"{list(self._shares[0][0].master.shape)}, so it cannot be told which parameters it is for"
+                    f"{list(self._shares[0][0].master.shape)}, so its parameters are ambiguous"
                 )
-        return found
+        return kinds
 
     def list_flat(self, keys: Sequence[str]) -> None:
-        """List every parameter's part of what is cut like the master copy."""
+        """List every parameter's part of the master copy, and of state that is cut like it."""
         for name in self._names:
             layout = self._parameters.layout(name, [shapes[name] for shapes in self._shapes])
             if layout is None:
@@ -123,7 +123,7 @@ class _Buffer:
                 self._parameters.tensors.add(f"optimizer.state.{name}.{key}", layout, held)
 
     def list_scalar(self, key: str) -> None:
-        """List a single number for each parameter: all of them the same bytes, with copies in other ranks' files."""
+        """List a single number for each parameter: the same bytes for all, with copies in other ranks' files."""
         tensors = self._parameters.tensors
         every = [_tensor(share, key) for shares in self._shares for share in shares]
         first = ""
@@ -143,8 +143,8 @@ class _Buffer:
             if part.at + part.stop - part.start > tensor.numel:
                 file = self._files[tp][part.rank].file
                 raise CorruptError(
-                    f"{self._where}/{file}: {key} of buffer {self._number} has {tensor.numel} elements; {name} lies at "
-                    f"{part.at}–{part.at + part.stop - part.start}. Do the files belong together?"
+                    f"{self._where}/{file}: {key} of buffer {self._number} has {tensor.numel} elements; expected "
+                    f"{name} at {part.at}–{part.at + part.stop - part.start}. Do the files belong together?"
                 )
             yield ElementRun(part.start, part.stop, tensor.file, tensor.offset + part.at * tensor.itemsize)
 
@@ -154,36 +154,37 @@ class _Buffer:
             yield from parts_of_each_cut(shapes, len(of_rank))
             return
         gaps = shares[0].gaps or [0] * len(shapes)
-        if len(gaps) != len(shapes) or any(list(each.gaps or gaps) != list(gaps) for each in shares):
+        if len(gaps) != len(shapes) or any(list(share.gaps or gaps) != list(gaps) for share in shares):
             raise CorruptError(
                 f"{self._where}/{of_rank[0].file}: param_alignment_paddings for {len(gaps)} parameters of buffer "
-                f"{self._number}, which has {len(shapes)}, or others on another rank"
+                f"{self._number}, which has {len(shapes)}, or different ones on another rank. Read another copy"
             )
-        share, needed = self._whole[tp], numel_of(shapes, gaps)
-        if share * len(shares) < needed:
-            lengths = [each.master.numel for each in shares]
+        share_numel, needed = self._whole[tp], numel_of(shapes, gaps)
+        if share_numel * len(shares) < needed:
+            lengths = first_three(share.master.numel for share in shares)
             raise CorruptError(
                 f"{self._where}/{of_rank[0].file}: buffer {self._number} has {needed} elements, and its ranks hold "
-                f"{lengths[:8]}{'…' if len(lengths) > 8 else ''}; expected equal shares that hold all. Do the files "
-                "belong together?"
+                f"{lengths}; expected equal shares that hold all. Do the files belong together?"
             )
-        found = dict(parts_of_even_cut(shapes, gaps, max(share, 1)))
-        self._compare_addresses(tp, found)
-        yield from found.items()
+        parts = dict(parts_of_even_cut(shapes, gaps, max(share_numel, 1)))
+        self._compare_addresses(tp, parts)
+        yield from parts.items()
 
-    def _compare_addresses(self, tp: int, found: Mapping[str, Sequence[FlatPart]]) -> None:
-        """Say where `param_slice_mappings` disagree with `param_shapes`, by which we go."""
+    def _compare_addresses(self, tp: int, placed: Mapping[str, Sequence[FlatPart]]) -> None:
+        """Add a remark if `param_slice_mappings` contradict `param_shapes`, which decide."""
         expected: list[dict[str, tuple[int, int]]] = [{} for _ in self._files[tp]]
-        for name, parts in found.items():
+        for name, parts in placed.items():
             for part in parts:
                 expected[part.rank][name] = (part.at, part.stop - part.start)
         for rank, (share, state) in enumerate(zip(self._shares[tp], self._files[tp], strict=True)):
             stated = share.addresses
-            if stated is not None and {n: each for n, each in stated.items() if each[1]} != expected[rank]:
+            if (
+                stated is not None
+                and {name: address for name, address in stated.items() if address[1]} != expected[rank]
+            ):
                 self._parameters.tensors.remark(
-                    f"{self._where}/{state.file}: param_slice_mappings of buffer {self._number} put parameters "
-                    "elsewhere than param_shapes do, as with round_robin_gradients; they were ignored, since "
-                    "param_shapes tell the order in which parameters lie"
+                    f"{self._where}/{state.file}: param_slice_mappings of buffer {self._number} contradict "
+                    "param_shapes, as with round_robin_gradients. They were ignored: param_shapes state the order"
                 )
                 return
 

@@ -1,4 +1,4 @@
-"""The format as the machine sees it."""
+"""Recognises and lists DeepSpeed checkpoints: chooses the tag folder and its kind."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from holdfast.types.listing import ForeignListing
 
 
 class DeepSpeedFormat:
-    """Lists checkpoints of DeepSpeed's engine, and universal folders made of them, where they lie."""
+    """Lists checkpoints of DeepSpeed's engine, and universal folders, in place."""
 
     def recognises(self, files: Readable, name: str) -> bool:
-        """Return whether a folder was named that holds files of a tag, or `latest` or `latest_universal` with one."""
+        """Return whether a tag folder was named, or a folder whose `latest` or `latest_universal` names one."""
         return not name and find_prefix(files) is not None
 
     def listing(self, files: Readable, name: str) -> ForeignListing:
-        """Return what the tag that is meant holds."""
+        """Return the content of the tag folder."""
         prefix = find_prefix(files)
         if prefix is None:
-            raise MissingError(f"{files.url}: no files of a DeepSpeed checkpoint; expected a tag, or latest beside one")
+            raise MissingError(
+                f"{files.url}: no files of a DeepSpeed checkpoint; expected a tag folder, or a latest file beside one"
+            )
         folder = read_folder(files, prefix)
         return list_universal(files, folder) if folder.is_universal else list_zero(files, folder)

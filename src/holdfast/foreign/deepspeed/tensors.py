@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as they are found: names, pieces, further copies, ties."""
+"""Collects the tensors of a checkpoint for its listing: names, pieces, further copies, ties."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from holdfast.foreign.deepspeed.layout import TensorParallelLayout, whole_layout
 from holdfast.foreign.layouts.pieces import ElementRun, Slice, pieces_of, runs_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.values import remark
+from holdfast.foreign.wording import CONVERT
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.listing import ListedPiece
 
 PIECES_MAX = 1 << 23
-"""Of all tensors; beyond it a listing takes gigabytes."""
+"""Largest number of pieces of all tensors. A listing of more takes gigabytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """What one tensor-parallel rank holds of a tensor."""
+    """The local tensor of one tensor-parallel rank."""
 
     dtype: str
     """Element type."""
 
     shape: tuple[int, ...]
-    """Shape of what it holds."""
+    """Local shape."""
 
     runs: Sequence[ElementRun]
-    """Where that lies."""
+    """Its elements in files."""
 
 
 @dataclass(slots=True)
 class Tensors:
-    """What a listing says of tensors."""
+    """The tensors of a listing."""
 
     where: str
     """The checkpoint, for messages."""
@@ -44,68 +45,71 @@ class Tensors:
     """Tensors by FQN."""
 
     pieces: dict[str, list[ListedPiece]] = field(default_factory=dict)
-    """Where each lies."""
+    """Pieces by FQN."""
 
     replicas: dict[str, list[ListedPiece]] = field(default_factory=dict)
-    """Where further copies lie."""
+    """Pieces of further copies, by FQN."""
 
     aliases: dict[str, str] = field(default_factory=dict)
-    """Tied names."""
+    """Tied names: alias to FQN."""
 
     remarks: list[str] = field(default_factory=list)
-    """What a reader should know."""
+    """Remarks for the user."""
 
     _count: int = 0
 
     def add(self, fqn: str, layout: TensorParallelLayout, held: Sequence[HeldTensor]) -> None:
-        """List a tensor of which each tensor-parallel rank holds something.
+        """Add a tensor from the local tensors of the tensor-parallel ranks.
 
         Raises:
             CorruptError: It is listed already, or ranks hold it in different element types.
+            InvalidError: Its name cannot be stored, or the checkpoint has too many pieces.
         """
         if fqn in self.specs:
-            raise CorruptError(f"{self.where}: {fqn[:300]!r} is there twice; expected each name once")
-        if "\0" in fqn or any("\ud800" <= each <= "\udfff" for each in fqn):
+            raise CorruptError(
+                f"{self.where}: {fqn[:300]!r} is stored twice; expected each name once. Read another copy"
+            )
+        if "\0" in fqn or any("\ud800" <= character <= "\udfff" for character in fqn):
             raise InvalidError(f"{self.where}: {fqn[:300]!r} cannot be the name of a tensor; rename the parameter")
-        dtypes = {each.dtype for each in held}
+        dtypes = {local.dtype for local in held}
         if len(dtypes) != 1:
             raise CorruptError(f"{self.where}: ranks hold {fqn} as {sorted(dtypes)}; expected one element type")
         (dtype,) = dtypes
-        own: list[ListedPiece] = []
+        pieces: list[ListedPiece] = []
         copies: list[ListedPiece] = []
-        for rank, each in enumerate(held):
+        for rank, local in enumerate(held):
             for cut in layout.slices[rank]:
-                found = pieces_of(each.runs, each.shape, cut, layout.global_shape, DTYPES[dtype].itemsize)
-                self._extend(copies if cut.copy else own, found)
+                more = pieces_of(local.runs, local.shape, cut, layout.global_shape, DTYPES[dtype].itemsize)
+                self._extend(copies if cut.copy else pieces, more)
         self.specs[fqn] = TensorSpec(fqn, dtype, layout.global_shape)
-        self.pieces[fqn] = own
+        self.pieces[fqn] = pieces
         if copies:
             self.replicas[fqn] = copies
 
     def remark(self, text: str) -> None:
-        """Take a remark, which begins with the file that it is about."""
+        """Add a remark that begins with a file; the folder is cut off."""
         remark(self.remarks, text.removeprefix(f"{self.where}/"))
 
     def add_copied(self, fqn: str, every: Sequence[StoredTensor]) -> None:
-        """List a tensor of which several files hold a copy; the first is the one that is read."""
+        """Add a tensor that several files hold; the first copy is the one that is read."""
         self.add(
             fqn, whole_layout([every[0].shape]), [HeldTensor(every[0].dtype, every[0].shape, runs_of(every[0], fqn))]
         )
         whole = self.pieces[fqn][0].region
-        copies = [ListedPiece(whole, each.file, each.offset) for each in every[1:] if each.shape == every[0].shape]
+        copies = [ListedPiece(whole, copy.file, copy.offset) for copy in every[1:] if copy.shape == every[0].shape]
         if copies:
             self.replicas[fqn] = copies
 
     def add_copy(self, fqn: str, tensor: StoredTensor) -> None:
-        """List a further copy, of one type and shape, of a tensor that is listed already."""
+        """Add a further copy of a listed tensor, of the same type and shape."""
         spec = self.specs[fqn]
         whole = Box.whole(spec.global_shape)
         runs = runs_of(tensor, f"{self.where}/{tensor.file}: {fqn}")
-        found = pieces_of(runs, tensor.shape, Slice(whole, whole.start), spec.global_shape, spec.itemsize)
-        self._extend(self.replicas.setdefault(fqn, []), found)
+        copies = pieces_of(runs, tensor.shape, Slice(whole, whole.start), spec.global_shape, spec.itemsize)
+        self._extend(self.replicas.setdefault(fqn, []), copies)
 
     def add_again(self, fqn: str, other: str) -> None:
-        """List a tensor that is another one's bytes under a second name, without being tied to it."""
+        """Add a tensor that shares the bytes of a listed one under a second name, but is not tied to it."""
         spec = self.specs[other]
         self.specs[fqn] = TensorSpec(fqn, spec.dtype, spec.global_shape)
         self.pieces[fqn] = self.pieces[other]
@@ -113,16 +117,14 @@ class Tensors:
             self.replicas[fqn] = self.replicas[other]
 
     def sizes(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes of every file that a piece or a copy lies in."""
-        keys = {piece.file for found in (self.pieces, self.replicas) for each in found.values() for piece in each}
+        """Return the bytes of every file that holds a piece or a copy."""
+        lists = (*self.pieces.values(), *self.replicas.values())
+        keys = {piece.file for pieces in lists for piece in pieces}
         return {key: known[key] for key in sorted(keys)}
 
-    def _extend(self, found: list[ListedPiece], more: Iterable[ListedPiece]) -> None:
+    def _extend(self, pieces: list[ListedPiece], more: Iterable[ListedPiece]) -> None:
         for piece in more:
-            found.append(piece)
+            pieces.append(piece)
             self._count += 1
             if self._count > PIECES_MAX:
-                raise InvalidError(
-                    f"{self.where}: its tensors lie in over {PIECES_MAX} pieces; expected larger ones. Convert it with "
-                    "DeepSpeed's ds_to_universal, and read what that writes"
-                )
+                raise InvalidError(f"{self.where}: has over {PIECES_MAX} pieces; expected larger ones. {CONVERT}")

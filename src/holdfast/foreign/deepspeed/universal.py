@@ -1,4 +1,4 @@
-"""A universal folder, as DeepSpeed's ds_to_universal writes it: each state of each parameter whole, in its own file.
+"""Lists universal folders of DeepSpeed's ds_to_universal: one file for each state of each parameter, whole (an "atom").
 
 Weights, buffers and frozen parameters come from the files of model states beside them, in their own element types.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from holdfast.errors import CorruptError, MissingError
+from holdfast.errors import CorruptError, MissingError, first_three
 from holdfast.foreign.deepspeed.folder import OPTIMIZER_OF_ATOMS, Folder
 from holdfast.foreign.deepspeed.layout import TensorParallelLayout, whole_layout
-from holdfast.foreign.deepspeed.listing import ListedValues, finished, parameters_of
+from holdfast.foreign.deepspeed.listing import ListedValues, finish_listing, parameters_of
 from holdfast.foreign.deepspeed.module import Parameters, list_module
 from holdfast.foreign.deepspeed.optimizer import MASTER, ZeroOptimizer
 from holdfast.foreign.deepspeed.ranks import read_models
@@ -28,6 +28,7 @@ from holdfast.foreign.deepspeed.tensors import HeldTensor
 from holdfast.foreign.layouts.pieces import runs_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.torch.archive_reader import read_torch_file
+from holdfast.foreign.typed_values import typed
 from holdfast.foreign.wording import shown
 from holdfast.ports.store import Readable
 from holdfast.types.listing import ForeignListing
@@ -37,12 +38,12 @@ _KEYS = {_MASTER_ATOM: MASTER}
 
 
 def list_universal(files: Readable, folder: Folder) -> ForeignListing:
-    """Return what a universal folder holds, of either dialect of atoms.
+    """Return the content of a universal folder, with atoms of either version.
 
     Raises:
-        CorruptError: A file is damaged, or does not fit the others.
-        InvalidError: It holds what is not read.
-        MissingError: A file is not there.
+        CorruptError: A file is damaged, or contradicts the others.
+        InvalidError: A layout is not supported.
+        MissingError: A file is missing.
     """
     models = read_models(files, folder)
     saved = _Optimizer(files, folder.prefix + OPTIMIZER_OF_ATOMS, folder.sizes, models[0, 0])
@@ -50,22 +51,22 @@ def list_universal(files: Readable, folder: Folder) -> ForeignListing:
     extra_state = list_module(parameters, weights=saved.zero.stage != 3)
     state = _list_atoms(files, folder, parameters, saved)
     _remark_round_robin(parameters)
-    return finished(files, folder, models, parameters, ListedValues(saved.zero, state, extra_state, "universal of "))
+    return finish_listing(
+        files, folder, models, parameters, ListedValues(saved.zero, state, extra_state, "universal of ")
+    )
 
 
 class _Optimizer:
-    """What `optimizer_state.pt` holds: hyperparameters, and with ZeRO-3 the counters that have no atoms."""
+    """The content of `optimizer_state.pt`: hyperparameters, and with ZeRO-3 the counters that have no atoms."""
 
     def __init__(self, files: Readable, key: str, sizes: Mapping[str, int], model: ModelState) -> None:
         where = f"{files.url}/{key}"
         if key not in sizes:
             raise MissingError(
-                f"{where}: is not there, and zero/ beside it holds states of parameters; expected the file with their "
+                f"{where}: is missing, and zero/ beside it holds states of parameters; expected the file with their "
                 "hyperparameters. Copy it, or convert again with ds_to_universal"
             )
-        saved = read_torch_file(files, key).value
-        if not isinstance(saved, dict):
-            raise CorruptError(f"{where}: holds {shown(saved)}; expected a dict, as ds_to_universal writes")
+        saved = typed(read_torch_file(files, key).value, dict[str, object], where)
         stage = stage_of(saved.get("zero_stage"), where)
         groups = param_groups_of(saved, where)
         inner = saved.get("optimizer_state_dict")
@@ -84,37 +85,37 @@ class _Optimizer:
         )
 
     def traits_of(self, buffer: int) -> frozenset[str]:
-        """Return the names of a buffer's hyperparameters: where they differ, so may what the optimizer keeps (Muon)."""
+        """Return the names of a buffer's hyperparameters. If they differ, the optimizer may keep other state (Muon)."""
         groups = self.zero.param_groups
         return frozenset(groups[self.zero.group_of[buffer]] if groups else ())
 
     def numbers(self, buffer: int) -> dict[str, StoredTensor | int | float]:
-        """Return the single numbers that the state of a flat buffer holds, by key."""
+        """Return the single numbers in the state of a flat buffer, by key."""
         state = self._states.get(buffer)
-        found = state.items() if isinstance(state, dict) else ()
+        entries = state.items() if isinstance(state, dict) else ()
         return {
             key: value
-            for key, value in found
+            for key, value in entries
             if isinstance(key, str) and (isinstance(value, int | float) or _is_number(value))
         }
 
 
 def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: _Optimizer) -> ZeroOptimizer:
-    """List the atoms of every trained parameter; those of buffers, frozen and tied ones are copies, made float32."""
-    found = ZeroOptimizer()
+    """List the atoms of every trained parameter. Atoms of other tensors are float32 copies and are not listed."""
+    optimizer = ZeroOptimizer()
     trained = parameters.trained
     for name, keys in folder.atoms.items():
         if name not in trained and set(keys) != {_MASTER_ATOM}:
             raise CorruptError(
-                f"{files.url}/{folder.prefix}zero/{name}: holds {', '.join(keys)[:200]}, and param_shapes of "
+                f"{files.url}/{folder.prefix}zero/{name}: holds {first_three(keys)}, and param_shapes of "
                 f"{parameters.states[0].file} does not name it; expected parameters that ZeRO trained"
             )
     _require_same_atoms(files, folder, parameters, saved)
     for number, shapes in enumerate(parameters.states[0].groups):
         flat = parameters.flat_shapes(number)
         for name in shapes:
-            layout = parameters.layout(name, [each[name] for each in flat])
-            found.groups[name] = saved.zero.group_of[number]
+            layout = parameters.layout(name, [shapes[name] for shapes in flat])
+            optimizer.groups[name] = saved.zero.group_of[number]
             for key in folder.atoms.get(name, ()):
                 file = f"{folder.prefix}zero/{name}/{key}.pt"
                 _list_atom(files, file, parameters, f"optimizer.state.{name}.{_KEYS.get(key, key)}", layout)
@@ -124,27 +125,27 @@ def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: 
                 if isinstance(value, StoredTensor):
                     parameters.tensors.add_copied(f"optimizer.state.{name}.{key}", [value])
                 else:
-                    found.values.setdefault(name, {})[key] = value
-    return found
+                    optimizer.values.setdefault(name, {})[key] = value
+    return optimizer
 
 
 def _require_same_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: _Optimizer) -> None:
-    """Refuse a folder in which a parameter lacks a state that others have.
+    """Refuse a folder in which a parameter lacks a state that others of its kind have.
 
     Raises:
-        MissingError: Names the file.
+        MissingError: The message names the file.
     """
-    alike: dict[frozenset[str], list[str]] = {}
+    by_traits: dict[frozenset[str], list[str]] = {}
     for number, shapes in enumerate(parameters.states[0].groups):
-        alike.setdefault(saved.traits_of(number), []).extend(shapes)
-    for names in alike.values():
+        by_traits.setdefault(saved.traits_of(number), []).extend(shapes)
+    for names in by_traits.values():
         expected = {_MASTER_ATOM}.union(*(folder.atoms.get(name, ()) for name in names))
         for name in names:
-            lacking = sorted(expected.difference(folder.atoms.get(name, ())))
-            if lacking:
+            missing = sorted(expected.difference(folder.atoms.get(name, ())))
+            if missing:
                 raise MissingError(
-                    f"{files.url}/{folder.prefix}zero/{name}/{lacking[0]}.pt: is not there; expected "
-                    f"{', '.join(sorted(expected))} of {name}, as of every parameter. Copy it, or convert again"
+                    f"{files.url}/{folder.prefix}zero/{name}/{missing[0]}.pt: is missing; expected "
+                    f"{first_three(sorted(expected))} of {name}, like of every parameter. Copy it, or convert again"
                 )
 
 
@@ -157,27 +158,27 @@ def _list_atom(
     if isinstance(value, dict):
         value = value.get("param")
     if not isinstance(value, StoredTensor):
-        raise CorruptError(f"{where}: holds {shown(value)}; expected a tensor, or a dict with param")
+        raise CorruptError(f"{where}: holds {shown(value)}; expected a tensor, or a dict with param. Read another copy")
     shape = value.shape
     if layout is not None and not _is_number(value):
         shape = layout.global_shape
         if value.shape not in (shape, (math.prod(shape),)):
             raise CorruptError(
-                f"{where}: shape {list(value.shape)}; expected {list(shape)}, as param_shapes have it. Is it "
-                "another model's?"
+                f"{where}: shape {list(value.shape)}; expected {list(shape)} as in param_shapes. Is it "
+                "a file of another model?"
             )
     parameters.tensors.add(fqn, whole_layout([shape]), [HeldTensor(value.dtype, shape, runs_of(value, where))])
 
 
 def _remark_round_robin(parameters: Parameters) -> None:
-    """Warn of a defect of ds_to_universal, at least up to 0.19.8: it takes parameters by `param_slice_mappings`."""
+    """Warn of a defect of ds_to_universal, at least up to 0.19.8: it locates parameters by `param_slice_mappings`."""
     first = parameters.states[0]
     config = first.rest.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if isinstance(zero, dict) and zero.get("round_robin_gradients") is True and zero.get("stage") in (1, 2):
         parameters.tensors.remark(
-            f"{parameters.tensors.where}/{first.file}: trained with round_robin_gradients, of which ds_to_universal "
-            "mixes up parameters; read the checkpoint that was converted, or verify that master copies cast to weights"
+            f"{parameters.tensors.where}/{first.file}: trained with round_robin_gradients, for which ds_to_universal "
+            "mixes up parameters. Read the original checkpoint, or verify that master copies cast to weights"
         )
 
 

@@ -1,4 +1,4 @@
-"""How other systems cut tensors: patterns of names, affine pieces, flat partitions.
+"""Describes how other systems cut tensors: patterns of names, affine maps, flat partitions.
 
 The DeepSpeed readers call it. Read `pieces.py` first.
 It never opens a file.

@@ -1,4 +1,4 @@
-"""Where ZeRO puts the elements of each parameter: pure arithmetic over shapes."""
+"""Computes where ZeRO stores the elements of each parameter, from shapes alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.geometry.value_class import value_class
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-"""Shapes of the parameters of one flat buffer by name, in the order in which they lie in it."""
+"""Shapes of the parameters of one flat buffer by name, in the order of the buffer."""
 
 
 @value_class
@@ -20,24 +20,23 @@ class FlatPart:
     """Data-parallel rank."""
 
     at: int
-    """Element of the rank's share where it starts."""
+    """First element, in the rank's share."""
 
     start: int
-    """Element of the flattened parameter where it starts."""
+    """First element, in the flattened parameter."""
 
     stop: int
-    """Element of the flattened parameter past its end."""
+    """Element past the last, in the flattened parameter."""
 
 
 def parts_of_even_cut(shapes: Shapes, paddings: Sequence[int], share: int) -> Iterator[tuple[str, list[FlatPart]]]:
-    """Yield where each parameter lies as ZeRO-1, ZeRO-2 and BF16_Optimizer put it.
+    """Yield the parts of each parameter in the layout of ZeRO-1, ZeRO-2 and BF16_Optimizer.
 
-    All parameters lie one after the other, and the whole is cut into equal shares, one a rank; what is left at the end
-    is padding.
+    The buffer holds all parameters in order. It is cut into equal shares, one a rank, and padded at the end.
 
     Args:
         shapes: The parameters.
-        paddings: Elements between each and the next.
+        paddings: Elements of padding after each parameter.
         share: Elements of one rank's share.
     """
     first = 0
@@ -52,10 +51,10 @@ def parts_of_even_cut(shapes: Shapes, paddings: Sequence[int], share: int) -> It
 
 
 def parts_of_each_cut(shapes: Shapes, ranks: int) -> Iterator[tuple[str, list[FlatPart]]]:
-    """Yield where each parameter lies as ZeRO-3 puts it.
+    """Yield the parts of each parameter in the layout of ZeRO-3.
 
-    Each parameter is cut into one share a rank, the last ones padded or nothing but padding; a rank's shares lie one
-    after the other.
+    Each parameter is cut into one share a rank; the last shares are padded, or all padding. A rank stores its shares in
+    the order of the parameters.
     """
     at = 0
     for name, shape in shapes.items():
@@ -64,14 +63,14 @@ def parts_of_each_cut(shapes: Shapes, ranks: int) -> Iterator[tuple[str, list[Fl
 
 
 def parts_of_one(numel: int, ranks: int, at: int = 0) -> list[FlatPart]:
-    """Return where one parameter lies that is cut by itself, each share starting at element `at` of what a rank has."""
+    """Return the parts of one parameter that is cut by itself. Each share starts at element `at` of its rank."""
     share = share_of_one(numel, ranks)
     held = -(-numel // share) if share else 0
     return [FlatPart(rank, at, rank * share, min((rank + 1) * share, numel)) for rank in range(held)]
 
 
 def share_of_one(numel: int, ranks: int) -> int:
-    """Return the elements that each rank has of a parameter cut by itself, padding included."""
+    """Return the elements of one rank's share of a parameter that is cut by itself, padding included."""
     return -(-numel // ranks)
 
 
@@ -81,13 +80,13 @@ def numel_of(shapes: Shapes, paddings: Sequence[int]) -> int:
 
 
 def share_of(lengths: Sequence[int], paddings: Sequence[int]) -> int | None:
-    """Return the elements of one rank's share of a flat buffer, None where the ranks contradict each other.
+    """Return the elements of one rank's share of a flat buffer; None if the ranks contradict each other.
 
-    ZeRO-1 and 2 leave a rank's padding out of the master copy and say how much; BF16_Optimizer keeps it there.
+    ZeRO-1 and 2 store the master copy without padding and state its length; BF16_Optimizer stores the padding too.
 
     Args:
         lengths: Elements of the master copy in each rank's file.
-        paddings: Padding that each file states.
+        paddings: Elements of padding that each file states.
     """
     with_padding = {length + padding for length, padding in zip(lengths, paddings, strict=True)}
     for shares in (with_padding, set(lengths)):

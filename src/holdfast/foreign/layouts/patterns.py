@@ -1,8 +1,8 @@
-"""Regular expressions that a checkpoint brings along, matched in bounded time.
+"""Matches the regular expressions of a checkpoint in bounded time.
 
-Universal checkpoints say by name which parameter is cut how, in Python's regular expressions. Those of a stranger may
-take Python's own matcher forever, so we follow all ways at once: the places in a name that a pattern may have reached
-are the bits of one number.
+Universal checkpoints select the layout of a parameter by regular expressions over its name. Python's matcher tries one
+way after another, so a hostile pattern can take exponential time. This matcher follows all ways at once: the set of
+positions in the name that the pattern may have reached is one integer, a bit for each position.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.errors import InvalidError
 from holdfast.foreign.wording import CONVERT, shown
 
 CHARACTERS_MAX = 2000
-"""Of a pattern, and of a name."""
+"""Longest pattern, and longest name."""
 
 _STEPS_MAX = 30_000_000
 _COUNT_MAX = 1000
@@ -22,48 +22,52 @@ _DEPTH_MAX = 50
 _SPECIAL = frozenset(".^$*+?{}[]\\|()")
 _CLASSES: dict[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
-    "w": lambda each: each.isalnum() or each == "_",
+    "w": lambda character: character.isalnum() or character == "_",
     "s": str.isspace,
 }
 
 
 class _Name:
-    """A name, as where each of its characters stands."""
+    """A name as bit sets: the positions of each character."""
 
     def __init__(self, name: str) -> None:
         self.end = 1 << len(name)
         self.places: dict[str, int] = {}
-        for at, each in enumerate(name):
-            self.places[each] = self.places.get(each, 0) | 1 << at
+        for at, character in enumerate(name):
+            self.places[character] = self.places.get(character, 0) | 1 << at
 
 
 _named = lru_cache(maxsize=1 << 14)(_Name)
 _Node = Callable[[_Name, int], int]
-"""Takes a name and the places where a part of a pattern may begin, returns those where it may end."""
+"""A part of a pattern: takes a name and the places where the part may begin, returns those where it may end."""
 
 
 class Patterns:
-    """Patterns of one checkpoint: what they cost is counted together."""
+    """The patterns of one checkpoint. All of them share one limit of steps."""
 
     def __init__(self, where: str) -> None:
-        """Remember what holds them, for messages."""
+        """Start with a full limit.
+
+        Args:
+            where: The file of the patterns, for messages.
+        """
         self._where, self._steps = where, 0
         self._known: dict[str, _Node] = {}
 
     def matches(self, pattern: object, name: str) -> bool:
-        """Return whether a name starts with something that a pattern describes, as `re.match` does.
+        """Return whether a pattern matches at the start of a name, as `re.match` does.
 
         Args:
             pattern: A regular expression: characters, escapes, classes, groups, `|`, `^`, `$` and repeats.
             name: A name.
         Raises:
-            InvalidError: It is no such expression, is of a kind not read here (looking around, back references,
-                flags), or all of them together take too long.
+            InvalidError: The expression is malformed, uses look-around, back references or flags, or all patterns of
+                the checkpoint together take too many steps.
         """
         if not isinstance(pattern, str) or len(pattern) > CHARACTERS_MAX or len(name) > CHARACTERS_MAX:
             raise InvalidError(
-                f"{self._where}: matches the pattern {shown(pattern)} with {name[:100]!r}; expected texts of at most "
-                f"{CHARACTERS_MAX} characters"
+                f"{self._where}: pattern {shown(pattern)} for the name {name[:100]!r}; expected text of at most "
+                f"{CHARACTERS_MAX} characters. {CONVERT}"
             )
         node = self._known.get(pattern)
         if node is None:
@@ -74,30 +78,30 @@ class Patterns:
         self._steps += 1
         if self._steps > _STEPS_MAX:
             raise InvalidError(
-                f"{self._where}: its patterns take over {_STEPS_MAX} steps; expected a few for each name"
+                f"{self._where}: its patterns take over {_STEPS_MAX} steps; expected a few a name. {CONVERT}"
             )
 
 
 def exact_name(pattern: object) -> str | None:
-    r"""Return the one name that a pattern such as `^l1\.weight$` stands for, None where it stands for more."""
+    r"""Return the only name that a pattern such as `^l1\.weight$` matches; None if it may match several."""
     if not isinstance(pattern, str) or not pattern.startswith("^") or not pattern.endswith("$"):
         return None
-    found, escaped = [], False
-    for each in pattern[1:-1]:
-        if escaped and (each.isalnum() or each == "\n"):
+    name, escaped = [], False
+    for character in pattern[1:-1]:
+        if escaped and (character.isalnum() or character == "\n"):
             return None
-        if not escaped and each == "\\":
+        if not escaped and character == "\\":
             escaped = True
             continue
-        if not escaped and each in _SPECIAL:
+        if not escaped and character in _SPECIAL:
             return None
-        found.append(each)
+        name.append(character)
         escaped = False
-    return None if escaped else "".join(found)
+    return None if escaped else "".join(name)
 
 
 class _Parser:
-    """One pattern, read from left to right."""
+    """Parses one pattern from left to right."""
 
     def __init__(self, pattern: str, where: str, spend: Callable[[], None]) -> None:
         self._pattern, self._where, self._spend = pattern, where, spend
@@ -111,8 +115,8 @@ class _Parser:
 
     def _refused(self, what: str) -> InvalidError:
         return InvalidError(
-            f"{self._where}: the pattern {self._pattern[:200]!r} has {what} at character {self._at}, which is not read "
-            f"here; expected characters, classes, groups and repeats. {CONVERT}"
+            f"{self._where}: the pattern {self._pattern[:200]!r} has {what} at character {self._at}; expected "
+            f"characters, classes, groups and repeats. {CONVERT}"
         )
 
     def _next(self) -> str:
@@ -233,7 +237,7 @@ class _Parser:
         low, high = self._counts()
         if (low, high) == (1, 1):
             return node
-        self._at += self._next() == "?"  # As few as possible instead of as many: the same names match.
+        self._at += self._next() == "?"  # A lazy repeat matches the same names as a greedy one.
         if self._next() in ("*", "+", "?", "{"):
             raise self._refused("a repeat of a repeat")
 
@@ -252,7 +256,7 @@ class _Parser:
         return repeat
 
     def _counts(self) -> tuple[int, int]:
-        """Return how often the part before is repeated, at most -1 for without bound; pass over what says so."""
+        """Parse a repeat; return its smallest and largest count, -1 for no largest. (1, 1) if there is no repeat."""
         each = self._next()
         if each in ("*", "+", "?"):
             self._at += 1

@@ -1,4 +1,4 @@
-"""Runs of elements in files, and the pieces of a tensor they are."""
+"""Converts runs of elements in files to pieces of a tensor."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from holdfast.geometry.value_class import value_class
 from holdfast.types.listing import ListedPiece
 
 RUNS_MAX = 1 << 20
-"""Runs of one tensor: one that lies in more is scattered element by element."""
+"""Largest number of runs of one tensor. More runs mean that single elements are scattered."""
 
 
 @value_class
 class ElementRun:
-    """Consecutive elements of a flattened local tensor, as they lie in a file."""
+    """Consecutive elements of a flattened local tensor that are contiguous in a file."""
 
     start: int
-    """Row-major number of the first, in the local tensor."""
+    """Row-major number of the first element in the local tensor."""
 
     stop: int
-    """Row-major number past the last."""
+    """Row-major number past the last element."""
 
     file: str
     """Key of the file."""
 
     offset: int
-    """Byte of the first."""
+    """Byte of the first element."""
 
 
 @value_class
 class Slice:
-    """A box of a local tensor, and where in the whole tensor it belongs."""
+    """A box of a local tensor, and its place in the whole tensor."""
 
     local: Box
     """Coordinates in the local tensor."""
@@ -46,26 +46,26 @@ class Slice:
     """Coordinates of its first element in the whole tensor."""
 
     copy: bool = False
-    """Whether another rank is the one that is read, and this one holds the same."""
+    """Whether another rank holds the same box and is the one that is read."""
 
     def place(self, box: Box) -> Box:
-        """Return a box of the local tensor, inside this slice, in coordinates of the whole."""
-        shift = [there - here for there, here in zip(self.start, self.local.start, strict=True)]
+        """Return a box of the local tensor, inside this slice, in coordinates of the whole tensor."""
+        shift = [to - local for to, local in zip(self.start, self.local.start, strict=True)]
         start, stop = ((tuple(map(add, corner, shift))) for corner in (box.start, box.stop))
         return Box(start, stop)
 
 
 def runs_of(tensor: StoredTensor, where: str) -> list[ElementRun]:
-    """Return the runs in which a tensor lies in its file: one where it is contiguous.
+    """Return the runs of a tensor in its file: one if it is contiguous.
 
     Raises:
-        InvalidError: It is scattered over more than `RUNS_MAX`.
+        InvalidError: It has more than `RUNS_MAX` runs.
     """
     if 0 in tensor.shape:
         return []
     if tensor.is_contiguous:
         return [ElementRun(0, tensor.numel, tensor.file, tensor.offset)]
-    whole = len(tensor.shape)  # Dimensions from here on lie as one run.
+    whole = len(tensor.shape)  # Dimensions from here on form one run.
     length = 1
     while tensor.strides[whole - 1] == length or tensor.shape[whole - 1] == 1:
         length *= tensor.shape[whole - 1]
@@ -73,12 +73,12 @@ def runs_of(tensor: StoredTensor, where: str) -> list[ElementRun]:
     outer = tensor.shape[:whole]
     if math.prod(outer) > RUNS_MAX:
         raise InvalidError(
-            f"{where}: shape {list(tensor.shape)} with strides {list(tensor.strides)} lies in {math.prod(outer)} runs; "
+            f"{where}: shape {list(tensor.shape)} with strides {list(tensor.strides)} has {math.prod(outer)} runs; "
             f"expected at most {RUNS_MAX}. Save tensor.contiguous()"
         )
     offsets = [0]
     for count, stride in zip(outer, tensor.strides[:whole], strict=True):
-        offsets = [offset + each * stride for offset in offsets for each in range(count)]
+        offsets = [offset + number * stride for offset in offsets for number in range(count)]
     return [
         ElementRun(number * length, (number + 1) * length, tensor.file, tensor.offset + offset * tensor.itemsize)
         for number, offset in enumerate(offsets)
@@ -92,11 +92,11 @@ def pieces_of(
     global_shape: tuple[int, ...],
     itemsize: int,
 ) -> Iterator[ListedPiece]:
-    """Yield the pieces of a whole tensor that runs of a local one hold in one of its slices.
+    """Yield the pieces of a whole tensor that one slice of a local tensor holds.
 
     Args:
         runs: Runs of the local tensor.
-        local_shape: Its shape.
+        local_shape: Shape of the local tensor.
         cut: The slice.
         global_shape: Shape of the whole tensor.
         itemsize: Bytes of an element.
@@ -118,7 +118,7 @@ def pieces_of(
 def _rows_of(
     runs: Sequence[ElementRun], cut: Slice, global_shape: tuple[int, ...], itemsize: int
 ) -> Iterator[ListedPiece]:
-    """Yield the pieces of a slice of whole rows, which are runs of the whole tensor too."""
+    """Yield the pieces of a slice of whole rows. Such runs are runs of the whole tensor too."""
     row = math.prod(global_shape[1:])
     first, last = (cut.local.start[0] * row, cut.local.stop[0] * row) if global_shape else (0, 1)
     shift = cut.start[0] * row - first if global_shape else 0
@@ -134,14 +134,14 @@ def _region(start: int, stop: int, global_shape: tuple[int, ...]) -> Region:
 
 
 def _unbroken(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yield the parts of a box whose elements follow one another in an array of `shape`."""
+    """Yield the parts of a box whose elements are consecutive in an array of `shape`."""
     split = len(shape)
     while split > 0 and box.shape[split - 1] == shape[split - 1]:
         split -= 1
-    outer = max(split - 1, 0)  # The dimension at `outer` may be cut: its elements still follow one another.
+    outer = max(split - 1, 0)  # The dimension at `outer` may be cut: its elements are consecutive all the same.
     if math.prod(box.shape[:outer]) > RUNS_MAX:
         raise InvalidError(
-            f"a slice {list(box.shape)} of a tensor {list(shape)} lies in {math.prod(box.shape[:outer])} runs; "
+            f"a slice {list(box.shape)} of a tensor {list(shape)} has {math.prod(box.shape[:outer])} runs; "
             f"expected at most {RUNS_MAX}. {CONVERT}"
         )
     starts: list[tuple[int, ...]] = [()]

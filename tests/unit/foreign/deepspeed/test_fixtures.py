@@ -268,7 +268,7 @@ def test_what_is_to_be_averaged_is_left_out_by_name_and_missed_by_who_asks_for_i
 
 def test_what_is_taken_by_deepspeeds_rule_for_the_rest_is_said() -> None:
     _, listing = tensor_parallel("ckpt")
-    said = [remark for remark in listing.remarks if "names no layout" in remark]
+    said = [remark for remark in listing.remarks if "states no layout" in remark]
     assert len(said) == 1 and "(col.weight)" in said[0]
 
 

@@ -146,7 +146,7 @@ HALVES = [numbered(2, 3), numbered(2, 3, first=6)]
             "original_vocab_size 9",
         ),
         ({"affine_map": {"version": 2, "params": {}}}, "version 2"),
-        ({"affine_map": {"version": 1, "params": {"^w$": {}}}}, "no ranks"),
+        ({"affine_map": {"version": 1, "params": {"^w$": {}}}}, "missing required field `ranks`"),
         ({"tp_replicated_parameter_patterns": [], "autotp_unsupported_parameter_patterns": {"w": "odd"}}, "odd"),
         ({"parameter_with_sub_params": [{"patterns": ["w"], "shape": (2, 3)}]}, "partition_dim"),
         (
