@@ -1,4 +1,4 @@
-"""Which names a pickle may use, and what becomes of each; every other is refused."""
+"""Lists the names that a pickle may use, and the substitute of each. Every other name is refused."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from holdfast.foreign.pickles.numpy_constructors import NUMPY_CALLS
 from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, UnsupportedPickle
 
 KNOWN_CALLS = {**CALLS, **NUMPY_CALLS}
-"""What stands in for functions and classes, by module and name."""
+"""Substitutes for functions and classes, by module and name."""
 
 NAME_CHARACTERS_MAX = 500
-"""Of a module or name; what is longer is damage."""
+"""Longest module or name."""
 
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
-"""Modules of Python 2, by which protocols before 3 go."""
+"""Modules of Python 2, which protocols before 3 use."""
 
 _RENAMED_BUILTINS = {"long": "int", "unicode": "str", "xrange": "range"}
-"""Names of Python 2, which protocols before 3 write for those of today."""
+"""Names of Python 2, which protocols before 3 use."""
 
 _INERT_PACKAGES = names(
     "accelerate apex argparse bitsandbytes collections datasets deepspeed diffusers enum fairscale fractions hydra "
     "lightning lightning_fabric megatron nemo omegaconf pathlib peft pytorch_lightning timm torchao torchtitan "
     "transformer_engine transformers trl uuid zoneinfo"
 )
-"""Packages whose classes occur in training states; an object of theirs becomes an `Instance`."""
+"""Packages whose classes occur in training states. Their objects become an `OpaqueObject`."""
 
 _INERT_PREFIXES = (
     "numpy.random.", "torch.distributed.", "torch.nn.", "torch.optim.", "torch.serialization.", "torch.utils.",
@@ -53,14 +53,14 @@ _REFUSED = {
 
 
 def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTypeRef:
-    """Return what stands for a global of a pickle.
+    """Return the substitute for a global of a pickle.
 
     Args:
-        module, name: As the pickle has them.
-        also: Names, as `module.name`, of further classes that become an `Instance`.
+        module, name: As the pickle states them.
+        also: Names (`module.name`) of further classes that become an `OpaqueObject`.
     Raises:
-        ValueError: It is no name.
-        Refusal: It is not on the list.
+        ValueError: The name is too long.
+        UnsupportedPickle: The name is not on the list.
     """
     if max(len(module), len(name)) > NAME_CHARACTERS_MAX:
         raise ValueError(f"a global whose name has {len(module)} + {len(name)} characters")
@@ -77,8 +77,8 @@ def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTyp
     if is_known(qualname) or qualname in also:
         return GlobalName(qualname)
     raise UnsupportedPickle(
-        f"{qualname!r}: a pickle may name anything that can be imported, so only known names are read, and nothing is "
-        "run; expected plain values, tensors, or types of a known training system. Save it as plain values"
+        f"{qualname!r}: not on the list of names that Holdfast reads; expected plain values, tensors, or types of a "
+        "known training system. Nothing was imported. Save it as plain values"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a pickle may call: a closed table of functions of our own that return plain values."""
+"""Substitutes for the functions that a pickle may call: each returns a plain value and calls nothing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from holdfast.foreign.pickles.tensors import StoredTensor, view_of
 from holdfast.types.values import FrameworkValue
 
 Charge = Callable[[int], None]
-"""Told how many bytes are about to be copied or values about to be made; refuses what is out of proportion."""
+"""Called with the bytes that are about to be copied; refuses copies out of proportion to the pickle."""
 
 Call = Callable[[tuple[Any, ...], Charge], object]
-"""What stands in for a class or function: takes what it is called with, checks it, and calls nothing.
+"""Substitute for a class or function: checks the arguments and returns a plain value.
 
-Raises ValueError (also TypeError) for a call that the real one would refuse,
-`UnsupportedPickle` for one that it would take and we do not."""
+Raises ValueError or TypeError for arguments that the original refuses, `UnsupportedPickle` for those that Holdfast does
+not support."""
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the words of a text as a set."""
     return frozenset(text.split())
 
 
@@ -35,7 +35,7 @@ DTYPE_NAMES = names(
     "float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 "
     "bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
 )
-"""Names of torch's element types; those that are not stored are refused where a tensor has them."""
+"""Names of torch's element types. A tensor of a type that Holdfast does not store is refused."""
 
 _SHORT_DTYPES = {
     "half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32", "short": "int16",
@@ -53,143 +53,143 @@ STORAGE_DTYPES = {
     for name, dtype in _STORAGE_DTYPES.items()
     for module in ("torch", "torch.cuda", "torch.storage")
 }
-"""Element type by name of the class of a storage; empty for one without a type."""
+"""Element type by class of a storage; empty for an untyped storage."""
 
 _PLAIN_TENSORS = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 _ENCODINGS = {"latin1", "latin-1", "iso-8859-1"}
 
 
 def dtype_ref(name: str) -> DTypeRef:
-    """Return a type under the one name we use of it."""
+    """Return a type by its canonical name."""
     return DTypeRef(_SHORT_DTYPES.get(name, name))
 
 
-def _bytes_of(args: tuple[Any, ...], spend: Charge) -> bytes:
-    """Stand in for `_codecs.encode`, by which protocols before 3 write bytes."""
+def _bytes_of(args: tuple[Any, ...], charge: Charge) -> bytes:
+    """Substitute `_codecs.encode`, with which protocols before 3 write bytes."""
     if len(args) != 2 or type(args[0]) is not str or args[1] not in _ENCODINGS:
         raise ValueError("_codecs.encode; expected text and latin1")
-    spend(len(args[0]))
+    charge(len(args[0]))
     return args[0].encode("latin-1")
 
 
-def _bytearray(args: tuple[Any, ...], spend: Charge) -> bytearray:
+def _bytearray(args: tuple[Any, ...], charge: Charge) -> bytearray:
     if args and type(args[0]) is str:
-        return bytearray(_bytes_of(args, spend))
+        return bytearray(_bytes_of(args, charge))
     (content,) = args or (b"",)
     if type(content) is list:
-        spend(len(content))
+        charge(len(content))
         return bytearray(content)
     if type(content) is not bytes:
         raise ValueError(f"a bytearray of {type(content).__name__}; expected bytes")
-    spend(len(content))
+    charge(len(content))
     return bytearray(content)
 
 
-def _empty_bytes(args: tuple[Any, ...], spend: Charge) -> bytes:
+def _empty_bytes(args: tuple[Any, ...], charge: Charge) -> bytes:
     if args:
-        raise ValueError("bytes that are made of something; expected none")
+        raise ValueError("bytes with arguments; expected none")
     return b""
 
 
-def _complex(args: tuple[Any, ...], spend: Charge) -> complex:
-    if len(args) != 2 or any(type(each) is not float for each in args):
+def _complex(args: tuple[Any, ...], charge: Charge) -> complex:
+    if len(args) != 2 or any(type(part) is not float for part in args):
         raise ValueError("a complex number; expected two floats")
     return complex(*args)
 
 
-def _members(kind: type, args: tuple[Any, ...], spend: Charge) -> Any:
+def _members(kind: type, args: tuple[Any, ...], charge: Charge) -> Any:
     (members,) = args or ([],)
     if type(members) not in (list, tuple, set, frozenset):
         raise ValueError(f"a {kind.__name__} of {type(members).__name__}; expected a list")
-    spend(256 + 64 * len(members))
+    charge(256 + 64 * len(members))
     return kind(require_keys(members))
 
 
-def _pairs(args: tuple[Any, ...], spend: Charge) -> list[tuple[object, object]]:
+def _pairs(args: tuple[Any, ...], charge: Charge) -> list[tuple[object, object]]:
     (content,) = args or ([],)
-    spend(128 + 64 * len(content))
+    charge(128 + 64 * len(content))
     if isinstance(content, dict):
         return list(content.items())
-    if type(content) is not list or not all(type(each) in (list, tuple) and len(each) == 2 for each in content):
+    if type(content) is not list or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content):
         raise ValueError(f"a dict of {type(content).__name__}; expected pairs")
     require_keys(key for key, _ in content)
     return [(key, value) for key, value in content]
 
 
-def _default_dict(args: tuple[Any, ...], spend: Charge) -> dict[object, object]:
-    return dict(_pairs(args[1:], spend))
+def _default_dict(args: tuple[Any, ...], charge: Charge) -> dict[object, object]:
+    return dict(_pairs(args[1:], charge))
 
 
-def _counter(args: tuple[Any, ...], spend: Charge) -> Counter[object]:
-    found: Counter[object] = Counter()
-    for key, count in _pairs(args, spend):
-        found[key] = count  # type: ignore[assignment]  # Counted or not, it is what was saved.
-    return found
+def _counter(args: tuple[Any, ...], charge: Charge) -> Counter[object]:
+    counter: Counter[object] = Counter()
+    for key, count in _pairs(args, charge):
+        counter[key] = count  # type: ignore[assignment]  # A saved Counter may hold any values.
+    return counter
 
 
 def _moment(kind: type[datetime.datetime] | type[datetime.date] | type[datetime.time], length: int) -> Call:
-    def made(args: tuple[Any, ...], spend: Charge) -> object:
+    def moment(args: tuple[Any, ...], charge: Charge) -> object:
         if len(args) == 2 and isinstance(args[1], OpaqueObject) and length != 4:
-            return OpaqueObject(f"datetime.{kind.__name__}", args)  # Of a time zone that only its class knows.
+            return OpaqueObject(f"datetime.{kind.__name__}", args)  # Only the class of its time zone can interpret it.
         zoned = len(args) == 2 and isinstance(args[1], datetime.timezone) and length != 4
         if not (len(args) == 1 or zoned) or type(args[0]) is not bytes or len(args[0]) != length:
             raise UnsupportedPickle(f"a {kind.__name__} of another kind than fixed offsets; save it as text")
         return kind(*args)
 
-    return made
+    return moment
 
 
-def _timedelta(args: tuple[Any, ...], spend: Charge) -> datetime.timedelta:
-    if len(args) != 3 or any(type(each) is not int for each in args):
+def _timedelta(args: tuple[Any, ...], charge: Charge) -> datetime.timedelta:
+    if len(args) != 3 or any(type(part) is not int for part in args):
         raise ValueError("a timedelta; expected days, seconds, microseconds")
     return datetime.timedelta(*args)
 
 
-def _timezone(args: tuple[Any, ...], spend: Charge) -> datetime.timezone:
+def _timezone(args: tuple[Any, ...], charge: Charge) -> datetime.timezone:
     if not 1 <= len(args) <= 2 or type(args[0]) is not datetime.timedelta or any(type(x) is not str for x in args[1:]):
         raise ValueError("a timezone; expected its offset")
-    return datetime.timezone(args[0])  # A name that it may have is none that values keep.
+    return datetime.timezone(args[0])  # Values do not store the name of a time zone.
 
 
 def _path(kind: type[pathlib.PurePath]) -> Call:
-    def made(args: tuple[Any, ...], spend: Charge) -> pathlib.PurePath:
-        if any(type(each) is not str for each in args):
+    def path(args: tuple[Any, ...], charge: Charge) -> pathlib.PurePath:
+        if any(type(part) is not str for part in args):
             raise ValueError("a path; expected its parts as text")
-        spend(sum(map(len, args)) + len(args))
+        charge(sum(map(len, args)) + len(args))
         return kind(*args)
 
-    return made
+    return path
 
 
-def _size(args: tuple[Any, ...], spend: Charge) -> tuple[object, ...]:
+def _size(args: tuple[Any, ...], charge: Charge) -> tuple[object, ...]:
     if len(args) != 1 or type(args[0]) not in (tuple, list):
         raise ValueError("a torch.Size; expected its lengths")
-    spend(8 * len(args[0]))
+    charge(8 * len(args[0]))
     return tuple(args[0])
 
 
-def _device(args: tuple[Any, ...], spend: Charge) -> FrameworkValue:
-    if not 1 <= len(args) <= 2 or type(args[0]) is not str or any(type(each) is not int for each in args[1:]):
+def _device(args: tuple[Any, ...], charge: Charge) -> FrameworkValue:
+    if not 1 <= len(args) <= 2 or type(args[0]) is not str or any(type(index) is not int for index in args[1:]):
         raise ValueError("a torch.device; expected its type and index")
     return FrameworkValue("torch.device", ":".join(map(str, args)))
 
 
-def _version(args: tuple[Any, ...], spend: Charge) -> str:
+def _version(args: tuple[Any, ...], charge: Charge) -> str:
     if len(args) != 1 or type(args[0]) is not str:
         raise ValueError("a version; expected text")
     return args[0]
 
 
-def _tensor(args: tuple[Any, ...], spend: Charge) -> StoredTensor:
-    """Stand in for `_rebuild_tensor_v2`, and for `_rebuild_tensor`, which has the first four."""
+def _tensor(args: tuple[Any, ...], charge: Charge) -> StoredTensor:
+    """Substitute `_rebuild_tensor_v2`, and `_rebuild_tensor`, which has its first four arguments."""
     if not 4 <= len(args) <= 7:
         raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape and strides")
     _require_plain_bits(args[6] if len(args) == 7 else None)
     return view_of(*args[:4])
 
 
-def _typed_tensor(args: tuple[Any, ...], spend: Charge) -> StoredTensor:
-    """Stand in for `_rebuild_tensor_v3`, of types whose storage has none."""
+def _typed_tensor(args: tuple[Any, ...], charge: Charge) -> StoredTensor:
+    """Substitute `_rebuild_tensor_v3`, for types whose storage is untyped."""
     if not 7 <= len(args) <= 8 or not isinstance(args[6], DTypeRef):
         raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape, strides and dtype")
     _require_plain_bits(args[7] if len(args) == 8 else None)
@@ -197,88 +197,88 @@ def _typed_tensor(args: tuple[Any, ...], spend: Charge) -> StoredTensor:
 
 
 def _require_plain_bits(marks: object) -> None:
-    """Refuse a view that is to be read as conjugate or negative of what is stored."""
+    """Refuse a view that is the conjugate or negative of the stored values."""
     if isinstance(marks, dict) and any(marks.get(mark) for mark in ("conj", "neg")):
         raise UnsupportedPickle(
             "a tensor stored as the conjugate or negative of its values; save .resolve_conj().resolve_neg()"
         )
 
 
-def _parameter(args: tuple[Any, ...], spend: Charge) -> object:
+def _parameter(args: tuple[Any, ...], charge: Charge) -> object:
     if not args or not isinstance(args[0], StoredTensor):
         raise ValueError("a parameter; expected a tensor")
     return args[0]
 
 
-def _of_type(args: tuple[Any, ...], spend: Charge) -> object:
-    """Stand in for `_rebuild_from_type_v2`: a tensor with attributes, which are left out, or of a subclass."""
-    if len(args) != 4 or not all(isinstance(each, GlobalName) for each in args[:2]) or type(args[2]) is not tuple:
+def _of_type(args: tuple[Any, ...], charge: Charge) -> object:
+    """Substitute `_rebuild_from_type_v2`: a tensor of a subclass, or with attributes, which are left out."""
+    if len(args) != 4 or not all(isinstance(name, GlobalName) for name in args[:2]) or type(args[2]) is not tuple:
         raise ValueError("a tensor of a subclass; expected function, type, arguments and state")
     function, kind = args[0].qualname, args[1].qualname
     if function not in _TENSORS or kind not in _PLAIN_TENSORS:
         raise UnsupportedPickle(
-            f"a tensor of class {kind}, of which only that class knows what it holds; save plain tensors (a DTensor's "
+            f"a tensor of class {kind}, which only that class can interpret; save plain tensors (a DTensor's "
             ".full_tensor()), or a sharded state with torch.distributed.checkpoint"
         )
-    return _TENSORS[function](args[2], spend)
+    return _TENSORS[function](args[2], charge)
 
 
 _MEMBER_CHARACTERS_MAX = 500
 
 
-def _member(args: tuple[Any, ...], spend: Charge) -> GlobalName:
-    """Stand in for `getattr`, by which enum members and methods are named."""
+def _member(args: tuple[Any, ...], charge: Charge) -> GlobalName:
+    """Substitute `getattr`, which names enum members and methods."""
     if len(args) != 2 or not isinstance(args[0], GlobalName) or type(args[1]) is not str:
-        raise UnsupportedPickle("getattr of something else than a class that is known; save plain values instead")
+        raise UnsupportedPickle("getattr of an object that is not a known class; save plain values instead")
     if args[0].qualname.startswith("builtins."):
         raise UnsupportedPickle(f"getattr of {args[0].qualname}; save plain values instead")
     characters = len(args[0].qualname) + 1 + len(args[1])
     if characters > _MEMBER_CHARACTERS_MAX:
         raise ValueError(f"a member whose name has {characters} characters; expected {_MEMBER_CHARACTERS_MAX} at most")
-    spend(128 + characters)
+    charge(128 + characters)
     return GlobalName(f"{args[0].qualname}.{args[1]}")
 
 
 _KEY_VALUES_MAX = 64
 _KEY_BITS_MAX = 1024
 _KEY_CHARACTERS_MAX = 4096
-"""Of the text and bytes in a key: equal keys that are not one are compared whole."""
+"""Longest text and bytes in a key. Equal keys that are distinct objects are compared byte by byte."""
 
 
 def require_keys(keys: Iterable[object]) -> Any:
-    """Return keys as a list once each is known to be hashed in little time.
+    """Return keys as a list, after checking that each is fast to hash.
 
     Raises:
-        ValueError: One has no hash, or is larger than a key can sensibly be.
+        ValueError: A key has no hash, or is too large.
     """
-    found = list(keys)
-    for key in found:
+    checked = list(keys)
+    for key in checked:
         if type(key) is not str or len(key) > _KEY_CHARACTERS_MAX:
             _require_key(key)
-    return found
+    return checked
 
 
 def _require_key(key: object) -> None:
     waiting, count, characters = [key], 0, 0
     while waiting:
-        each = waiting.pop()
+        part = waiting.pop()
         count += 1
         if count > _KEY_VALUES_MAX:
             raise ValueError(f"a key of over {_KEY_VALUES_MAX} values")
-        kind = type(each)
+        kind = type(part)
         if kind is tuple or kind is frozenset:
-            assert isinstance(each, tuple | frozenset)
-            count += max(len(each) - _KEY_VALUES_MAX, 0)
-            waiting += list(each)[:_KEY_VALUES_MAX]
+            assert isinstance(part, tuple | frozenset)
+            count += max(len(part) - _KEY_VALUES_MAX, 0)
+            waiting += list(part)[:_KEY_VALUES_MAX]
         elif kind is str or kind is bytes:
-            assert isinstance(each, str | bytes)
-            characters += len(each)
+            assert isinstance(part, str | bytes)
+            characters += len(part)
             if characters > _KEY_CHARACTERS_MAX:
                 raise ValueError(f"a key of over {_KEY_CHARACTERS_MAX} characters")
         elif kind is int:
-            if each.bit_length() > _KEY_BITS_MAX:  # type: ignore[attr-defined]
+            if part.bit_length() > _KEY_BITS_MAX:  # type: ignore[attr-defined]
                 raise ValueError(f"a key of over {_KEY_BITS_MAX} bits")
-        elif kind not in _KEY_TYPES and not isinstance(each, np.generic):
+        elif kind not in _KEY_TYPES and not isinstance(part, np.generic):
             raise ValueError(f"a key of type {kind.__name__}")
 
 
@@ -309,10 +309,10 @@ CALLS: Mapping[str, Call] = {
     "builtins.bytes": _empty_bytes,
     "builtins.complex": _complex,
     "builtins.getattr": _member,
-    "builtins.set": lambda args, spend: _members(set, args, spend),
-    "builtins.frozenset": lambda args, spend: _members(frozenset, args, spend),
+    "builtins.set": lambda args, charge: _members(set, args, charge),
+    "builtins.frozenset": lambda args, charge: _members(frozenset, args, charge),
     "collections.Counter": _counter,
-    "collections.OrderedDict": lambda args, spend: OrderedDict(_pairs(args, spend)),
+    "collections.OrderedDict": lambda args, charge: OrderedDict(_pairs(args, charge)),
     "collections.defaultdict": _default_dict,
     "datetime.date": _moment(datetime.date, 4),
     "datetime.datetime": _moment(datetime.datetime, 10),
@@ -326,4 +326,4 @@ CALLS: Mapping[str, Call] = {
     **_TENSORS,
     **{f"{module}.{name}": _path(kind) for name, kind in _PATHS.items() for module in ("pathlib", "pathlib._local")},
 }
-"""What may be called, by module and name."""
+"""Substitutes by module and name."""

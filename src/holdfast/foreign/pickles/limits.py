@@ -1,4 +1,4 @@
-"""What was read, held against what a walk over it would cost: cycles, depth, and containers shared ever again."""
+"""Refuses unpickled values that a plain walk cannot visit in bounded time: cycles, depth, heavily shared containers."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from holdfast.foreign.pickles.opcodes import CONTAINERS_MAX
 from holdfast.foreign.pickles.tensors import StoredTensor
 
 DEPTH_MAX = 200
-"""Containers within one another; what is nested deeper could not be kept as values either."""
+"""Largest depth of containers. Values could not store deeper ones either."""
 
 _VALUES_MIN = 1 << 20
 _CONTAINERS = frozenset({list, dict, OrderedDict, Counter, tuple, set, frozenset})
-"""Every type of container that is made of a pickle."""
+"""All types of containers that the machine makes."""
 
 
-def require_walkable(value: object, instances: Iterable[OpaqueObject], where: str, bytes_read: int) -> None:
-    """Refuse values over which a plain walk would not end, go too deep, or take out of all proportion.
+def require_walkable(value: object, objects: Iterable[OpaqueObject], where: str, bytes_read: int) -> None:
+    """Refuse a value if a plain walk over it would not end, go too deep, or meet too many values.
 
     Args:
-        value: What was read.
-        instances: Every object in it; what each holds is looked at by itself.
-        where: Its file, for messages.
-        bytes_read: Bytes that it was read from, of which each makes one value at most.
+        value: The unpickled value.
+        objects: All opaque objects in it. The content of each is checked by itself.
+        where: The file, for messages.
+        bytes_read: Bytes of the pickle. Each byte makes at most one value.
     Raises:
-        InvalidError: A container holds itself, is nested deeper than `DEPTH_MAX`, or shared so that a walk would meet
-            many more values than there are.
+        InvalidError: A container contains itself, is nested deeper than `DEPTH_MAX`, or is shared so often that a walk
+            would meet many more values than the pickle has bytes.
     """
     walk = _Walk(where, _VALUES_MIN + bytes_read)
     walk.over(value)
-    for each in instances:
-        for part in (each.args, each.state, each.items):
+    for opaque in objects:
+        for part in (opaque.args, opaque.state, opaque.items):
             walk.over(part)
 
 
 class _Walk:
-    """The plain walk itself, as far as it may go: what is shared is entered each time, and nothing is written down."""
+    """A plain walk with limits. It visits shared containers again each time, like every reader of the value."""
 
     def __init__(self, where: str, values_max: int) -> None:
         self._where = where
@@ -47,7 +47,7 @@ class _Walk:
         self._open: set[int] = set()
 
     def over(self, root: object) -> None:
-        """Walk what hangs on a value, without recursion."""
+        """Visit all values inside a value, without recursion."""
         if type(root) not in _CONTAINERS:
             return
         path = [(root, self._entered(root, 0))]
@@ -67,11 +67,11 @@ class _Walk:
                 path.pop()
 
     def _entered(self, container: object, depth: int) -> Iterator[object]:
-        """Return what a container holds; of a dict the values, since keys are small and hold little."""
+        """Return the content of a container. Keys of dicts are left out: their size is limited already."""
         assert isinstance(container, dict | list | tuple | set | frozenset)
         if id(container) in self._open:
             kind = type(container).__name__
-            raise InvalidError(f"{self._where}: a {kind} in it holds itself; save values without cycles")
+            raise InvalidError(f"{self._where}: a {kind} contains itself; save values without cycles")
         if depth >= DEPTH_MAX:
             raise InvalidError(f"{self._where}: values nested deeper than {DEPTH_MAX}; flatten them, then save again")
         self._open.add(id(container))
@@ -88,6 +88,6 @@ class _Walk:
 
     def _refuse(self, most: str) -> None:
         raise InvalidError(
-            f"{self._where}: containers shared so often that they amount to over {most}; expected fewer in a file of "
-            "its size. Save without sharing"
+            f"{self._where}: containers are shared so often that a walk meets over {most}; expected fewer in a file "
+            "of its size. Save without sharing"
         )

@@ -1,4 +1,4 @@
-"""What a pickle names and we neither import nor call."""
+"""Substitutes for the names and objects of a pickle, which are neither imported nor called."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ class DTypeRef:
     """An element type of torch."""
 
     name: str
-    """Its name without a module, e.g. `float32`; not every one is stored (`holdfast.geometry.dtype.DTYPES`)."""
+    """Name without a module, e.g. `float32`. `holdfast.geometry.dtype.DTYPES` lists those that Holdfast stores."""
 
 
 @dataclass(slots=True, eq=False)
 class OpaqueObject:
-    """An object of a class we do not have, or what a function would have returned: only what the pickle says of it.
+    """An object of an unknown class, or the result of an unknown function: only what the pickle states about it.
 
-    Two are equal only if they are one, so an object may serve as a key.
+    Equality is identity, so an object can be a key of a dict.
     """
 
     qualname: str
     """Module and name of the class or function, e.g. `deepspeed.runtime.fp16.loss_scaler.LossScaler`."""
 
     args: tuple[object, ...] = ()
-    """What it would have been called with: the value of an enum member, the fields of a named tuple."""
+    """Arguments of the call, e.g. the value of an enum member or the fields of a named tuple."""
 
     state: object = None
-    """Its attributes, as a dict by name wherever they are given by name; else what `__setstate__` would have got."""
+    """Attributes by name, if the pickle states them so; else the argument of `__setstate__`."""
 
     items: list[object] | dict[object, object] | None = None
-    """What it contains as a list or as a dict, where it does."""
+    """Its items, if the class is a kind of list or dict."""
 
     def attribute(self, name: str) -> object:
-        """Return an attribute by name, None where there is none."""
+        """Return an attribute by name; None if there is none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
     def __repr__(self) -> str:
-        return f"Instance({self.qualname})"
+        return f"OpaqueObject({self.qualname})"
 
 
 class UnsupportedPickle(Exception):
-    """What a pickle asks for is known and not given; says what and what to do. The reader adds the place."""
+    """A pickle uses an unsupported feature. The message says which, and what to do; the reader adds the place."""

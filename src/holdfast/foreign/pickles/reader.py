@@ -1,8 +1,8 @@
-"""Pickles read without running anything: a machine of our own for protocols 0 to 5.
+"""Reads pickles of protocols 0 to 5 without executing anything.
 
-It makes plain values, `OpaqueObject` for objects of classes we do not have, and calls only functions of our own
-(`formats.allowed`). What it makes is in proportion to the bytes it reads, and containers, objects and what it keeps to
-recall are `CONTAINERS_MAX` at most: they take far more memory than the codes that make them.
+The machine makes plain values, and `OpaqueObject` for objects of unknown classes. It calls only functions of Holdfast
+(`pickles.allowlist`). Its memory is in proportion to the bytes of the pickle: a container takes far more memory than
+its opcode, so containers, objects and memo entries are limited to `CONTAINERS_MAX`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import numpy as np
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.foreign.pickles.allowlist import KNOWN_CALLS, resolved
 from holdfast.foreign.pickles.constructors import require_keys
-from holdfast.foreign.pickles.limits import DEPTH_MAX, require_walkable
+from holdfast.foreign.pickles.limits import require_walkable
 from holdfast.foreign.pickles.numpy_constructors import DTypeInPickle, fill
-from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, OpaqueObject, UnsupportedPickle
-from holdfast.foreign.pickles.opcodes import PickleStack
+from holdfast.foreign.pickles.objects import GlobalName, OpaqueObject, UnsupportedPickle
+from holdfast.foreign.pickles.opcodes import PickleStack, decimal
 from holdfast.foreign.pickles.tensors import StoredTensor
 
-__all__ = ["DEPTH_MAX", "DTypeRef", "GlobalName", "OpaqueObject", "UnsupportedPickle", "unpickled"]
-
 _SAME_HASH_MAX = 64
-"""Keys of one dict that may have the same hash: more are chosen to take time."""
+"""Most keys with one hash in one dict. A hostile pickle uses more to make lookups slow."""
 
 _COPIED_BYTES_PER_BYTE = 64
 _COPIED_BYTES_MIN = 1 << 20
+"""A pickle may copy this much, and 64 bytes for each of its own. Memo entries let it copy the same content often."""
 
 
 def unpickled(
@@ -38,178 +37,165 @@ def unpickled(
     persistent: Callable[[object], object] | None = None,
     also: Collection[str] = (),
 ) -> object:
-    """Return the value of a pickle; nothing is imported or run.
+    """Return the value of a pickle. Nothing is imported or executed.
 
-    Lists, dicts, tuples and sets in it hold no cycle, nest at most `DEPTH_MAX` deep, and a walk that enters what is
-    shared ever again ends soon; what an `OpaqueObject` holds is bounded likewise, but a walk from one into the next may
-    come back to where it began.
+    Lists, dicts, tuples and sets in the value have no cycles and nest at most `DEPTH_MAX` deep. A walk that visits
+    shared containers again each time is bounded. The content of each `OpaqueObject` is bounded likewise, but objects
+    may refer to each other in a cycle.
 
     Args:
         data: The pickle; bytes after its end are ignored.
-        where: Its file, for messages.
-        persistent: Returns what stands for a persistent id; raises ValueError for one that cannot be, and
-            `UnsupportedPickle` for one that is not read.
-        also: Names of classes, as `module.name`, that become an `OpaqueObject` beside those that are known.
+        where: The file, for messages.
+        persistent: Returns the object of a persistent id. It raises ValueError for an impossible id, and
+            `UnsupportedPickle` for one that is not supported.
+        also: Names (`module.name`) of classes that become an `OpaqueObject`, besides those of the allowlist.
     Raises:
-        CorruptError: It is damaged, or no pickle.
-        InvalidError: It names what is not on the list, or nests too deep; the message names it.
+        CorruptError: The bytes are damaged, or not a pickle.
+        InvalidError: A name is not on the allowlist, or values nest too deep; the message says which.
     """
     machine = _Machine(data, where, persistent, also)
     value = machine.run()
     machine.memo.clear()
-    require_walkable(value, machine.instances, where, machine.at)
+    require_walkable(value, machine.objects, where, machine.at)
     return value
 
 
 class _Machine(PickleStack):
-    """One reading of one pickle: its stack, what it has set marks at, and its memo."""
+    """Executes the opcodes of one pickle."""
 
     def __init__(
         self, data: bytes, where: str, persistent: Callable[[object], object] | None, also: Collection[str]
     ) -> None:
         super().__init__(data)
         self._where, self._persistent, self._also = where, persistent, also
-        self._left = _COPIED_BYTES_MIN + _COPIED_BYTES_PER_BYTE * len(data)
+        self._copied_bytes_left = _COPIED_BYTES_MIN + _COPIED_BYTES_PER_BYTE * len(data)
         self._hashes: dict[int, tuple[object, dict[int, int]]] = {}
-        self.instances: list[OpaqueObject] = []
+        self.objects: list[OpaqueObject] = []
+        """All opaque objects, whose content is checked one by one."""
 
     def run(self) -> object:
-        """Return the value that the pickle ends with."""
-        data, begun = self.data, 0
+        """Return the value on the stack at the end of the pickle."""
+        data, start = self.data, 0
         try:
             while True:
-                begun = self.at
-                self.at = begun + 1
-                code = data[begun]
+                start = self.at
+                self.at = start + 1
+                code = data[start]
                 if code == 0x2E:  # STOP
                     return self.stack.pop()
                 operation = _OPERATIONS[code]
                 if operation is None:
-                    raise ValueError(f"code {code:#04x}; expected one of a pickle's")
+                    raise ValueError(f"opcode {code:#04x} is not one of a pickle")
                 operation(self)
-        except UnsupportedPickle as refusal:
-            raise InvalidError(f"{self._where}, byte {begun}: {refusal}") from refusal
+        except UnsupportedPickle as error:
+            raise InvalidError(f"{self._where}, byte {start}: {error}") from error
         except IndexError:
             problem = "ends too early" if self.at >= len(data) else "takes from an empty stack"
-            raise CorruptError(f"{self._where}, byte {begun}: the pickle {problem}; expected a whole one") from None
+            raise CorruptError(f"{self._where}, byte {start}: the pickle {problem}. Read another copy") from None
         except (ValueError, TypeError, OverflowError, struct.error) as error:
-            raise CorruptError(f"{self._where}, byte {begun}: the pickle is damaged: {error}") from error
+            raise CorruptError(
+                f"{self._where}, byte {start}: the pickle is damaged: {error}. Read another copy"
+            ) from error
 
-    def _spend(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            raise UnsupportedPickle("it copies the same content ever again; expected values in proportion to the file")
+    def _charge(self, count: int) -> None:
+        self._copied_bytes_left -= count
+        if self._copied_bytes_left < 0:
+            raise UnsupportedPickle("it copies the same content many times; expected values in proportion to the file")
 
     # -- containers
 
-    def append(self) -> None:
-        item = self.stack.pop()
-        self._extend([item])
-
-    def appends(self) -> None:
-        self._extend(self.marked())
-
-    def _extend(self, items: list[object]) -> None:
-        into = self.stack[-1]
-        if isinstance(into, OpaqueObject):
-            if into.items is None:
-                into.items = []
-            into = into.items
-        if type(into) is not list:
-            raise ValueError(f"it appends to {type(into).__name__}; expected a list")
-        into += items
+    def extend(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, OpaqueObject):
+            if target.items is None:
+                target.items = []
+            target = target.items
+        if type(target) is not list:
+            raise ValueError(f"it appends to {type(target).__name__}; expected a list")
+        target += items
 
     def setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
-
-    def setitems(self) -> None:
-        self._update(self.marked())
+        self.update([key, value])
 
     def make_dict(self) -> None:
         items = self.marked()
         self.push_container({})
-        self._update(items)
+        self.update(items)
 
-    def _update(self, items: list[object]) -> None:
+    def update(self, items: list[object]) -> None:
         if len(items) % 2:
             raise ValueError("a key without a value")
-        into = self.stack[-1]
-        if isinstance(into, OpaqueObject):
-            if into.items is None:
-                into.items = {}
-            into = into.items
-        if not isinstance(into, dict):
-            raise ValueError(f"it sets items of {type(into).__name__}; expected a dict")
+        target = self.stack[-1]
+        if isinstance(target, OpaqueObject):
+            if target.items is None:
+                target.items = {}
+            target = target.items
+        if not isinstance(target, dict):
+            raise ValueError(f"it sets items of {type(target).__name__}; expected a dict")
         keys = items[::2]
-        self._require_keys(into, keys)
-        update = dict.update if type(into) is Counter else type(into).update  # That of a Counter would add.
-        update(into, zip(keys, items[1::2], strict=True))
+        self._require_keys(target, keys)
+        update = dict.update if type(target) is Counter else type(target).update  # Counter.update would add counts.
+        update(target, zip(keys, items[1::2], strict=True))
 
     def additems(self) -> None:
         items = self.marked()
-        into = self.stack[-1]
-        if type(into) is not set:
-            raise ValueError(f"it adds to {type(into).__name__}; expected a set")
-        self._require_keys(into, items)
-        into.update(items)
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise ValueError(f"it adds to {type(target).__name__}; expected a set")
+        self._require_keys(target, items)
+        target.update(items)
 
     def empty_set(self) -> None:
-        self._spend(256)
+        self._charge(256)
         self.push_container(set())
 
     def make_frozenset(self) -> None:
         items = self.marked()
-        self._spend(256)
+        self._charge(256)
         self._require_keys(items, items)
         self.push_container(frozenset(items))
 
-    def _require_keys(self, into: object, keys: list[object]) -> None:
-        """Refuse keys that take long to hash, or that were made to have one hash."""
+    def _require_keys(self, container: object, keys: list[object]) -> None:
+        """Refuse keys that take long to hash, or that are chosen to have one hash."""
         for key in require_keys(keys):
             kind = type(key)
             if kind in _WELL_HASHED or (kind is int and -_SMALL < key < _SMALL):
                 continue
-            if id(into) not in self._hashes:
-                self._spend(512)
-                self._hashes[id(into)] = (into, {})
-            _, counts = self._hashes[id(into)]
+            if id(container) not in self._hashes:
+                self._charge(512)
+                self._hashes[id(container)] = (container, {})  # A reference, so that the id stays its own.
+            _, counts = self._hashes[id(container)]
             seen = counts[hash(key)] = counts.get(hash(key), 0) + 1
             if seen > _SAME_HASH_MAX:
                 raise ValueError(f"over {_SAME_HASH_MAX} keys with one hash in one container")
 
-    # -- what would be code elsewhere
+    # -- globals and calls, which another reader would import and execute
 
-    def global_(self) -> None:
+    def global_name(self) -> None:
         module, name = self.line().decode("utf-8"), self.line().decode("utf-8")
         self.push(resolved(module, name, self._also))
 
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a global whose name is no text")
+            raise ValueError("a global whose name is not text")
         self.push(resolved(module, name, self._also))
 
     def extension(self) -> None:
-        raise UnsupportedPickle("a class by its number in the registry of another program; save it as plain values")
+        raise UnsupportedPickle("a class by its number in another program's registry; save it as plain values")
 
     def out_of_band(self) -> None:
-        raise UnsupportedPickle("a buffer kept outside the pickle; save it without buffer_callback")
+        raise UnsupportedPickle("a buffer stored outside the pickle; save it without buffer_callback")
 
-    def persid(self) -> None:
-        self.push(self._persisted(self.line().decode("ascii")))
-
-    def binpersid(self) -> None:
-        self.push(self._persisted(self.stack.pop()))
-
-    def _persisted(self, identifier: object) -> object:
+    def push_persistent(self, identifier: object) -> None:
         if self._persistent is None:
-            raise UnsupportedPickle("a tensor or another object kept outside the pickle; expected values alone")
-        return self._persistent(identifier)
+            raise UnsupportedPickle("a tensor or another object stored outside the pickle; expected values only")
+        self.push(self._persistent(identifier))
 
     def inst(self) -> None:
         arguments = tuple(self.marked())
-        self.global_()
+        self.global_name()
         self.push(self._called(self.stack.pop(), arguments))
 
     def obj(self) -> None:
@@ -223,103 +209,109 @@ class _Machine(PickleStack):
     def newobj_ex(self) -> None:
         keywords = self.stack.pop()
         if type(keywords) is not dict:
-            raise ValueError("keywords of a call that are no dict")
+            raise ValueError("the keywords of a call are not a dict")
         self.reduce()
-        made = self.stack[-1]
-        if keywords and not isinstance(made, OpaqueObject):
-            raise ValueError("a plain value made with keywords")
-        if isinstance(made, OpaqueObject):
-            made.state = keywords or None
+        result = self.stack[-1]
+        if keywords and not isinstance(result, OpaqueObject):
+            raise ValueError("keywords in the call of a plain value")
+        if isinstance(result, OpaqueObject):
+            result.state = keywords or None
 
     def _called(self, function: object, arguments: object) -> object:
-        """Return what stands for the result of a call."""
+        """Return the substitute for the result of a call."""
         if not isinstance(function, GlobalName) or type(arguments) is not tuple:
             raise ValueError(f"it calls {type(function).__name__} with {type(arguments).__name__}")
         self.count_container()
         call = KNOWN_CALLS.get(function.qualname)
         if call is not None:
-            made = call(arguments, self._spend)
+            result = call(arguments, self._charge)
         elif function.qualname == "copyreg._reconstructor":
-            made = self._reconstructed(arguments)
+            result = self._reconstructed(arguments)
         else:
-            made = OpaqueObject(function.qualname, arguments)
-        if isinstance(made, OpaqueObject):
-            self.instances.append(made)
-        return made
+            result = OpaqueObject(function.qualname, arguments)
+        if isinstance(result, OpaqueObject):
+            self.objects.append(result)
+        return result
 
     def _reconstructed(self, arguments: tuple[object, ...]) -> OpaqueObject:
-        """Stand in for the function by which protocols 0 and 1 make objects."""
+        """Substitute the function with which protocols 0 and 1 make objects."""
         if len(arguments) != 3 or not isinstance(arguments[0], GlobalName):
             raise ValueError("an object without class, base and state")
-        made = OpaqueObject(arguments[0].qualname)
+        result = OpaqueObject(arguments[0].qualname)
         if type(arguments[2]) is list or type(arguments[2]) is dict:
-            self._spend(64 * len(arguments[2]))
-            made.items = arguments[2].copy()
+            self._charge(64 * len(arguments[2]))
+            result.items = arguments[2].copy()
         elif arguments[2] is not None:
-            made.args = (arguments[2],)
-        return made
+            result.args = (arguments[2],)
+        return result
 
     def build(self) -> None:
         state = self.stack.pop()
-        made = self.stack[-1]
-        if isinstance(made, DTypeInPickle):
-            made.build(state)
-        elif isinstance(made, np.ndarray):
-            fill(made, state, self._spend)
-        elif isinstance(made, OpaqueObject):
-            made.state = self._attributes(state, made.state)
-        elif not isinstance(made, OrderedDict | StoredTensor):
-            raise ValueError(f"it sets attributes of {type(made).__name__}")
+        target = self.stack[-1]
+        if isinstance(target, DTypeInPickle):
+            target.build(state)
+        elif isinstance(target, np.ndarray):
+            fill(target, state, self._charge)
+        elif isinstance(target, OpaqueObject):
+            target.state = self._attributes(state, target.state)
+        elif not isinstance(target, OrderedDict | StoredTensor):
+            raise ValueError(f"it sets attributes of {type(target).__name__}")
 
     def _attributes(self, state: object, present: object) -> object:
-        """Return attributes by name where they are given so: a dict, or one and another for slots."""
+        """Return attributes by name if the state is a dict, or a pair of dicts (the second for slots)."""
         parts = state if type(state) is tuple and len(state) == 2 else (state,)
-        named = [each for each in parts if type(each) is dict]
+        named = [part for part in parts if type(part) is dict]
         if len(named) + parts.count(None) != len(parts) or not named:
             return state
         if present is None and len(named) == 1:
             return named[0]
         merged: dict[object, object] = {}
-        for each in (*([present] if type(present) is dict else ()), *named):
-            self._spend(128 * len(each))
-            merged |= each
+        for attributes in (*([present] if type(present) is dict else ()), *named):
+            self._charge(128 * len(attributes))
+            merged |= attributes
         return merged
 
 
 _SMALL = 1 << 60
-"""Integers below it are their own hash."""
+"""Integers below this limit are their own hash, so distinct ones never collide."""
 
 _WELL_HASHED = frozenset({str, bytes, OpaqueObject, bool, type(None)})
-"""Types of which nobody chooses values that have one hash."""
+"""Types whose hash an attacker cannot choose: it is random, or that of an identity, or there are two values."""
 
-_Operation = Callable[[_Machine], None]
+_Operation = Callable[[_Machine], object]
 
 
 def _operations() -> list[_Operation | None]:
-    """Return what each code of protocols 0 to 5 does, but STOP."""
+    """Return the operation of each opcode of protocols 0 to 5, except STOP."""
     machine = _Machine
     named: dict[bytes, _Operation] = {
-        b"(": machine.mark, b"0": machine.pop, b"1": machine.pop_mark, b"2": machine.dup,
-        b"F": machine.double_text, b"I": machine.integer_text, b"L": machine.long_text, b"J": machine.signed,
+        b"(": machine.mark, b"0": machine.pop, b"1": machine.marked, b"2": lambda m: m.push(m.stack[-1]),
+        b"F": lambda m: m.push(float(m.line().decode("ascii"))), b"I": machine.integer_text,
+        b"L": lambda m: m.push(decimal(m.line().removesuffix(b"L"))), b"J": machine.signed,
         b"K": machine.byte, b"M": lambda m: m.stack.append(m.number(2)), b"G": machine.double,
         b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4),
         b"N": lambda m: m.stack.append(None), b")": lambda m: m.stack.append(()),
         b"\x88": lambda m: m.stack.append(True), b"\x89": lambda m: m.stack.append(False),
         b"]": lambda m: m.push_container([]), b"}": lambda m: m.push_container({}), b"\x8f": machine.empty_set,
-        b"P": machine.persid, b"Q": machine.binpersid, b"R": machine.reduce, b"b": machine.build,
+        b"P": lambda m: m.push_persistent(m.line().decode("ascii")), b"Q": lambda m: m.push_persistent(m.stack.pop()),
+        b"R": machine.reduce, b"b": machine.build,
         b"S": machine.string_text, b"T": lambda m: m.push_string(4), b"U": lambda m: m.push_string(1),
-        b"V": machine.unicode_text, b"X": lambda m: m.push_unicode(4), b"\x8c": lambda m: m.push_unicode(1),
-        b"\x8d": lambda m: m.push_unicode(8), b"B": lambda m: m.push_bytes(4), b"C": lambda m: m.push_bytes(1),
-        b"\x8e": lambda m: m.push_bytes(8), b"\x96": machine.push_bytearray,
-        b"a": machine.append, b"e": machine.appends, b"s": machine.setitem, b"u": machine.setitems,
+        b"V": lambda m: m.push(m.line().decode("raw-unicode-escape")), b"X": lambda m: m.push_unicode(4),
+        b"\x8c": lambda m: m.push_unicode(1),
+        b"\x8d": lambda m: m.push_unicode(8), b"B": lambda m: m.push(m.take(m.number(4))),
+        b"C": lambda m: m.push(m.take(m.number(1))), b"\x8e": lambda m: m.push(m.take(m.number(8))),
+        b"\x96": lambda m: m.push(bytearray(m.take(m.number(8)))),
+        b"a": lambda m: m.extend([m.stack.pop()]), b"e": lambda m: m.extend(m.marked()), b"s": machine.setitem,
+        b"u": lambda m: m.update(m.marked()),
         b"d": machine.make_dict, b"l": lambda m: m.push_container(m.marked()),
         b"t": lambda m: m.push_container(tuple(m.marked())),
         b"\x85": lambda m: m.push_tuple(1), b"\x86": lambda m: m.push_tuple(2), b"\x87": lambda m: m.push_tuple(3),
         b"\x90": machine.additems, b"\x91": machine.make_frozenset,
-        b"c": machine.global_, b"\x93": machine.stack_global, b"i": machine.inst, b"o": machine.obj,
+        b"c": machine.global_name, b"\x93": machine.stack_global, b"i": machine.inst, b"o": machine.obj,
         b"\x81": machine.reduce, b"\x92": machine.newobj_ex,
-        b"g": machine.get, b"h": machine.short_get, b"j": lambda m: m.recall(m.number(4)),
-        b"p": machine.put, b"q": machine.short_put, b"r": lambda m: m.remember(m.number(4)), b"\x94": machine.memoize,
+        b"g": lambda m: m.recall(decimal(m.line())), b"h": machine.short_get, b"j": lambda m: m.recall(m.number(4)),
+        b"p": lambda m: m.remember(decimal(m.line())), b"q": machine.short_put,
+        b"r": lambda m: m.remember(m.number(4)), b"\x94": machine.memoize,
         b"\x80": machine.proto, b"\x95": machine.frame,
         b"\x82": machine.extension, b"\x83": machine.extension, b"\x84": machine.extension,
         b"\x97": machine.out_of_band, b"\x98": machine.out_of_band,

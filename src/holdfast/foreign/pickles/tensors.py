@@ -1,4 +1,4 @@
-"""A tensor of torch where it lies in a file: a view of a storage, not read."""
+"""References to torch tensors in a file: views of storages, whose bytes are not read."""
 
 from __future__ import annotations
 
@@ -6,39 +6,34 @@ import math
 from typing import TypeGuard
 
 from holdfast.foreign.pickles.objects import UnsupportedPickle
+from holdfast.foreign.typed_values import COUNT_MAX, DIMENSIONS_MAX
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.value_class import value_class
-
-DIMENSIONS_MAX = 64
-"""What torch allows."""
-
-_NUMBER_MAX = 1 << 62
-"""Above every count of elements or bytes that a file can hold."""
 
 
 @value_class
 class StoredStorage:
-    """Memory that tensors are views of, as it lies in a file."""
+    """The memory of one or several tensors, in a file."""
 
     file: str
     """Key of the file."""
 
     offset: int
-    """Byte of the file where it starts."""
+    """First byte in the file."""
 
     bytes: int
-    """Its size."""
+    """Size in bytes."""
 
     key: str
-    """What the file calls it; the same for every tensor that lies in it."""
+    """Name of the storage in the file."""
 
     dtype: str
-    """Element type, a key of `DTYPES`; empty where it is without one and every tensor tells its own."""
+    """Element type, a key of `DTYPES`; empty if it is untyped and each tensor states its own."""
 
 
 @value_class
 class StoredTensor:
-    """A tensor where it lies in a file. What autograd knew of it is left out."""
+    """A tensor in a file, without its autograd state."""
 
     dtype: str
     """Element type, a key of `DTYPES`."""
@@ -47,23 +42,23 @@ class StoredTensor:
     """Elements along each dimension."""
 
     strides: tuple[int, ...]
-    """Elements of the storage from one to the next along each dimension; 0 where it is expanded."""
+    """Elements of the storage between neighbours along each dimension; 0 for an expanded dimension."""
 
     file: str
     """Key of the file."""
 
     offset: int
-    """Byte of the file where its first element lies."""
+    """Byte of the file at which its first element is stored."""
 
     storage: str
-    """Key of its storage in the file: tensors of one storage share memory."""
+    """Name of its storage. Tensors of one storage share memory."""
 
     storage_offset: int
-    """Elements of the storage before the first of the tensor."""
+    """Elements of the storage before the first element of the tensor."""
 
     @property
     def numel(self) -> int:
-        """Count of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -73,7 +68,7 @@ class StoredTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements follow one another in row-major order, without gaps."""
+        """Whether its elements are stored in row-major order without gaps."""
         if 0 in self.shape:
             return True
         return all(
@@ -92,21 +87,21 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def view_of(storage: object, offset: object, shape: object, strides: object, dtype: str | None = None) -> StoredTensor:
-    """Return a tensor that is a view of a storage, as a pickle states it.
+    """Return a tensor that is a view of a storage, from the arguments in a pickle.
 
     Args:
-        storage: What it lies in.
-        offset: Elements of the storage before its first.
+        storage: The storage.
+        offset: Elements of the storage before the first element.
         shape, strides: In elements, one per dimension.
-        dtype: Its element type, where the storage does not tell.
+        dtype: Element type, if the storage states none.
     Raises:
-        ValueError: It is no view, or reaches beyond the storage.
-        Refusal: Its element type is not stored.
+        ValueError: The arguments are not those of a view, or the view reaches beyond the storage.
+        UnsupportedPickle: Holdfast does not store the element type.
     """
     if not isinstance(storage, StoredStorage):
         raise ValueError(f"a tensor over {type(storage).__name__}; expected a storage")
     if not _is_count(offset) or not _are_counts(shape) or not _are_counts(strides):
-        raise ValueError("a tensor whose offset, shape or strides are no counts")
+        raise ValueError("a tensor whose offset, shape or strides are not counts")
     if len(shape) != len(strides) or len(shape) > DIMENSIONS_MAX:
         raise ValueError(f"a tensor of {len(shape)} lengths and {len(strides)} strides; expected at most 64 of each")
     name = dtype or storage.dtype
@@ -115,9 +110,9 @@ def view_of(storage: object, offset: object, shape: object, strides: object, dty
     itemsize = DTYPES[name].itemsize
     last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     reach = 0 if 0 in shape else last + 1
-    if math.prod(shape) >= _NUMBER_MAX or reach * itemsize > storage.bytes:
+    if math.prod(shape) >= COUNT_MAX or reach * itemsize > storage.bytes:
         raise ValueError(
-            f"a tensor of {name} {list(shape)} with strides {list(strides)} from element {offset} on; "
+            f"a tensor of {name} {list(shape)} with strides {list(strides)} from element {offset}; "
             f"its storage {storage.key!r} has {storage.bytes} bytes"
         )
     at = storage.offset + (offset * itemsize if reach else 0)
@@ -125,7 +120,7 @@ def view_of(storage: object, offset: object, shape: object, strides: object, dty
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < _NUMBER_MAX
+    return type(value) is int and 0 <= value < COUNT_MAX
 
 
 def _are_counts(value: object) -> TypeGuard[tuple[int, ...]]:

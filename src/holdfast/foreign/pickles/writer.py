@@ -1,7 +1,7 @@
-"""Pickles written without the library of that name: protocol 2, for a closed set of types, as torch.save writes them.
+"""Writes pickles of protocol 2 for a closed set of types, as torch.save writes them.
 
-What a pickle has another program import and call is stated by `GlobalName` and `Made`, and only by them; nothing is
-looked up or run here.
+The standard library's pickler calls methods of the values. This writer looks nothing up and executes nothing: only
+`GlobalName` and `Made` state what the reader imports and calls.
 """
 
 from __future__ import annotations
@@ -21,65 +21,69 @@ from holdfast.errors import InvalidError
 from holdfast.foreign.pickles.objects import GlobalName
 
 DEPTH_MAX = 250
-"""Levels of nesting; whoever reads such a pickle may do it by recursion."""
+"""Largest depth. Readers may use recursion."""
 
 _BATCH = 1000
-"""Items that are set or appended at once: a reader holds them on its stack."""
+"""Items that are set or appended at once. A reader holds them on its stack."""
 
 _PYTHON_2 = {"builtins": "__builtin__"}
-"""Names of modules that protocol 2 has from Python 2; every reader knows them."""
+"""Modules that protocol 2 names as in Python 2. Every reader knows these names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """An object that the reader makes."""
+    """An object that the reader makes by a call."""
 
     function: GlobalName
-    """What it calls; with `new`, the class it makes an object of without calling it."""
+    """The function; with `new`, the class of an object that is made without a call."""
 
     args: tuple[object, ...] = ()
-    """What it calls it with."""
+    """Arguments of the call."""
 
     state: object = None
-    """Given to what was made: its attributes by name, or what its `__setstate__` takes; None for nothing."""
+    """Attributes of the object by name, or the argument of its `__setstate__`; None for neither."""
 
     items: Iterable[tuple[object, object]] = ()
-    """Set in what was made, which is a dict then."""
+    """Items of the object, if it is a dict."""
 
     new: bool = False
-    """Whether the object is made as `copy` makes one."""
+    """Whether the object is made by `cls.__new__`, without a call."""
 
     shared: bool = False
-    """Whether this very value stands in several places, and is one object in each."""
+    """Whether the value occurs in several places and is the same object in each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """A dict by its items, which may be made while they are written."""
+    """A dict by its items, which may be generated while they are written."""
 
     items: Iterable[tuple[object, object]]
-    """Its items; no key stands twice."""
+    """Its items; no key is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class PersistentId:
-    """What stands for an object outside the pickle, which its reader is told how to find."""
+    """A reference to an object outside the pickle."""
 
     content: tuple[object, ...]
-    """What tells."""
+    """The identifier that the reader resolves."""
 
 
 StandIn = Callable[[object], object]
-"""Called for a value of a type that no pickle of ours holds; returns what is written in its place.
+"""Called for a value of any other type; returns the value that is written instead.
 
-Raises `TypeError` where it knows none."""
+Raises `TypeError` if there is none."""
 
 
 def pickled(value: object, stand_in: StandIn | None = None) -> bytes:
-    """Return a pickle of a value: plain values, numpy arrays, dates, paths, and the nouns above.
+    """Return the pickle of a value.
 
+    Args:
+        value: Plain values, numpy arrays, dates, paths, and instances of the classes above, nested.
+        stand_in: Returns the substitute for a value of another type.
     Raises:
-        InvalidError: A value is of another type, or nested too deep.
+        InvalidError: The value is nested too deep.
+        TypeError: A value is of another type, and there is no `stand_in`.
     """
     pickler = _Pickler(stand_in)
     pickler.write(value, 0)
@@ -87,7 +91,7 @@ def pickled(value: object, stand_in: StandIn | None = None) -> bytes:
 
 
 class _Pickler:
-    """One pickle: what is written of it, and what stands in its memo."""
+    """The bytes of one pickle, and its memo."""
 
     def __init__(self, stand_in: StandIn | None) -> None:
         self.out = bytearray()
@@ -96,7 +100,7 @@ class _Pickler:
         self._kept: list[Made] = []
 
     def write(self, value: object, depth: int) -> None:
-        """Write what pushes a value on the reader's stack."""
+        """Write opcodes that push a value on the reader's stack."""
         if depth > DEPTH_MAX:
             raise InvalidError(f"a value nests deeper than {DEPTH_MAX} levels; flatten it, or leave it out")
         write = _WRITERS.get(type(value))
@@ -136,13 +140,13 @@ class _Pickler:
     def put_tuple(self, value: tuple[object, ...], depth: int) -> None:
         if len(value) > 3:
             self.out += b"("
-        for each in value:
-            self.write(each, depth + 1)
+        for item in value:
+            self.write(item, depth + 1)
         self.out += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
 
     def put_list(self, value: list[object], depth: int) -> None:
         self.out += b"]"
-        self._filled(((each,) for each in value), b"e", depth)
+        self._filled(((item,) for item in value), b"e", depth)
 
     def put_dict(self, value: dict[object, object], depth: int) -> None:
         self.out += b"}"
@@ -169,7 +173,7 @@ class _Pickler:
         self.put_tuple(value.args, depth + 1)
         self.out += b"\x81" if value.new else b"R"
         if value.shared:
-            self._kept.append(value)  # While it is kept, no other value has its identity.
+            self._kept.append(value)  # A reference, so that no other value gets its id.
             self._remember(id(value), Made)
         self._filled(value.items, b"u", depth)
         if value.state is not None:
@@ -180,12 +184,12 @@ class _Pickler:
         rest = iter(entries)
         while batch := list(islice(rest, _BATCH)):
             self.out += b"("
-            for each in chain.from_iterable(batch):
-                self.write(each, depth + 1)
+            for part in chain.from_iterable(batch):
+                self.write(part, depth + 1)
             self.out += code
 
     def _recall(self, key: object, kind: type | None = None) -> bool:
-        """Push what is in the memo already, or return that it is not."""
+        """Push a value from the memo; return False if it is not there."""
         at = self._known.get((kind or type(key), key))
         if at is None:
             return False
@@ -203,14 +207,14 @@ def _called(qualname: str, *args: object) -> Made:
 
 
 def _reduced(value: Any) -> Made:
-    """Return what numpy, dates and paths themselves say they are made of."""
+    """Return the call that numpy, dates and paths state for themselves."""
     function, args, *rest = value.__reduce_ex__(2)
     module = "pathlib" if isinstance(value, pathlib.PurePath) else function.__module__
     return Made(GlobalName(f"{module}.{function.__qualname__}"), args, rest[0] if rest else None)
 
 
 def _ordered(value: OrderedDict[object, object]) -> Made:
-    """Return an ordered dict; a module's state dict keeps the versions it carries."""
+    """Return the call for an ordered dict. The attributes of a module's state dict (its versions) are kept."""
     return Made(GlobalName("collections.OrderedDict"), (), vars(value) or None, value.items())
 
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.foreign.pickles.reader import OpaqueObject, unpickled
+from holdfast.foreign.pickles.objects import OpaqueObject
+from holdfast.foreign.pickles.reader import unpickled
 from tests.unit.foreign.plain_values import types_in, values
 
 PROTOCOLS = range(6)
