@@ -201,7 +201,7 @@ def test_what_safetensors_cannot_hold_is_refused_and_nothing_is_left(tmp_path: P
 
 def test_a_state_without_a_model_is_refused_unless_everything_is_asked_for(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "saved", trained_state(), only="optimizer*", process_group=False)
-    with pytest.raises(InvalidError, match="the state has no model: its tensors lie under optimizer"):
+    with pytest.raises(InvalidError, match="the state has no model: its tensors are under optimizer"):
         exported(tmp_path / "saved", tmp_path / "out")
     exported(tmp_path / "saved", tmp_path / "out", ExportOptions(model_only=False))
     assert set(loaded(tmp_path / "out", "optimizer")) == set(api.open_checkpoint(tmp_path / "saved").tensors)

@@ -1,4 +1,4 @@
-"""A file to be written, laid out from its first byte to its last."""
+"""Describes the bytes of a file before any tensor is read: literal bytes, tensors, checksums."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from holdfast.types.export import Checksum, ExportFile, ExportTensor
 
 @value_class
 class TensorLeaf:
-    """Stands in a state to be written for a tensor that is stored."""
+    """Replaces a stored tensor in a state that is exported."""
 
     fqn: str
     """The stored tensor."""
 
     dtype: str
-    """What its elements are cast to."""
+    """Element type in the file."""
 
     shape: tuple[int, ...]
     """Elements along each dimension."""
 
 
 class FileLayout:
-    """What a file is made of, as far as it is laid out."""
+    """The layout of a file, built from its first byte to its last."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start an empty file."""
         self.at = 0
         """Bytes laid out so far."""
         self._literals: list[tuple[int, bytearray | bytes]] = []
@@ -33,7 +33,7 @@ class FileLayout:
         self._checksums: list[Checksum] = []
 
     def put(self, data: bytes) -> None:
-        """Lay out bytes that are known."""
+        """Append literal bytes."""
         start, last = self._literals[-1] if self._literals else (0, b"")
         if not isinstance(last, bytearray) or start + len(last) != self.at:
             last = bytearray()
@@ -42,47 +42,48 @@ class FileLayout:
         self.at += len(data)
 
     def put_file(self, file: ExportFile, fqn: str) -> None:
-        """Lay out what makes up another file, of which nothing is copied.
+        """Append the layout of another file, without copying bytes.
 
         Args:
             file: A file without a name.
-            fqn: The tensor that stands in it, in place of the one that it was laid out for.
+            fqn: The tensor that replaces the tensor of that file.
         """
         self._literals += [(self.at + at, data) for at, data in file.literals]
-        self._tensors += [ExportTensor(fqn, each.dtype, each.box, self.at + each.offset) for each in file.tensors]
-        for each in file.checksums:
-            self.put_sum(self.at + each.start, self.at + each.stop, tuple(self.at + at for at in each.at))
+        self._tensors += [ExportTensor(fqn, part.dtype, part.box, self.at + part.offset) for part in file.tensors]
+        for checksum in file.checksums:
+            places = tuple(self.at + at for at in checksum.at)
+            self.put_sum(self.at + checksum.start, self.at + checksum.stop, places)
         self.at += file.bytes
 
     def put_tensor(self, leaf: TensorLeaf) -> None:
-        """Lay out the elements of a tensor."""
+        """Append the elements of a tensor."""
         tensor = ExportTensor(leaf.fqn, leaf.dtype, Box.whole(leaf.shape), self.at)
         if tensor.bytes:
             self._tensors.append(tensor)
         self.at += tensor.bytes
 
     def skip_to_multiple(self, count: int) -> None:
-        """Leave zeros up to the next multiple of a count of bytes."""
+        """Append zeros up to the next multiple of a number of bytes."""
         self.at += -self.at % count
 
     def put_sum(self, start: int, stop: int, at: tuple[int, ...]) -> None:
-        """Have the CRC-32 of a run stand at places that hold zeros so far."""
+        """Store the CRC-32 of bytes `[start, stop)` at places that are zero so far."""
         self._checksums.append(Checksum(start, stop, at))
 
     def file(self, name: str) -> ExportFile:
-        """Return the file under a name."""
+        """Return the finished layout."""
         return ExportFile(
             name=name,
             bytes=self.at,
             literals=tuple((at, bytes(data)) for at, data in self._literals),
             tensors=tuple(self._tensors),
-            checksums=tuple(sorted(self._checksums, key=lambda each: each.start)),
+            checksums=tuple(sorted(self._checksums, key=lambda checksum: checksum.start)),
         )
 
 
 @value_class
 class SmallTensor:
-    """Stands in a state to be written for a tensor whose elements are known already."""
+    """A small tensor in a state that is exported, with its elements."""
 
     dtype: str
     """Element type, a key of `DTYPES`."""
@@ -91,4 +92,4 @@ class SmallTensor:
     """Elements along each dimension."""
 
     data: bytes
-    """Its elements in row-major order."""
+    """Elements in row-major order."""

@@ -1,36 +1,36 @@
-"""What of a training state is its model, and the names its tensors have where there is nothing but the model."""
+"""Decides which part of a training state is the model, and the names of its tensors in a model-only file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.types.export import ExportContent
 from holdfast.types.values import Group
 
 _MODEL = "model"
 
 Part = Callable[[str], str | None]
-"""Takes a name of the content to the one it has in a part of it; None: it does not belong there."""
+"""Maps a name of the content to its name in a part of it; None if it is not in the part."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartNames:
-    """A part of what is exported, by the names it has there."""
+    """The tensors of a part of an export, by their names in that part."""
 
     names: Mapping[str, str]
-    """By stored FQN, the name under which a tensor is written: its own, in the order of the content, or, of one that
-    is stored outside the part, the first of those it is tied to within."""
+    """Name in the part by stored FQN, in the order of the content. If the stored name is outside the part, it is the
+    first tied name inside."""
 
     aliases: Mapping[str, str]
-    """Every further name, to the one that is written."""
+    """Each further name in the part, to the name in `names`."""
 
 
 def part_names(content: ExportContent, part: Part) -> PartNames:
-    """Return the names of a part: every name of the content that belongs there, stored or tied, and no other."""
-    own = ((fqn, part(fqn)) for fqn in content.tensors)
-    names = {fqn: name for fqn, name in own if name is not None}
+    """Return all names of a part, stored and tied."""
+    stored = ((fqn, part(fqn)) for fqn in content.tensors)
+    names = {fqn: name for fqn, name in stored if name is not None}
     aliases = {}
     for alias, fqn in content.aliases.items():
         name = part(alias)
@@ -41,34 +41,34 @@ def part_names(content: ExportContent, part: Part) -> PartNames:
 
 @dataclass(frozen=True, slots=True)
 class ModelNames(PartNames):
-    """The model, by the names it has where there is nothing else."""
+    """The tensors of the model, by their names in a model-only file."""
 
     key: str
-    """Key of the state under which it stood, and which is taken off; empty where there is none."""
+    """Key of the model in the state, which is removed from its names; empty if there is none."""
 
     part: Part
-    """What belongs to it."""
+    """Maps a name of the content to its name in the model."""
 
 
 def model_names(content: ExportContent) -> ModelNames:
-    """Return the model, by its names.
+    """Return the names of the model.
 
-    The model is what the state has under the key `model`; without that its one module. The key is taken off. Of several
-    modules each keeps its key. In a state without modules, as of a bare state dict, it is everything that is not an
-    optimizer's, under the names as they are, also if some begin with `model.`.
+    The model is the value under the key `model`, or else the only module; the key is removed from its names. If there
+    are several modules, each keeps its key. In a state without modules, e.g. a bare state dict, the model is everything
+    outside optimizers, and names stay as they are, even those that begin with `model.`.
 
     Raises:
         InvalidError: The state has no model.
     """
     key, part = _model_part(content.tree)
-    found = part_names(content, part)
-    if not found.names:
-        keys = sorted({fqn.partition(".")[0] for fqn in content.tensors})
+    model = part_names(content, part)
+    if not model.names:
+        keys = first_three(sorted({fqn.partition(".")[0] for fqn in content.tensors}))
         raise InvalidError(
-            f"the state has no model: its tensors lie under {', '.join(keys)[:300] or 'nothing'}; expected `model` or "
-            "another module. Export it with the optimizer, or to holdfast"
+            f"the state has no model: its tensors are under {keys or 'no key'}; expected `model` or another module. "
+            "Export it with the optimizer, or to holdfast"
         )
-    return ModelNames(found.names, found.aliases, key, part)
+    return ModelNames(model.names, model.aliases, key, part)
 
 
 def model_names_if_any(content: ExportContent) -> ModelNames | None:
@@ -80,7 +80,7 @@ def model_names_if_any(content: ExportContent) -> ModelNames | None:
 
 
 def _model_part(tree: Group) -> tuple[str, Part]:
-    """Return the key that is taken off the model's names, and which those are."""
+    """Return the key that is removed from the model's names, and the mapping of names."""
     groups = {key: value.kind for key, value in tree.items.items() if isinstance(value, Group)}
     modules = [key for key, kind in groups.items() if kind == "module"]
     optimizers = tuple(f"{key}." for key, kind in groups.items() if kind == "optimizer")
@@ -96,8 +96,8 @@ def _model_part(tree: Group) -> tuple[str, Part]:
 
 
 def exported_dtype(stored: str, dtype: str | None) -> str:
-    """Return what a tensor of the model is cast to: float16, bfloat16, float32 and float64 as asked, others stay.
+    """Return the element type of a model tensor in the export: `dtype` for floats of 16 to 64 bits, else unchanged.
 
-    Complex numbers have no such type; float8 weights mean nothing without the scales that stand beside them.
+    Complex tensors have no counterpart, and float8 weights are meaningless without the scales that are stored beside.
     """
     return dtype if dtype is not None and stored in ("float16", "bfloat16", "float32", "float64") else stored

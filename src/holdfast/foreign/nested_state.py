@@ -1,4 +1,4 @@
-"""A checkpoint as the nested dict that `torch.save` or `torch.distributed.checkpoint` would have been given."""
+"""Rebuilds the nested dict that a caller would pass to `torch.save` or `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.foreign.model_names import exported_dtype, model_names, model_names_if_any
 from holdfast.foreign.values import below
@@ -23,45 +23,45 @@ _ABSENT = object()
 
 
 def model_state(content: ExportContent, options: ExportOptions) -> tuple[str, State]:
-    """Return the model alone, as its `state_dict()` is, and the key under which it stood; empty where there is none.
+    """Return the key of the model in the state (empty if none), and the model as its `state_dict()` returns it.
 
     Raises:
         InvalidError: The state has no model.
     """
     model = model_names(content)
-    building = _Building(content, options.dtype, model.names)
-    state: State = {name: building.leaf(fqn) for fqn, name in model.names.items()}
+    builder = _StateBuilder(content, options.dtype, model.names)
+    state: State = {name: builder.leaf(fqn) for fqn, name in model.names.items()}
     for alias, name in model.aliases.items():
         state.setdefault(alias, state[name])
     for key, group in content.tree.items.items():
         if isinstance(group, Group) and group.kind == "module" and model.key in ("", key):
-            for name, value in building.values(group.items, key).items():
+            for name, value in builder.values(group.items, key).items():
                 state[name if model.key else below(key, name)] = value
-    building.tell()
+    builder.log_left_out()
     return model.key, state
 
 
 def nested_state(content: ExportContent, options: ExportOptions, *, flat_optimizers: bool) -> State:
-    """Return everything: modules and optimizers as their state dicts, and all else as it was nested.
+    """Return the whole state: modules and optimizers as their state dicts, all other values with their nesting.
 
     Args:
-        content: What the checkpoint holds.
-        options: What the caller chose.
-        flat_optimizers: Whether an optimizer has `state.<fqn>.<key>` and `param_groups.<fqn>.<key>` by themselves, as
-            `torch.distributed.checkpoint.state_dict` gives it flattened, and not as nested dicts.
+        content: The content of the checkpoint.
+        options: The options of the export.
+        flat_optimizers: Whether optimizers have flat keys, `state.<fqn>.<key>` and `param_groups.<fqn>.<key>`, as
+            `torch.distributed.checkpoint.state_dict` returns them on request.
     """
     model = model_names_if_any(content)
-    building = _Building(content, options.dtype, model.names if model else {})
-    state = building.state()
-    building.tell()
+    builder = _StateBuilder(content, options.dtype, model.names if model else {})
+    state = builder.state()
+    builder.log_left_out()
     if flat_optimizers:
-        for holder, key in building.optimizers:
+        for holder, key in builder.optimizers:
             holder[key] = _flat(holder[key])
     return state
 
 
-class _Building:
-    """A state on its way from names and a tree to nested dicts."""
+class _StateBuilder:
+    """Builds nested dicts from the names and the tree of a checkpoint."""
 
     def __init__(self, content: ExportContent, dtype: str | None, model: Mapping[str, str]) -> None:
         self._content, self._dtype, self._model = content, dtype, model
@@ -70,38 +70,36 @@ class _Building:
         self._places: dict[str, tuple[str, State]] = {}
         self._tied: dict[str, set[str]] = {}
         self.optimizers: list[tuple[State, str]] = []
-        """Where each optimizer stands: a dict, and the key in it."""
+        """The place of each optimizer: a dict, and the key in it."""
 
     def leaf(self, fqn: str) -> TensorLeaf:
-        """Return what stands for a stored tensor, or for the one that a name is tied to."""
+        """Return the leaf of a stored tensor, or of the tensor that a name is tied to."""
         spec = self._content.tensors[self._content.aliases.get(fqn, fqn)]
         dtype = exported_dtype(spec.dtype, self._dtype) if spec.fqn in self._model else spec.dtype
         return TensorLeaf(spec.fqn, dtype, spec.global_shape)
 
     def state(self) -> State:
-        """Return the whole."""
+        """Return the whole state."""
         root = self._group(self._content.tree, "")
         for fqn in (*self._content.tensors, *self._content.aliases):
             if fqn not in self._referred:
                 self._place(fqn)
         return root
 
-    def tell(self) -> None:
-        """Log what has no place in such a file."""
+    def log_left_out(self) -> None:
+        """Log the values that the file cannot hold."""
         if self._left_out:
             logger.warning(
-                "left out, as each rank keeps its own or it was not saved: %s%s",
-                ", ".join(self._left_out[:10]),
-                f" and {len(self._left_out) - 10} more" if len(self._left_out) > 10 else "",
+                "left out, because each rank has its own or it was not saved: %s", first_three(self._left_out)
             )
 
     def values(self, items: Mapping[Any, Value], path: str) -> dict[Any, object]:
-        """Return the values of a dict, without those that are not there."""
-        found = ((key, self.value(each, below(path, key))) for key, each in items.items())
-        return {key: each for key, each in found if each is not _ABSENT}
+        """Return the values of a dict, without those that are left out."""
+        values = ((key, self.value(item, below(path, key))) for key, item in items.items())
+        return {key: value for key, value in values if value is not _ABSENT}
 
     def value(self, value: Value, path: str) -> object:
-        """Return a value with what stands for tensors in it."""
+        """Return a value with leaves in place of tensors."""
         if isinstance(value, TensorRef):
             self._referred.add(value.fqn)
             return self.leaf(value.fqn)
@@ -114,8 +112,8 @@ class _Building:
         if isinstance(value, dict):
             return self._dict_like(value, path)
         if isinstance(value, list | tuple):
-            found = (self.value(each, f"{path}.{number}") for number, each in enumerate(value))
-            return type(value)(None if each is _ABSENT else each for each in found)
+            children = (self.value(item, f"{path}.{number}") for number, item in enumerate(value))
+            return type(value)(None if child is _ABSENT else child for child in children)
         return value
 
     def _dict_like(self, value: dict[Any, Value], path: str) -> object:
@@ -134,11 +132,11 @@ class _Building:
             return self._optimizer(group, path)
         state: State = {}
         self._places[path] = (group.kind, state)
-        for key, each in group.items.items():
-            found = self._child(each, below(path, key))
-            if found is not _ABSENT:
-                state[key] = found
-            if isinstance(each, Group) and each.kind == "optimizer":
+        for key, item in group.items.items():
+            child = self._child(item, below(path, key))
+            if child is not _ABSENT:
+                state[key] = child
+            if isinstance(item, Group) and item.kind == "optimizer":
                 self.optimizers.append((state, key))
         return state
 
@@ -148,7 +146,7 @@ class _Building:
         return self.value(value.items.get("state"), path) if value.kind == "stateful" else self._group(value, path)
 
     def _optimizer(self, group: Group, path: str) -> State:
-        """Return an optimizer's state dict by names; of tied parameters under one name, as torch has it."""
+        """Return an optimizer's state dict by names. Tied parameters have one name, as in torch."""
         hyperparameters: Any = group.items.get("hyperparameters", {})
         members: Any = group.items.get("param_groups", {})
         values: Any = group.items.get("state", {})
@@ -170,7 +168,7 @@ class _Building:
         return state
 
     def _place(self, fqn: str) -> None:
-        """Put a tensor into the innermost node that its name leads to."""
+        """Store a tensor in the innermost node whose path is a prefix of its name."""
         path, rest = next((path, rest) for path, rest in _splits(fqn) if path in self._places)
         kind, state = self._places[path]
         if kind == "optimizer" and rest.startswith("state."):
@@ -185,7 +183,7 @@ class _Building:
 
 
 def _splits(fqn: str) -> Iterator[tuple[str, str]]:
-    """Yield every way to take a name apart at a dot, from the longest first part to none."""
+    """Yield every split of a name at a dot, the longest prefix first, the empty prefix last."""
     at = len(fqn)
     while (at := fqn.rfind(".", 0, at)) >= 0:
         yield fqn[:at], fqn[at + 1 :]
@@ -193,7 +191,7 @@ def _splits(fqn: str) -> Iterator[tuple[str, str]]:
 
 
 def _tied_members(members: Mapping[str, object], aliases: Mapping[str, str]) -> set[str]:
-    """Return those parameters of an optimizer that are another one of it under a further name."""
+    """Return the parameters of an optimizer that are tied names of another parameter of it."""
     tied = set()
     for alias, fqn in aliases.items():
         for path, name in _splits(alias):

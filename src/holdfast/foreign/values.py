@@ -1,4 +1,4 @@
-"""What a pickle held besides tensors, as the closed set of values that a checkpoint keeps (docs/values.md)."""
+"""Converts unpickled values to the closed set of values that a checkpoint stores (docs/values.md)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value
 
 OnTensor = Callable[[str, StoredTensor], Value]
-"""Called with path and tensor for each tensor in a value; what it returns stands in its place."""
+"""Called with path and tensor for each tensor in a value; returns its replacement."""
 
 REMARKS_MAX = 100
-"""Values that are told of one by one where they are left out."""
+"""Largest number of remarks about values that are left out."""
 
 _PATH_CHARACTERS_MAX = 4096
-"""Of a container's dotted name, which the name of everything in it begins with."""
+"""Longest dotted name of a container: it is a prefix of the names of all values inside."""
 
 _LEAVES = (
     str, int, float, bool, type(None), complex, bytes, bytearray, datetime.datetime, datetime.date, datetime.time,
@@ -32,15 +32,15 @@ _KEYS = (str, int, float, bool, type(None))
 
 
 def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) -> Value:
-    """Return a value of a pickle as one that can be kept.
+    """Return an unpickled value as a value that a checkpoint can store.
 
-    An object of a class we do not have is left out: `Skipped` stands in its place, and a remark names path and class.
+    An object of an unknown class is left out: `Skipped` replaces it, and a remark names its path and class.
 
     Args:
-        value: What `unpickled` returned, or a part of it; so it is nested within reason.
-        path: Its dotted name.
-        on_tensor: Says what stands for a tensor.
-        remarks: Where it is told what was left out.
+        value: The value that `unpickled` returned, or a part of it, so its depth is bounded.
+        path: Dotted name of the value.
+        on_tensor: Returns the replacement of a tensor.
+        remarks: Receives a remark for each value that is left out.
     """
     if isinstance(value, StoredTensor):
         return on_tensor(path, value)
@@ -53,9 +53,9 @@ def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) 
     if isinstance(value, dict):
         return _dict(value, path, on_tensor, remarks)
     if isinstance(value, list):
-        return [to_value(each, f"{path}.{number}", on_tensor, remarks) for number, each in enumerate(value)]
+        return [to_value(item, f"{path}.{number}", on_tensor, remarks) for number, item in enumerate(value)]
     if isinstance(value, tuple):
-        return tuple([to_value(each, f"{path}.{number}", on_tensor, remarks) for number, each in enumerate(value)])
+        return tuple([to_value(item, f"{path}.{number}", on_tensor, remarks) for number, item in enumerate(value)])
     if isinstance(value, set | frozenset):
         return _set(value, path, remarks)
     if isinstance(value, _LEAVES):
@@ -64,10 +64,10 @@ def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) 
 
 
 def require_short(path: str) -> None:
-    """Refuse to name what is in a container whose own name is beyond reason.
+    """Refuse a container whose dotted name is too long.
 
     Raises:
-        InvalidError: It is; the message shows where it begins.
+        InvalidError: The message shows the start of the name.
     """
     if len(path) > _PATH_CHARACTERS_MAX:
         raise InvalidError(
@@ -77,70 +77,67 @@ def require_short(path: str) -> None:
 
 
 def below(path: str, key: object) -> str:
-    """Return the name of what stands under a key of a dict."""
+    """Return the dotted name of the value under a key of a dict."""
     name = key if isinstance(key, str) else repr(key)
     return f"{path}.{name}" if path else name
 
 
 def tensor_holders(value: object) -> set[int]:
-    """Return the identities of all containers in a value that lead to a tensor, objects left out set aside."""
+    """Return the `id` of every container in a value that contains a tensor. Opaque objects are not searched."""
     known: dict[int, bool] = {}
 
-    def leads(each: object) -> bool:
-        if not isinstance(each, dict | list | tuple):
-            return isinstance(each, StoredTensor)
-        if id(each) not in known:
-            items = each.values() if isinstance(each, dict) else each
-            found = [leads(item) for item in items]  # Of all, also behind the first: each is to be known.
-            known[id(each)] = any(found)
-        return known[id(each)]
+    def holds_tensor(part: object) -> bool:
+        if not isinstance(part, dict | list | tuple):
+            return isinstance(part, StoredTensor)
+        if id(part) not in known:
+            items = part.values() if isinstance(part, dict) else part
+            holds = [holds_tensor(item) for item in items]  # All of them: every container must be visited.
+            known[id(part)] = any(holds)
+        return known[id(part)]
 
-    leads(value)
-    return {identity for identity, does in known.items() if does}
+    holds_tensor(value)
+    return {identity for identity, is_holder in known.items() if is_holder}
 
 
 def _dict(value: dict[Any, object], path: str, on_tensor: OnTensor, remarks: list[str]) -> Value:
     kept: dict[Any, Value] = OrderedDict() if isinstance(value, OrderedDict) else {}
-    for key, each in value.items():
+    for key, item in value.items():
         if is_key(key):
-            kept[key] = to_value(each, below(path, key), on_tensor, remarks)
+            kept[key] = to_value(item, below(path, key), on_tensor, remarks)
         else:
             remark(remarks, f"{path}: an entry is left out: its key is a {type(key).__name__}, not text or a number")
-    return Counter(kept) if isinstance(value, Counter) and _counts(kept) else kept
-
-
-def _counts(kept: dict[Any, Value]) -> bool:
-    return all(type(each) is int for each in kept.values())
+    is_counter = isinstance(value, Counter) and all(type(count) is int for count in kept.values())
+    return Counter(kept) if is_counter else kept
 
 
 def is_key(key: object) -> bool:
-    """Return whether a dict that is kept may have a key."""
+    """Return whether a stored dict may have this key."""
     return type(key) in _KEYS or (type(key) is tuple and all(map(is_key, key)))
 
 
 def _set(value: set[Any] | frozenset[Any], path: str, remarks: list[str]) -> Value:
     kept = []
-    for each in value:
-        neutral = FrameworkValue("torch.dtype", each.name) if isinstance(each, DTypeRef) else each
+    for member in value:
+        neutral = FrameworkValue("torch.dtype", member.name) if isinstance(member, DTypeRef) else member
         if is_key(neutral) or (isinstance(neutral, _LEAVES) and not isinstance(neutral, np.ndarray)):
             kept.append(neutral)
         else:
-            _left_out(each, path, remarks)
+            _left_out(member, path, remarks)
     return type(value)(kept)
 
 
 def _left_out(value: object, path: str, remarks: list[str]) -> Skipped:
     if len(remarks) > REMARKS_MAX:
-        return Skipped("")  # Its name has been told of nowhere; of millions it would only take memory.
+        return Skipped("")  # No remark will name it. Millions of names would only take memory.
     name = value.qualname if isinstance(value, OpaqueObject | GlobalName) else f"{type(value).__name__} of another type"
     count = _tensors_of(value) if isinstance(value, OpaqueObject) else 0
     what = f"{name}, with {count} tensors in it" if count else name
-    remark(remarks, f"{path}: left out; it is a {what}. Save it as plain values to have it read")
+    remark(remarks, f"{path}: left out; it is a {what}. Save it as plain values to make it readable")
     return Skipped(path)
 
 
 def _tensors_of(instance: OpaqueObject) -> int:
-    """Return how many tensors an object holds, those of objects within it set aside."""
+    """Return the number of tensors in an object, without those of objects inside it."""
     waiting: list[object] = [instance.args, instance.state, instance.items]
     count = 0
     while waiting:
@@ -154,7 +151,7 @@ def _tensors_of(instance: OpaqueObject) -> int:
 
 
 def remark(remarks: list[str], text: str) -> None:
-    """Take a remark, unless there are many already."""
+    """Add a remark, unless the list is full."""
     if len(remarks) < REMARKS_MAX:
         remarks.append(text)
     elif len(remarks) == REMARKS_MAX:

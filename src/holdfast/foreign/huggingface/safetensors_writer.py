@@ -10,12 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 
 from holdfast.errors import InvalidError
+from holdfast.foreign.file_layout import FileLayout, TensorLeaf
 from holdfast.foreign.huggingface.safetensors_reader import HEADER_BYTES_MAX, NAMES_KEPT
 from holdfast.foreign.model_names import PartNames, exported_dtype, model_names, model_names_if_any, part_names
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.types.export import ExportContent, ExportFile, ExportOptions, ExportTensor
+from holdfast.types.export import ExportContent, ExportFile, ExportOptions
 
 _METADATA = "__metadata__"
 _METADATA_KEYS = ("format", NAMES_KEPT)
@@ -85,7 +86,7 @@ def _bytes(named: _Named) -> int:
 def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], aliases: Mapping[str, str]) -> ExportFile:
     """Return one file: header and tensors, widest elements first so that every tensor is aligned to its elements."""
     header: dict[str, object] = {}
-    placed: list[tuple[ExportTensor, int]] = []
+    leaves: list[TensorLeaf] = []
     at = 0
     for tensor in sorted(tensors, key=lambda named: (-DTYPES[named[2]].itemsize, named[0])):
         name_in_file, spec, dtype = tensor
@@ -98,7 +99,7 @@ def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], ali
         stop = at + _bytes(tensor)
         entry = {"dtype": DTYPES[dtype].safetensors, "shape": list(spec.global_shape), "data_offsets": [at, stop]}
         header[name_in_file] = entry
-        placed.append((ExportTensor(spec.fqn, dtype, Box.whole(spec.global_shape), 0), at))
+        leaves.append(TensorLeaf(spec.fqn, dtype, spec.global_shape))
         at = stop
     ties = {alias: kept for alias, kept in aliases.items() if kept in header}
     text = json.dumps({_METADATA: {**metadata, **ties}, **header}, separators=(",", ":")).encode()
@@ -108,13 +109,11 @@ def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], ali
             f"{name}: {len(tensors)} tensors need a header of {len(text)} bytes; safetensors takes {HEADER_BYTES_MAX}. "
             "Choose a smaller shard_bytes"
         )
-    first = 8 + len(text)
-    return ExportFile(
-        name=name,
-        bytes=first + at,
-        literals=((0, len(text).to_bytes(8, "little") + text),),
-        tensors=tuple(ExportTensor(tensor.fqn, tensor.dtype, tensor.box, first + start) for tensor, start in placed),
-    )
+    layout = FileLayout()
+    layout.put(len(text).to_bytes(8, "little") + text)
+    for leaf in leaves:
+        layout.put_tensor(leaf)
+    return layout.file(name)
 
 
 def _index(shards: Mapping[str, Sequence[_Named]]) -> ExportFile:

@@ -82,9 +82,7 @@ class _Storages:
             return _tensor(value, self._add(value))
         if isinstance(value, FrameworkValue):
             return _framework_value(value)
-        raise InvalidError(
-            f"a {type(value).__name__} is not a value that torch.load accepts; leave it out of the state"
-        )
+        raise InvalidError(f"a {type(value).__name__} is not a value that torch.load accepts; leave it out")
 
     def _add(self, tensor: TensorLeaf | SmallTensor) -> int:
         self.tensors.append(tensor)
@@ -96,15 +94,8 @@ def _tensor(tensor: TensorLeaf | SmallTensor, number: int) -> Made:
     numel, itemsize = math.prod(tensor.shape), DTYPES[tensor.dtype].itemsize
     storage = _STORAGES.get(tensor.dtype)
     count = numel * itemsize if storage is None else numel
-    memory = PersistentId(("storage", storage or _UNTYPED, str(number), "cpu", count))
-    view = (
-        memory,
-        0,
-        tensor.shape,
-        row_major_strides(tensor.shape),
-        False,
-        Made(GlobalName("collections.OrderedDict")),
-    )
+    data = PersistentId(("storage", storage or _UNTYPED, str(number), "cpu", count))
+    view = (data, 0, tensor.shape, row_major_strides(tensor.shape), False, Made(GlobalName("collections.OrderedDict")))
     if storage is None:
         return Made(GlobalName("torch._utils._rebuild_tensor_v3"), (*view, GlobalName(f"torch.{tensor.dtype}")))
     return Made(GlobalName("torch._utils._rebuild_tensor_v2"), view)
