@@ -12,12 +12,23 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Held, HeldPart, is_ordinary, local_shards_of
+from holdfast.frameworks.torch.held import (
+    Held,
+    HeldPart,
+    Ranks,
+    held_if_plain,
+    held_of,
+    is_meta,
+    is_ordinary,
+    local_shards_of,
+    memory_of,
+)
 from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
 from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.geometry.box import Box, flat_range_boxes
 from holdfast.geometry.dtype import DTYPES, dtype_named
 from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
+from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Target, Ticket
 
 
@@ -75,6 +86,25 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
             f"{fqn}: {tensor.layout} {kind} cannot be saved; expected a dense tensor. Convert it, or skip= it"
         )
     storable_dtype(tensor, fqn)
+
+
+def held_storable(
+    fqn: str, tensor: torch.Tensor, declared: Sharded | None, ranks: Ranks, advice: str
+) -> tuple[Held, Sequence[torch.Tensor]]:
+    """Return what this rank holds of a tensor, and the tensors of the state with that memory.
+
+    Raises:
+        InvalidError: The tensor cannot be stored, or it is a meta tensor; then the message ends with `advice`.
+    """
+    if declared is None and (plain := held_if_plain(tensor)) is not None:
+        return plain, (tensor,)
+    memory = memory_of(tensor, declared, fqn)
+    for local in memory:
+        if not is_ordinary(local):
+            require_storable(local, fqn)
+            if is_meta(local):
+                raise InvalidError(f"{fqn}: is a meta tensor, which has no bytes; {advice}")
+    return held_of(tensor, declared, fqn, ranks), memory
 
 
 class TorchSource:
@@ -426,6 +456,25 @@ class Ties(Generic[Note]):
             return others_note
         self._first.setdefault(storage_key(other), others_note)
         return self._first.setdefault(storage_key(tensor), note)
+
+
+def has_elements(tensor: torch.Tensor, held: Held) -> bool:
+    """Return whether a tensor has elements, so that it has an address."""
+    # A plain tensor's shape is in `held`. To ask torch for it again makes a new object for each of 100,000 tensors.
+    return 0 not in (held.global_shape if held.holders is None else tensor.shape)
+
+
+def parts_key(held: Held) -> tuple[object, ...]:
+    """Return shape and regions of a tensor: what two names of one memory must have in common."""
+    return (held.global_shape, *(part.region for part in held.parts))
+
+
+def different_parts(fqn: str, first: str) -> InvalidError:
+    """Return the error for two names of one memory with different layouts."""
+    return InvalidError(
+        f"{fqn}: shares its memory with {first}, but the two declare different parts; expected the same layout. "
+        "Correct one of them, or leave one out with skip="
+    )
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:

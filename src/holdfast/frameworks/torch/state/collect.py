@@ -1,4 +1,4 @@
-"""A state taken apart: shards with their bytes, and everything else as a tree."""
+"""Splits a state into shards with their bytes and a tree of everything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import FencedObjects, steps_in_backward
-from holdfast.frameworks.torch.held import Held, Ranks, held_if_plain, held_of, is_meta, is_ordinary, memory_of
+from holdfast.frameworks.torch.held import Held, Ranks, memory_of
 from holdfast.frameworks.torch.optimizers.state import collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import rng
@@ -19,9 +19,9 @@ from holdfast.frameworks.torch.state.gradients import (
     SUFFIX,
     declared_for_gradient,
     gradient_of,
+    is_accumulating,
     require_module_boundary,
     require_optimizer_boundary,
-    says_it_accumulates,
 )
 from holdfast.frameworks.torch.state.naming import require_fqn
 from holdfast.frameworks.torch.state.selection import selected, selected_whole, takes_all
@@ -39,7 +39,10 @@ from holdfast.frameworks.torch.state.walk import (
 from holdfast.frameworks.torch.tensors import (
     Ties,
     TorchSource,
-    require_storable,
+    different_parts,
+    has_elements,
+    held_storable,
+    parts_key,
     storable_dtype,
     storage_key,
     torch_dtype,
@@ -53,25 +56,25 @@ from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
 
 
 def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> Collected:
-    """Take a state apart, touching nothing.
+    """Split a state into shards, values and aliases; changes nothing in it.
 
     Raises:
-        InvalidError: Something in it cannot be saved; the message names its path, type and what to do.
+        InvalidError: The state holds something that cannot be saved; the message names its path and type.
     """
     root = walk(state, ranks.rank_of_global)
     collector = _Collector(selection, ranks, root)
     tree = collector.dict_group(root)
     for side in collector.sides:
         side.follow()
-    moves = "; ".join(collector.moving)
+    unfenced = "; ".join(collector.unfenced)
     return Collected(
         shards=collector.shards,
         tree=tree,
         aliases=collector.aliases,
         skipped=collector.skipped,
         per_rank=collector.per_rank,
-        fence=None if moves else collector.objects.close,
-        unfenced_because=moves,
+        fence=None if unfenced else collector.objects.close,
+        unfenced_because=unfenced,
         pin=next((side.pin for side in collector.sides), None),
     )
 
@@ -85,16 +88,16 @@ class _Collector:
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
         self.objects = FencedObjects()
-        self.moving: dict[str, None] = {}
-        """What of the state forward or backward change where no optimizer's step tells."""
+        self.unfenced: dict[str, None] = {}
+        """Why forward or backward may change the state where the fence does not see it."""
         self.sides: dict[SideStream, None] = {}
-        """Where copies off the GPUs are queued that the state lies on."""
+        """Side streams of the GPUs that hold parts of the state."""
         self._stepped = _stepped(root)
         self._numbers: dict[str, int | None] = {}
-        """By name, which of the shards a tensor is; None of a tied one, and where this rank has no part in it."""
+        """Position of each name in `shards`; None for a tied name, and for a tensor without a part on this rank."""
         self._ties: Ties[_Named] = Ties()
         self._nowhere: dict[int, _Named] = {}
-        """Declared tensors of which this rank has no element, by identity."""
+        """Declared tensors without an element on this rank, by identity."""
 
     def dict_group(self, node: DictNode) -> Group:
         items: dict[str, Value] = {}
@@ -105,15 +108,15 @@ class _Collector:
         return Group("dict", {key: value for key, value in items.items() if not isinstance(value, Skipped)})
 
     def _node(self, node: Node) -> Value:
-        """Return what of a node goes into the tree; None for a tensor, which the index lists."""
+        """Return a node's entry in the tree; None for a tensor, which the index lists."""
         match node:
             case DictNode():
                 return self.dict_group(node)
             case TensorNode():
                 stepped = id(node.tensor) in self._stepped
                 self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=stepped)
-                for each in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
-                    self._gradient(node.path, each, node.declared)
+                for local in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
+                    self._gradient(node.path, local, node.declared)
                 return None
             case ModuleNode():
                 return self._module(node)
@@ -135,7 +138,7 @@ class _Collector:
         )
         self.objects.add(node.module)
         if node.declared:
-            self.moving["FSDP1 gives its parameters other memory in forward and backward"] = None
+            self.unfenced["FSDP1 moves its parameters to other memory in forward and backward"] = None
         for fqn, tensor in node.tensors.items():
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
             stepped = id(tensor) in self._stepped
@@ -150,7 +153,7 @@ class _Collector:
             is_kept = self._tensor(fqn, tensor, Role.OPTIMIZER, declared, fenced=True)
             return TensorRef(fqn) if is_kept else Skipped(fqn)
 
-        if not self._selection.grads and says_it_accumulates(node.view.optimizer):
+        if not self._selection.grads and is_accumulating(node.view.optimizer):
             names = dict(_named_parameters(self._root))
             require_optimizer_boundary(
                 node.view.optimizer,
@@ -159,7 +162,7 @@ class _Collector:
             )
         self.objects.add(node.view.optimizer)
         if steps_in_backward(node.view.names):
-            self.moving["parameters have hooks that run in backward, and may be stepped there"] = None
+            self.unfenced["parameters have hooks that run in backward, and may be stepped there"] = None
         group = collect_optimizer(node.view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)
@@ -170,16 +173,16 @@ class _Collector:
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         fqn, grad = f"{name}{SUFFIX}", gradient_of(tensor)
         if grad is not None and self._takes_part(fqn):
-            self.moving["gradients change in backward"] = None
-            own = declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
-            self._tensor(fqn, grad, Role.PARAMETER, own)
+            self.unfenced["gradients change in backward"] = None
+            grad_declared = declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
+            self._tensor(fqn, grad, Role.PARAMETER, grad_declared)
 
     def _named_values(self, path: str, value: object) -> Value:
         if not anything_selected(self._selection, path, value):
             self.skipped.append(path)
             return Skipped(path)
         if isinstance(value, PerRank | RngState):
-            self.per_rank[path] = take_apart(own_value(value), path, _value_tensor)
+            self.per_rank[path] = take_apart(value_of_rank(value), path, _value_tensor)
             return PerRankRef(path)
         return take_apart(without(value, path, self._takes_part), path, self._reference)
 
@@ -198,28 +201,28 @@ class _Collector:
         if self._selection.grads and gradient_of(tensor) is not None and selected(self._selection, f"{fqn}{SUFFIX}"):
             raise InvalidError(
                 f"{fqn}{SUFFIX}: the gradient of a tensor that stands in a list or is made by a state_dict() cannot be "
-                f"kept; let the tensor stand in a dict or a module, or leave it out with skip='*{SUFFIX}'"
+                f"saved; expected the tensor in a dict or a module. Move it there, or pass skip='*{SUFFIX}'"
             )
         return TensorRef(fqn)
 
     def _tensor(
         self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None = None, *, fenced: bool = False
     ) -> bool:
-        """Add a tensor unless it is left out; return whether the checkpoint will have it.
+        """Add a tensor unless the selection leaves it out; return whether the checkpoint will hold it.
 
         Args:
-            fqn: Its name.
+            fqn: Name of the tensor.
             tensor: The tensor.
-            role: Whether copies must agree.
-            declared: Its layout, where it does not carry one itself.
-            fenced: Whether it changes behind the fence only, as parameters that an optimizer of the state steps do.
+            role: Whether its copies must agree.
+            declared: Its layout, if the tensor does not carry one itself.
+            fenced: Whether only code behind the fence changes it, such as the step of an optimizer in the state.
         """
         if not (self._takes_all or self._takes_part(fqn)):
             return False
         require_fqn(fqn)
         if fqn in self._numbers:
-            raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
-        held, memory = self._held(fqn, tensor, declared)
+            raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
+        held, memory = held_storable(fqn, tensor, declared, self._ranks, "materialise it first")
         number = None
         first = self._first_of_tie(tensor, declared, (fqn, held, memory))
         if first != fqn:
@@ -238,71 +241,55 @@ class _Collector:
         self._numbers[fqn] = number
         return True
 
-    def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> tuple[Held, Sequence[torch.Tensor]]:
-        """Return what this rank holds of a tensor, and the tensors that stand in the state for it."""
-        if declared is None and (plain := held_if_plain(tensor)) is not None:
-            return plain, (tensor,)
-        memory = memory_of(tensor, declared, fqn)
-        for each in memory:
-            if not is_ordinary(each):
-                require_storable(each, fqn)
-                if is_meta(each):
-                    raise InvalidError(f"{fqn}: is a meta tensor, it has no bytes to save; materialise it first")
-        return held_of(tensor, declared, fqn, self._ranks), memory
-
     def _first_of_tie(self, tensor: torch.Tensor, declared: Sharded | None, named: _Named) -> str:
-        """Return the first name under which a tensor stands in the state.
+        """Return the name under which the state lists this memory first.
 
         Raises:
-            InvalidError: The two are stated to be different parts.
+            InvalidError: Both names have the same memory, but different layouts.
         """
         fqn, held, memory = named
-        # What is whole has the shape that was asked for already; asked once more, torch makes it anew.
-        if 0 not in (held.global_shape if held.holders is None else tensor.shape):
+        if has_elements(tensor, held):
             first, first_held, first_memory = self._ties.first(tensor, named, fqn)
         elif declared is None:
             return fqn
         else:
-            # A rank that holds nothing of a tied tensor must know of the tie nevertheless: all ranks list one name.
+            # A rank without elements must still record the tie: all ranks list the same name.
             first, first_held, first_memory = self._nowhere.setdefault(id(tensor), named)
-        if first != fqn and _lies(held, memory) != _lies(first_held, first_memory):
-            raise InvalidError(
-                f"{fqn}: shares its memory with {first}, but the two are stated to be different parts; "
-                "state the same of both, or leave one out with skip="
-            )
+        if first != fqn and _layout_key(held, memory) != _layout_key(first_held, first_memory):
+            raise different_parts(fqn, first)
         return first
 
 
 _Named = tuple[str, Held, Sequence[torch.Tensor]]
-"""A name, what this rank holds under it, and the tensors that stand in the state for it."""
+"""A name, what this rank holds under it, and the tensors of the state with that memory."""
 
 
 def _stepped(root: DictNode) -> set[int]:
     """Return the identities of all parameters that an optimizer of the state steps.
 
-    Only these are known to change behind the fence: a metric or a running statistic changes in forward, and an
-    average whenever it likes, and not every way to write to them is counted.
+    Only these are known to change behind the fence alone. Metrics and running statistics change in forward, averages
+    at any time, and version counters do not count every kind of write to them.
     """
-    found: set[int] = set()
+    stepped: set[int] = set()
     for child in root.children.values():
         if isinstance(child, DictNode):
-            found |= _stepped(child)
+            stepped |= _stepped(child)
         elif isinstance(child, OptimizerNode):
-            found.update(map(id, child.view.names))
-    return found
+            stepped.update(map(id, child.view.names))
+    return stepped
 
 
-def _lies(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Return what two names of one memory must have in common besides its first part."""
-    return (held.global_shape, *(part.region for part in held.parts), *map(storage_key, memory[1:]))
+def _layout_key(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return what two names of one memory must have in common. `Ties` has compared the first tensor's memory."""
+    return (*parts_key(held), *map(storage_key, memory[1:]))
 
 
-def own_value(value: PerRank | RngState) -> object:
-    """Return what a rank keeps as its own."""
+def value_of_rank(value: PerRank | RngState) -> object:
+    """Return the value that this rank saves for itself."""
     if isinstance(value, RngState):
         return rng.captured()
-    own = value.value
-    return own.state_dict() if isinstance(own, Stateful) and not isinstance(own, type) else own
+    inner = value.value
+    return inner.state_dict() if isinstance(inner, Stateful) and not isinstance(inner, type) else inner
 
 
 def _value_tensor(path: str, tensor: torch.Tensor) -> Value:
@@ -310,7 +297,7 @@ def _value_tensor(path: str, tensor: torch.Tensor) -> Value:
 
 
 def _named_parameters(node: Node) -> Iterator[tuple[int, str]]:
-    """Yield every tensor of modules and dicts by identity, with its name."""
+    """Yield identity and name of every tensor in modules and dicts."""
     if isinstance(node, TensorNode):
         yield id(node.tensor), node.path
     elif isinstance(node, ModuleNode):
@@ -321,10 +308,10 @@ def _named_parameters(node: Node) -> Iterator[tuple[int, str]]:
 
 
 def _loose_role(tensor: torch.Tensor) -> Role:
-    """Return the role of a tensor that stands in a dict.
+    """Return the role of a tensor in a dict.
 
-    A module's own state dict passed as a dict holds parameters that have lost their type, so floating tensors
-    must agree. Others (random states, counters) differ by rank in ordinary runs and count as buffers.
+    In a module's state dict that is passed as a dict, parameters have lost their type, so copies of floating tensors
+    must agree. Other tensors (random states, counters) differ by rank in ordinary runs and count as buffers.
     """
     return Role.PARAMETER if tensor.dtype in _FLOATING else Role.BUFFER
 

@@ -1,4 +1,4 @@
-"""Plain values in a dict of the state: each entry with a name takes part or not by itself, at every depth."""
+"""Plain values in a dict of the state. The selection applies to each named entry, at every depth."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from holdfast.ports.framework import Selection
 from holdfast.types.values import Skipped, Value
 
 ABSENT = object()
-"""Stands where a state or a checkpoint has nothing."""
+"""Marks an entry that a state or a checkpoint lacks."""
 
 
 def anything_selected(selection: Selection, path: str, value: object) -> bool:
-    """Return whether a plain value takes part, or anything in it that has a name of its own."""
+    """Return whether the selection takes a plain value or any named entry in it."""
     return any(selected(selection, name) for name, _ in named_leaves(value, path))
 
 
 def named_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield everything in a plain value that has a name of its own, by name; the value itself if it holds no names."""
+    """Yield name and value of every named leaf in a plain value; the value itself if it has no named entries."""
     if _holds_names(value) and value:
-        for key, each in value.items():
-            yield from named_leaves(each, f"{path}.{key}")
+        for key, entry in value.items():
+            yield from named_leaves(entry, f"{path}.{key}")
     else:
         yield path, value
 
 
 def without(value: object, path: str, takes_part: Callable[[str], bool]) -> object:
-    """Return a plain value in which each name that does not take part is marked as left out."""
+    """Return a plain value with a `Skipped` for each name that is not selected."""
     if not _holds_names(value) or not value:
         return value if takes_part(path) else Skipped(path)
-    entries = {key: without(each, f"{path}.{key}", takes_part) for key, each in value.items()}
-    if all(isinstance(each, Skipped) for each in entries.values()):
+    entries = {key: without(entry, f"{path}.{key}", takes_part) for key, entry in value.items()}
+    if all(isinstance(entry, Skipped) for entry in entries.values()):
         return Skipped(path)
     return dict_like(value, entries.items())
 
 
 class EntryMerge:
-    """What a plain value of a state becomes: entries that take part as saved, all others as they are."""
+    """Merges saved and present entries of a plain value: selected ones as saved, all others as they are."""
 
     def __init__(
         self,
@@ -53,81 +53,80 @@ class EntryMerge:
         """Prepare.
 
         Args:
-            selection: Which names take part.
-            takes_part: Whether one does; counts it as skipped if not.
-            missing: Where names go that the state has and the checkpoint was to have.
-            built: Makes the object of a stored value, given the state's own tensors by name.
+            selection: The selected names.
+            takes_part: Returns whether a name is selected; records it as skipped if not.
+            missing: Receives names that the state has and the checkpoint lacks.
+            built: Builds the object of a stored value, given the state's present tensors by name.
         """
         self._selection, self._takes_part, self._missing, self._built = selection, takes_part, missing, built
 
-    def merged(self, saved: Value, own: object, path: str) -> object:
-        """Return what stands at `path` afterwards; `ABSENT` if nothing does.
+    def merged(self, saved: Value, present: object, path: str) -> object:
+        """Return the value at `path` after the load; `ABSENT` if there is none.
 
         Args:
-            saved: What the checkpoint has.
-            own: What the state has, or `ABSENT`.
-            path: Its name.
+            saved: The checkpoint's value.
+            present: The state's value, or `ABSENT`.
+            path: Name of the value.
         """
         if isinstance(saved, Skipped):
-            if own is not ABSENT and self._any_takes_part(own, path):
+            if present is not ABSENT and self._any_takes_part(present, path):
                 self._missing.append(path)
-            return own
+            return present
         if not _holds_names(saved):
-            return self._leaf(saved, own, path)
+            return self._leaf(saved, present, path)
         if saved and not anything_selected(self._selection, path, saved):
-            # Nothing of it is taken: the state's own stays whatever it is, and not only its entries.
+            # Nothing is loaded here: the present value stays as it is, of whatever type.
             self._any_takes_part(saved, path)
-            kept = self._kept(own, path) if is_plain_dict(own) else own
-            return dict_like(saved, ()) if kept is ABSENT and own is not ABSENT else kept
-        mine = own if is_plain_dict(own) else {}
+            kept = self._kept(present, path) if is_plain_dict(present) else present
+            return dict_like(saved, ()) if kept is ABSENT and present is not ABSENT else kept
+        before = present if is_plain_dict(present) else {}
         entries: dict[object, object] = {
-            key: self.merged(each, mine.get(key, ABSENT), f"{path}.{key}") for key, each in saved.items()
+            key: self.merged(entry, before.get(key, ABSENT), f"{path}.{key}") for key, entry in saved.items()
         }
-        for key, each in mine.items():
+        for key, entry in before.items():
             if key not in saved and isinstance(key, str):
-                entries[key] = self._kept(each, f"{path}.{key}")
-        return dict_like(saved, ((key, each) for key, each in entries.items() if each is not ABSENT))
+                entries[key] = self._kept(entry, f"{path}.{key}")
+        return dict_like(saved, ((key, entry) for key, entry in entries.items() if entry is not ABSENT))
 
-    def _leaf(self, saved: Value, own: object, path: str) -> object:
+    def _leaf(self, saved: Value, present: object, path: str) -> object:
         if not self._takes_part(path):
-            return own
+            return present
         tensors: dict[str, object] = {}
-        if own is not ABSENT:
-            take_apart(own, path, lambda name, tensor: _noted(tensors, name, tensor))
+
+        def on_tensor(name: str, tensor: torch.Tensor) -> Value:
+            tensors.setdefault(name, tensor)
+            return None
+
+        if present is not ABSENT:
+            take_apart(present, path, on_tensor)
         return self._built(saved, tensors)
 
     def _any_takes_part(self, value: object, path: str) -> bool:
+        # A list first, since any() stops early: every leaf must be recorded.
         taking_part = [self._takes_part(name) for name, _ in named_leaves(value, path)]
         return any(taking_part)
 
-    def _kept(self, own: object, path: str) -> object:
-        """Return what stays of something that the checkpoint lacks."""
-        if own is ABSENT:
+    def _kept(self, present: object, path: str) -> object:
+        """Return what remains of a value that the checkpoint lacks."""
+        if present is ABSENT:
             return ABSENT
-        leaves = [name for name, _ in named_leaves(own, path)]
-        chosen = [name for name in leaves if selected(self._selection, name)]
-        for name in leaves:
-            self._takes_part(name)
+        leaves = [name for name, _ in named_leaves(present, path)]
+        chosen = [name for name in leaves if self._takes_part(name)]
         if self._selection.only is not None:
-            # Somebody asked for these by name.
+            # `only` names them explicitly, so their absence is an error, not a deletion.
             self._missing += chosen
-            return own
+            return present
         if len(chosen) == len(leaves):
             return ABSENT
-        return _unchosen(own, path, set(chosen)) if chosen else own
+        return _unchosen(present, path, set(chosen)) if chosen else present
 
 
-def _unchosen(own: object, path: str, chosen: set[str]) -> object:
-    if not _holds_names(own) or not own:
-        return ABSENT if path in chosen else own
-    entries = ((key, _unchosen(each, f"{path}.{key}", chosen)) for key, each in own.items())
-    kept = [(key, each) for key, each in entries if each is not ABSENT]
-    return dict_like(own, kept) if kept else ABSENT
-
-
-def _noted(tensors: dict[str, object], name: str, tensor: torch.Tensor) -> Value:
-    tensors.setdefault(name, tensor)
-    return None
+def _unchosen(present: object, path: str, chosen: set[str]) -> object:
+    if not _holds_names(present) or not present:
+        return ABSENT if path in chosen else present
+    entries = ((key, _unchosen(entry, f"{path}.{key}", chosen)) for key, entry in present.items())
+    kept = [(key, entry) for key, entry in entries if entry is not ABSENT]
+    return dict_like(present, kept) if kept else ABSENT
 
 
 def _holds_names(value: object) -> TypeGuard[dict[str, object]]:

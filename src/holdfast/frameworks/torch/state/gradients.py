@@ -1,7 +1,7 @@
-"""Gradients: saved on request, and noticed where a save would lose them.
+"""Gradients: saved on request; a save that would lose them is refused.
 
-In the middle of gradient accumulation a parameter's gradient is state like any other. Who accumulates without
-reducing keeps it where no rank can give it away: then the save is refused, whatever was asked for.
+In the middle of gradient accumulation a parameter's gradient is part of the state. FSDP2 may accumulate it without
+reducing it over ranks; then no rank has a value to save, and the save is refused in any case.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.geometry.sharded import Sharded
 
 SUFFIX = ".grad"
-"""What a gradient's FQN has after its parameter's."""
+"""Suffix of a gradient's FQN, after its parameter's FQN."""
 
 
 class _Parameter(Protocol):
-    """A parameter in FSDP2's hands, as far as it is looked into."""
+    """The attributes of an FSDP2 parameter that are read here."""
 
     sharded_param: nn.Parameter
     unsharded_accumulated_grad: torch.Tensor | None
@@ -44,28 +44,28 @@ class _Module(Protocol):
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a tensor of the state, if it has one; one frozen for the moment may have one too."""
+    """Return the gradient of a tensor, or None. A tensor that is frozen now may still have one."""
     return tensor.grad if tensor.is_leaf else None
 
 
 def declared_for_gradient(
     fqn: str, declared: Sharded | None, grad: torch.Tensor, *, by_fsdp1: bool = False
 ) -> Sharded | None:
-    """Return the layout of a gradient whose parameter has one declared by hand, or None.
+    """Return the layout of a gradient whose parameter's layout is declared, or None.
 
     Raises:
-        InvalidError: It does not lie as its parameter does, or FSDP1 keeps it inside its flat parameter.
+        InvalidError: Its shape is not the parameter's, or FSDP1 keeps it inside its flat parameter.
     """
     if by_fsdp1:
         raise InvalidError(
-            f"{fqn}: FSDP1 keeps gradients inside its flat parameter, where they are neither saved nor loaded. Save "
+            f"{fqn}: FSDP1 keeps gradients inside its flat parameter, where they cannot be saved or loaded. Save "
             f"after the optimizer's step, use fully_shard (FSDP2), or leave it out with skip='*{SUFFIX}'"
         )
     if declared is None:
         return None
     if not isinstance(declared.tensor, torch.Tensor) or declared.tensor.shape != grad.shape:
         raise InvalidError(
-            f"{fqn}: a gradient of shape {tuple(grad.shape)} whose parameter is declared by hand; expected one local "
+            f"{fqn}: has shape {tuple(grad.shape)}, and its parameter is declared by hand; expected one local "
             "tensor of the parameter's own shape. Save after the optimizer's step, or leave it out with "
             f"skip='*{SUFFIX}'"
         )
@@ -73,15 +73,15 @@ def declared_for_gradient(
 
 
 def room_for_gradient(parameter: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
-    """Return the parameter's gradient if it can be filled, else zeros that lie as the parameter does.
+    """Return the parameter's gradient if it can be filled, else zeros with the parameter's layout.
 
     Args:
         parameter: The parameter.
-        stored: The dtype that was saved, for a parameter that takes gradients of any (`grad_dtype` is None).
+        stored: The saved dtype, for a parameter that accepts gradients of any dtype (`grad_dtype` is None).
     """
     dtype = getattr(parameter, "grad_dtype", parameter.dtype) or stored
     grad = parameter.grad
-    if grad is not None and grad.is_leaf and grad.dtype == dtype and _lies_as(grad, parameter):
+    if grad is not None and grad.is_leaf and grad.dtype == dtype and _has_layout_of(grad, parameter):
         return grad
     return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.preserve_format)
 
@@ -90,18 +90,18 @@ def give_gradient(parameter: torch.Tensor, grad: torch.Tensor | None, fqn: str) 
     """Set a parameter's gradient.
 
     Raises:
-        InvalidError: torch refuses it.
+        InvalidError: torch does not accept it.
     """
     try:
         parameter.grad = grad
     except RuntimeError as error:
         raise InvalidError(
-            f"{fqn}: torch refuses this gradient: {error}. Leave it out with skip='*{SUFFIX}'"
+            f"{fqn}: torch does not accept this gradient: {error}. Leave it out with skip='*{SUFFIX}'"
         ) from error
 
 
 def forget_unreduced(module: nn.Module) -> None:
-    """Drop what FSDP2 keeps of gradients beside the parameters' own, or the next backward would add it."""
+    """Drop the gradients that FSDP2 has not reduced yet; the next backward would add them."""
     for group, held in _held_by_fsdp2(module):
         held.unsharded_accumulated_grad = None
         group._partial_reduce_output = None
@@ -109,7 +109,7 @@ def forget_unreduced(module: nn.Module) -> None:
             unsharded.grad = None
 
 
-def _lies_as(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _has_layout_of(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     if isinstance(parameter, DTensor) and (not isinstance(grad, DTensor) or grad.placements != parameter.placements):
         return False
     return grad.shape == parameter.shape and grad.stride() == parameter.stride() and grad.layout == parameter.layout
@@ -122,17 +122,17 @@ def require_module_boundary(
 
     Args:
         module: The module.
-        path: Where it stands in the state.
+        path: Its path in the state.
         tensors: Its tensors by FQN.
-        takes_part: Whether `only` and `skip` let a name take part.
+        takes_part: Whether `only` and `skip` select a name.
         asked: Whether gradients are saved with it.
     Raises:
-        InvalidError: Says who accumulates and what to do.
+        InvalidError: Names the module that accumulates.
     """
 
     @cache
     def names() -> dict[int, str]:
-        # Made only where somebody accumulates: every save comes by here.
+        # Built only if a module accumulates, since every save calls this function.
         return {id(tensor): f"{path}.{fqn}{SUFFIX}" for fqn, tensor in tensors.items()}
 
     def is_lost(parameter: torch.Tensor) -> bool:
@@ -142,25 +142,24 @@ def require_module_boundary(
         if is_lost(parameter):
             name = names().get(id(parameter), path)
             raise InvalidError(
-                f"{name}: accumulated by fully_shard without gradient synchronisation, so no rank holds it reduced and "
-                "it cannot be kept. Save after a backward with set_requires_gradient_sync(True), or pass grads=True "
-                f"and skip='*{SUFFIX}' to do without it"
+                f"{name}: accumulated by fully_shard without gradient synchronisation, so no rank has the reduced "
+                "gradient and it cannot be saved. Save after a backward with set_requires_gradient_sync(True), or pass "
+                f"grads=True and skip='*{SUFFIX}' to do without it"
             )
-    for name, each in module.named_modules():
-        where = f"{path}.{name}" if name else path
-        if asked or not _says_no_sync(each):
+    for name, child in module.named_modules():
+        if asked or not _is_in_no_sync(child):
             continue
-        if any(parameter.grad is not None and is_lost(parameter) for parameter in each.parameters()):
+        if any(parameter.grad is not None and is_lost(parameter) for parameter in child.parameters()):
             raise InvalidError(
-                f"{where}: {type(each).__name__} is inside no_sync(), in the middle of gradient accumulation; a "
-                f"resumed run would lose what it has gathered. {_ADVICE}"
+                f"{f'{path}.{name}' if name else path}: {type(child).__name__} is inside no_sync(), in the middle of "
+                f"gradient accumulation; a resumed run would lose the gradients so far. {_ADVICE}"
             )
 
 
-def says_it_accumulates(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer says it is in the middle of gradient accumulation.
+def is_accumulating(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer states that it is in the middle of gradient accumulation.
 
-    Accelerate's optimizers say so: `gradient_state.sync_gradients` is false until the last micro-batch.
+    Accelerate's optimizers do: `gradient_state.sync_gradients` is false until the last micro-batch.
     """
     return getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True) is False
 
@@ -171,42 +170,42 @@ def require_optimizer_boundary(
     """Refuse an optimizer that accumulates gradients which would be lost.
 
     Args:
-        optimizer: One that says it accumulates.
-        path: Where it stands in the state.
-        takes_part: Whether `only` and `skip` let a parameter's gradient take part.
+        optimizer: One that accumulates.
+        path: Its path in the state.
+        takes_part: Whether `only` and `skip` select a parameter's gradient.
     Raises:
-        InvalidError: Says what to do.
+        InvalidError: A gradient would be lost.
     """
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    if any(each.grad is not None and takes_part(each) for each in parameters):
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(parameter.grad is not None and takes_part(parameter) for parameter in parameters):
         raise InvalidError(
-            f"{path}: {type(optimizer).__name__} says it is in the middle of gradient accumulation; a resumed run "
-            f"would lose what it has gathered. {_ADVICE}"
+            f"{path}: {type(optimizer).__name__} is in the middle of gradient accumulation; a resumed run would lose "
+            f"the gradients so far. {_ADVICE}"
         )
 
 
 _ADVICE = "Save after the optimizer's step, pass grads=True to keep the gradients, or skip='*.grad' to do without them"
 
 
-def _says_no_sync(module: nn.Module) -> bool:
+def _is_in_no_sync(module: nn.Module) -> bool:
     if isinstance(module, DistributedDataParallel):
         return not module.require_backward_grad_sync
     return is_wrapper(module) and getattr(module, "_sync_gradients", True) is False
 
 
 def _unreduced(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of which FSDP2 keeps a gradient that it has not reduced yet."""
+    """Yield the parameters with a gradient that FSDP2 has not reduced yet."""
     for group, held in _held_by_fsdp2(module):
         unsharded = getattr(held, "_unsharded_param", None)
-        gathered = held.unsharded_accumulated_grad is not None
-        if gathered or group._partial_reduce_output is not None or getattr(unsharded, "grad", None) is not None:
+        is_accumulated = held.unsharded_accumulated_grad is not None
+        if is_accumulated or group._partial_reduce_output is not None or getattr(unsharded, "grad", None) is not None:
             yield held.sharded_param
 
 
 def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[_Group, _Parameter]]:
-    for each in module.modules():
-        # By name, so that nobody pays for the import of FSDP.
-        if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__):
-            for group in cast("_Module", each)._get_fsdp_state()._fsdp_param_groups:
+    for child in module.modules():
+        # By name: importing FSDP takes time that most runs need not spend.
+        if any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
+            for group in cast("_Module", child)._get_fsdp_state()._fsdp_param_groups:
                 for held in group.fsdp_params:
                     yield group, held

@@ -1,4 +1,4 @@
-"""FQNs: stable under wrappers, unique, and fit to be a key of a pack."""
+"""FQNs of a module's tensors: without wrapper prefixes, unique, and valid as a key in a pack."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.fsdp1 import state_entries
 
 _WRAPPER_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What torch.compile, activation checkpointing and FSDP1 put into names; no user gives such names."""
+"""Segments that torch.compile, activation checkpointing and FSDP1 add to names."""
 
 
 def require_fqn(fqn: str) -> None:
-    """Refuse names that a pack cannot carry as a key.
+    """Refuse names that cannot be a key in a pack.
 
     Raises:
-        InvalidError: Empty, reserved, or not text.
+        InvalidError: The name is empty, reserved, or not valid Unicode.
     """
     if not fqn or fqn == "__metadata__" or "\0" in fqn:
-        raise InvalidError(f"{fqn!r} cannot be the name of a tensor; rename the key of the state")
+        raise InvalidError(
+            f"{fqn!r} cannot be the name of a tensor: it is empty or reserved; rename the key of the state"
+        )
     if fqn.isascii():
         return
     try:
@@ -34,10 +36,10 @@ def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, st
     """Yield the entries of a module's state dict: name without wrapper prefixes, key in the state dict, value.
 
     Tensors are the module's own objects (parameters, buffers, DTensors), so that filling them fills the module.
-    Calling `state_dict` lets FSDP2 bring its parameters back to their sharded form first.
+    The call of `state_dict` makes FSDP2 reshard its parameters first.
     """
-    inner_ddp = [_unwrapped(name) for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)]
-    prefixes = sorted((f"{name}.module." if name else "module." for name in inner_ddp), key=len, reverse=True)
+    wrapped = [_unwrapped(name) for name, child in module.named_modules() if isinstance(child, DistributedDataParallel)]
+    prefixes = sorted((f"{name}.module." if name else "module." for name in wrapped), key=len, reverse=True)
     seen: dict[str, str] = {}
     for key, value in state_entries(module).items():
         fqn = _unwrapped(key)
@@ -45,20 +47,18 @@ def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, st
             if fqn.startswith(prefix):
                 fqn = prefix.removesuffix("module.") + fqn.removeprefix(prefix)
         if fqn in seen:
-            raise InvalidError(
-                f"{path}: {seen[fqn]} and {key} both become {fqn} once wrapper prefixes are stripped; rename one"
-            )
+            raise InvalidError(f"{path}: {seen[fqn]} and {key} are both {fqn} without wrapper prefixes; rename one")
         seen[fqn] = key
         yield fqn, key, value
 
 
 def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules that take extra state, by the FQN of its entry."""
+    """Return the modules with `set_extra_state`, by the FQN of their extra state."""
     owners = {}
-    for name, each in module.named_modules():
-        if type(each).set_extra_state is not torch.nn.Module.set_extra_state:
+    for name, child in module.named_modules():
+        if type(child).set_extra_state is not torch.nn.Module.set_extra_state:
             prefix = _unwrapped(name)
-            owners[f"{prefix}._extra_state" if prefix else "_extra_state"] = each
+            owners[f"{prefix}._extra_state" if prefix else "_extra_state"] = child
     return owners
 
 

@@ -1,4 +1,4 @@
-"""A state filled: what it wants of a checkpoint, and how values go back once its tensors are placed."""
+"""Fills a state: what it wants of a checkpoint, and how its values are set once its tensors are filled."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together, take_apart
 from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
-from holdfast.frameworks.torch.held import (
-    Held,
-    Ranks,
-    held_if_plain,
-    held_of,
-    is_meta,
-    is_ordinary,
-    memory_bytes,
-    memory_of,
-)
+from holdfast.frameworks.torch.held import Held, Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.state import rng
@@ -47,8 +38,11 @@ from holdfast.frameworks.torch.state.walk import (
 from holdfast.frameworks.torch.tensors import (
     Ties,
     TorchTarget,
+    different_parts,
     dtype_name,
-    require_storable,
+    has_elements,
+    held_storable,
+    parts_key,
     storable_dtype,
     storage_key,
     torch_dtype,
@@ -61,7 +55,11 @@ from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
 
 
 class TorchRestoration:
-    """A load under way."""
+    """One load into a state.
+
+    Making it compares the state with the checkpoint and changes nothing. `finish` sets values after the tensors are
+    filled.
+    """
 
     def __init__(
         self,
@@ -82,10 +80,14 @@ class TorchRestoration:
         self._names: set[str] = set()
         self._ties: Ties[tuple[str, str, Held]] = Ties()
         self._lacked: dict[int, str] = {}
-        self._had: dict[int, torch.Tensor] = {}
+        """First name of each tensor that the checkpoint lacks, by the tensor's identity."""
+        self._stored: dict[int, torch.Tensor] = {}
+        """Tensors that the checkpoint has, by identity."""
         self._without: list[tuple[str, torch.Tensor]] = []
+        """Every name that the checkpoint lacks, with its tensor."""
         self._gradients: dict[int, torch.Tensor] = {}
-        self._made: dict[str, torch.Tensor] = {}
+        self._new: dict[str, torch.Tensor] = {}
+        """Tensors allocated here, by stored name."""
         self._finishes: list[Callable[[], None]] = []
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
@@ -94,15 +96,15 @@ class TorchRestoration:
         self._find_unexpected_tensors(state)
 
     def finish(self) -> None:
-        """Put values back once every tensor is placed."""
-        for each in self._finishes:
-            each()
+        """Set values, once every tensor is filled."""
+        for finish in self._finishes:
+            finish()
 
     def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it.
 
         Raises:
-            InvalidError: The tensor cannot be filled as it is.
+            InvalidError: The tensor cannot be filled, or has another shape than the stored one.
         """
         if not (self._takes_all or self.takes_part(fqn)):
             return True
@@ -110,7 +112,7 @@ class TorchRestoration:
         spec = self._catalog.tensors.get(stored)
         if spec is None:
             self._without.append((fqn, tensor))
-            if id(tensor) not in self._had and self._lacked.setdefault(id(tensor), fqn) == fqn:
+            if id(tensor) not in self._stored and self._lacked.setdefault(id(tensor), fqn) == fqn:
                 self.held[fqn] = memory_bytes(tensor, declared, fqn)
             return False
         masters = self._catalog.masters
@@ -118,22 +120,23 @@ class TorchRestoration:
         if master is not None and spec.dtype != master.dtype == dtype_name(tensor.dtype):
             self._used.add(stored)
             stored, spec = master.fqn, master
-        held = self._held(fqn, tensor, declared)
+        advice = "materialise it first, e.g. model.to_empty(device=…)"
+        held, _ = held_storable(fqn, tensor, declared, self._ranks, advice)
         if fqn in self._names:
-            raise InvalidError(f"{fqn}: two leaves of the state have this name; rename a key so that names differ")
+            raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
         self._names.add(fqn)
         self._used.add(stored)
         for part in held.parts:
             if not part.local.is_contiguous():
-                _require_places_of_their_own(part.local, fqn)
+                _require_not_expanded(part.local, fqn)
         if held.global_shape != spec.global_shape:
             raise InvalidError(
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
-                "expected the same. Build the model it was saved from, or leave it out with skip="
+                "expected the same. Build the model that was saved, or leave it out with skip="
             )
-        self._had[id(tensor)] = tensor
+        self._stored[id(tensor)] = tensor
         if id(tensor) in self._lacked:
-            # A tied tensor that came under another name lacks nothing.
+            # The checkpoint has this tensor under a tied name, so nothing is missing.
             self.held.pop(self._lacked[id(tensor)], None)
         if self._is_first_of_tie(fqn, stored, tensor, held):
             target = TorchTarget(held, spec.dtype)
@@ -142,56 +145,42 @@ class TorchRestoration:
             self.wanted.append(Wanted(stored, dtype, held.global_shape, target.boxes, target, fqn))
         return True
 
-    def _held(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Held:
-        """Return what this rank holds of a tensor that is to be filled."""
-        if declared is None and (plain := held_if_plain(tensor)) is not None:
-            return plain
-        for each in memory_of(tensor, declared, fqn):
-            if not is_ordinary(each):
-                require_storable(each, fqn)
-                if is_meta(each):
-                    raise InvalidError(
-                        f"{fqn}: the target is a meta tensor; materialise it first, e.g. model.to_empty(device=…)"
-                    )
-        return held_of(tensor, declared, fqn, self._ranks)
-
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
-        """Return the tensor a container refers to, to be filled: the template if it fits, else new."""
+        """Return the tensor to fill for a reference in a container: the template if its shape fits, else a new one."""
         stored = self._catalog.aliases.get(reference.fqn, reference.fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
-            raise InvalidError(f"{reference.fqn}: its container is in the checkpoint, the tensor is not")
+            raise InvalidError(
+                f"{reference.fqn}: the checkpoint has the container of this tensor, but not the tensor; leave the "
+                "container out with skip="
+            )
         if isinstance(template, torch.Tensor) and not selected(self._selection, reference.fqn):
             self.takes_part(reference.fqn)
             return template
         fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
         if fits and isinstance(template, torch.Tensor) and not is_meta(template):
             tensor = template
-        elif stored in self._made:
-            tensor = self._made[stored]  # Tied when it was saved, and so again.
+        elif stored in self._new:
+            tensor = self._new[stored]  # Tied when it was saved, so tied again.
         else:
             self._catalog.require_stored(stored)
-            tensor = self._made[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
+            tensor = self._new[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
         self.want(reference.fqn, tensor)
         return tensor
 
     def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor, held: Held) -> bool:
-        """Return whether this memory is not yet being filled.
+        """Return whether no earlier name fills this memory.
 
         Raises:
             InvalidError: It would be filled twice, with different content.
         """
-        # What is whole has the shape that was asked for already; asked once more, torch makes it anew.
-        if 0 in (held.global_shape if held.holders is None else tensor.shape):
+        if not has_elements(tensor, held):
             return True
         first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held), fqn)
         if first_fqn == fqn:
             return True
-        if _lies(held) != _lies(first_held):
-            raise InvalidError(
-                f"{fqn}: shares its memory with {first_fqn}, but the two are stated to be different parts; "
-                "state the same of both, or leave one out with skip="
-            )
+        if parts_key(held) != parts_key(first_held):
+            raise different_parts(fqn, first_fqn)
         if stored != first_stored and not self._catalog.same_content(stored, first_stored):
             raise InvalidError(
                 f"{fqn}: shares its memory with {first_fqn}, but the checkpoint holds different values for the two; "
@@ -200,11 +189,11 @@ class TorchRestoration:
         return False
 
     def pass_over(self, fqn: str) -> None:
-        """Take note that the state needs nothing of a stored tensor: what it is tied to is filled."""
+        """Record that a stored tensor is not needed: the tensor that it is tied to is filled."""
         self._used.add(self._catalog.aliases.get(fqn, fqn))
 
     def takes_part(self, name: str) -> bool:
-        """Return whether `only` and `skip` let a name take part; count it as skipped if not."""
+        """Return whether `only` and `skip` select a name; record it as skipped if not."""
         if selected(self._selection, name):
             return True
         self.skipped.append(name)
@@ -258,12 +247,12 @@ class TorchRestoration:
                 self._value(parent, key, node, saved)
 
     def _module(self, node: ModuleNode, saved: Value) -> None:
-        own = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
+        registered = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
         made_by_hooks: dict[str, object] = {}
         for fqn, tensor in node.tensors.items():
             if not self.want(f"{node.path}.{fqn}", tensor, node.declared.get(id(tensor))):
                 self.missing.append(f"{node.path}.{fqn}")
-            elif id(tensor) not in own:
+            elif id(tensor) not in registered:
                 made_by_hooks[fqn] = tensor
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
@@ -283,7 +272,7 @@ class TorchRestoration:
             self._finishes.append(lambda: _load_module_entries(node, made_by_hooks))
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
-        """Give a parameter the gradient it was saved with, or none."""
+        """Have a parameter's gradient filled as it was saved, or removed if none was saved."""
         fqn = f"{name}{SUFFIX}"
         stored = self._catalog.tensors.get(self._catalog.aliases.get(fqn, fqn))
         if not tensor.is_leaf or (stored is None and tensor.grad is None) or not self.takes_part(fqn):
@@ -299,54 +288,54 @@ class TorchRestoration:
     def _stateful(self, node: StatefulNode, saved: Value) -> None:
         if not self._takes_part_whole(node.path):
             return
-        own = node.stateful.state_dict()
+        present = node.stateful.state_dict()
         if isinstance(saved, Group) and saved.kind == "stateful":
             saved = saved.items.get("state")
         elif isinstance(saved, dict) or (isinstance(saved, Group) and saved.kind in ("dict", "module")):
-            # Systems that keep nothing but dicts do not tell an object's state from one, nor from a module's.
-            saved = self._with_tensors(saved, own, node.path)
+            # Systems that store only dicts do not distinguish an object's state from a dict or a module.
+            saved = self._with_tensors(saved, present, node.path)
         else:
             self.missing.append(node.path)
             return
         current: dict[str, object] = {}
-        take_apart(own, node.path, lambda path, tensor: current.setdefault(path, tensor))
+        take_apart(present, node.path, lambda path, tensor: current.setdefault(path, tensor))
         loaded = put_together(saved, self._leaf(current))
         if not isinstance(loaded, dict):
-            raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict")
+            raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
         self._finishes.append(lambda: _load_stateful(node, loaded))
 
-    def _with_tensors(self, saved: Value, own: object, path: str) -> dict[object, Value]:
-        """Return a dict that was saved, with those of its tensors that are listed by name and that an object has."""
+    def _with_tensors(self, saved: Value, present: object, path: str) -> dict[object, Value]:
+        """Return a saved dict, with references to those listed tensors that the object's present state has too."""
         items = saved.items if isinstance(saved, Group) else saved
         assert isinstance(items, dict)
-        known = own if isinstance(own, dict) else {}
-        found: dict[object, Value] = {
+        known = present if isinstance(present, dict) else {}
+        merged: dict[object, Value] = {
             key: self._with_tensors(value, known.get(key), f"{path}.{key}") if isinstance(value, Group) else value
             for key, value in items.items()
         }
-        for key, each in known.items():
+        for key, value in known.items():
             fqn = f"{path}.{key}"
-            if isinstance(each, torch.Tensor) and self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors:
-                found[key] = TensorRef(fqn)
-        return found
+            if isinstance(value, torch.Tensor) and self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors:
+                merged[key] = TensorRef(fqn)
+        return merged
 
     def _value(self, parent: DictNode, key: str, node: ValueNode, saved: Value) -> None:
         if isinstance(node.value, dict) and isinstance(saved, Group) and saved.kind == "dict":
-            # Saved with tensors or modules in it, plain now: judged entry by entry.
+            # It held tensors or modules when it was saved and is plain now: compare entry by entry.
             branch = DictNode(node.path, node.value)
             for name, value in node.value.items():
                 branch.children[name] = ValueNode(f"{node.path}.{name}", value)
             self._dict(branch, saved)
             return
-        known = [node.value] if saved is ABSENT else [node.value, saved]
-        if not any(anything_selected(self._selection, node.path, each) for each in known):
+        values = [node.value] if saved is ABSENT else [node.value, saved]
+        if not any(anything_selected(self._selection, node.path, value) for value in values):
             self.skipped.append(node.path)
             return
         if saved is ABSENT or isinstance(saved, Group):
             self.missing.append(node.path)
             return
         if isinstance(node.value, PerRank | RngState):
-            self._own_value(node.path, node.value, saved)
+            self._value_of_rank(node.path, node.value, saved)
             return
         merge = EntryMerge(
             self._selection,
@@ -357,50 +346,54 @@ class TorchRestoration:
         loaded = merge.merged(saved, node.value, node.path)
         mapping = parent.mapping
         if not isinstance(mapping, MutableMapping):
-            raise InvalidError(f"{node.path}: stands in a read-only {type(mapping).__name__}; expected a dict")
+            raise InvalidError(
+                f"{node.path}: is in a read-only {type(mapping).__name__}; expected a dict to load it into"
+            )
         self._finishes.append(lambda: mapping.__setitem__(key, loaded))
 
-    def _own_value(self, path: str, value: PerRank | RngState, saved: Value) -> None:
-        """Take back what this rank kept as its own, or what stands in for it on another number of ranks."""
+    def _value_of_rank(self, path: str, value: PerRank | RngState, saved: Value) -> None:
+        """Load the value that this rank saved for itself, or its substitute if the number of ranks changed."""
         if not isinstance(saved, PerRankRef):
             raise InvalidError(
-                f"{path}: was saved once for all ranks, not by rank; expected a plain value in the state to load into"
+                f"{path}: was saved once for all ranks, not by rank; expected a plain value in the state. Pass one"
             )
         catalog = self._catalog
 
-        def kept_by(rank: int) -> object:
-            kept = catalog.per_rank(rank)
-            if saved.path not in kept:
+        def saved_by(rank: int) -> object:
+            values = catalog.per_rank(rank)
+            if saved.path not in values:
                 raise InvalidError(
-                    f"{path}: rank {rank} kept nothing under this name when step {catalog.step} was saved"
+                    f"{path}: rank {rank} saved no value under this name at step {catalog.step}; skip= it"
                 )
-            return put_together(kept[saved.path], lambda leaf: leaf)
+            return put_together(values[saved.path], lambda leaf: leaf)
 
         if isinstance(value, RngState):
             if self._ranks.rank < catalog.world_size:
-                own = kept_by(self._ranks.rank)
-                self._finishes.append(lambda: rng.restore(own, path))
+                random_state = saved_by(self._ranks.rank)
+                self._finishes.append(lambda: rng.restore(random_state, path))
             else:
                 self._finishes.append(lambda: rng.seed(catalog.run_id, catalog.step, self._ranks.rank))
         elif self._ranks.world_size == catalog.world_size:
-            self._set_own(path, value, kept_by(self._ranks.rank))
+            self._set_value_of_rank(path, value, saved_by(self._ranks.rank))
         elif value.resize == "error":
             raise InvalidError(
-                f"{path}: kept by each of {catalog.world_size} ranks, and there are {self._ranks.world_size} now; pass "
-                "PerRank(…, resize='first') or a function that makes one rank's value of all, or skip= it"
+                f"{path}: each of {catalog.world_size} ranks saved a value, and the job has {self._ranks.world_size} "
+                "ranks now; expected the same number. Pass PerRank(…, resize='first') or a function that makes one "
+                "rank's value from all of them, or skip= it"
             )
         elif value.resize == "first":
-            self._set_own(path, value, kept_by(0))
+            self._set_value_of_rank(path, value, saved_by(0))
         else:
-            everybody = [kept_by(rank) for rank in range(catalog.world_size)]
-            self._set_own(path, value, value.resize(everybody, self._ranks.rank, self._ranks.world_size))
+            values = [saved_by(rank) for rank in range(catalog.world_size)]
+            resized = value.resize(values, self._ranks.rank, self._ranks.world_size)
+            self._set_value_of_rank(path, value, resized)
 
-    def _set_own(self, path: str, value: PerRank, loaded: object) -> None:
-        own = value.value
-        if isinstance(own, Stateful) and not isinstance(own, type):
+    def _set_value_of_rank(self, path: str, value: PerRank, loaded: object) -> None:
+        inner = value.value
+        if isinstance(inner, Stateful) and not isinstance(inner, type):
             if not isinstance(loaded, dict):
-                raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict")
-            node = StatefulNode(path, own)
+                raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
+            node = StatefulNode(path, inner)
             self._finishes.append(lambda: _load_stateful(node, loaded))
         else:
             self._finishes.append(lambda: setattr(value, "value", loaded))
@@ -411,15 +404,18 @@ class TorchRestoration:
                 return self.take(value, current.get(value.fqn))
             if isinstance(value, Skipped):
                 if value.path not in current:
-                    raise InvalidError(f"{value.path}: was left out of the checkpoint and the state has no such entry")
+                    raise InvalidError(
+                        f"{value.path}: was left out of the checkpoint, and the state has no such entry; leave it out "
+                        "with skip="
+                    )
                 return current[value.path]
             return value
 
         return on_leaf
 
     def _forgive_ties(self) -> None:
-        """Miss no name of which the memory is filled under another."""
-        filled = {storage_key(tensor) for tensor in self._had.values()} if self._without else set()
+        """Remove names from `missing` whose memory is filled under another name."""
+        filled = {storage_key(tensor) for tensor in self._stored.values()} if self._without else set()
         for fqn, tensor in self._without:
             if storage_key(tensor) in filled and fqn in self.missing:
                 self.missing.remove(fqn)
@@ -434,17 +430,12 @@ class TorchRestoration:
                 self.unexpected.append(fqn)
 
 
-def _lies(held: Held) -> tuple[object, ...]:
-    """Return what two names of one memory must have in common."""
-    return (held.global_shape, *(part.region for part in held.parts))
-
-
-def _require_places_of_their_own(local: torch.Tensor, fqn: str) -> None:
-    """Refuse to fill a tensor of which several elements are one place in memory."""
+def _require_not_expanded(local: torch.Tensor, fqn: str) -> None:
+    """Refuse to fill a tensor with several elements at one address."""
     if any(length > 1 and not step for length, step in zip(local.shape, local.stride(), strict=True)):
         raise InvalidError(
-            f"{fqn}: the target is expanded, several of its elements are one place in memory; "
-            "pass tensor.contiguous() or what it was expanded from"
+            f"{fqn}: the target is expanded, so several of its elements share memory; expected memory for each. "
+            "Pass tensor.contiguous() or the tensor that was expanded"
         )
 
 
@@ -457,17 +448,17 @@ def _children(saved: Value) -> Mapping[str, Value]:
 
 
 def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
-    """Give a module what only its own hooks and methods can take back.
+    """Pass a module the entries that only its own hooks and methods can load.
 
     Raises:
-        InvalidError: They refuse it, or nobody took it.
+        InvalidError: They raise, or none of them takes an entry.
     """
     left: Sequence[str] = ()
     try:
         if any(map(is_wrapper, node.module.modules())):
             load_extra_state(node.module, entries, extra_state_owners(node.module))
         else:
-            # A module's own load_state_dict is heard only where it is called itself, not inside a wrapper.
+            # Hooks of a module run only if its own load_state_dict is called, not that of a wrapper around it.
             module, prefix = unwrapped(node.module)
             keys = {node.keys[fqn].removeprefix(prefix): value for fqn, value in entries.items()}
             left = getattr(module.load_state_dict(keys, strict=False), "unexpected_keys", ())
@@ -475,8 +466,8 @@ def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
         raise InvalidError(f"{node.path}: {type(node.module).__name__} refused its extra state: {error}") from error
     if left:
         raise InvalidError(
-            f"{node.path}: {type(node.module).__name__} took nothing of {', '.join(left)}, which state_dict() made; "
-            "expected its load_state_dict() to take back what state_dict() gives at the same depth. Use "
+            f"{node.path}: {type(node.module).__name__} took nothing of {first_three(left)}, which state_dict() made; "
+            "expected its load_state_dict() to load what state_dict() returns at the same depth. Use "
             "get_extra_state/set_extra_state, or leave it out with skip="
         )
 

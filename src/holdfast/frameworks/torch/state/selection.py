@@ -1,4 +1,4 @@
-"""Which names take part in a save or load."""
+"""Which names `only` and `skip` select for a save or load."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from holdfast.ports.framework import Selection
 
 
 def takes_all(selection: Selection) -> bool:
-    """Return whether every name takes part."""
+    """Return whether every name is selected."""
     return selection.only is None and not selection.skip
 
 
 def selected(selection: Selection, name: str) -> bool:
-    """Return whether a name takes part: a pattern speaks of the names it matches and of all that stands under them."""
+    """Return whether a name is selected. A pattern applies to the names it matches and to all names below them."""
     if takes_all(selection):
         return True
     names = [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
 
-    def spoken_of(patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
+    def matches(patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(prefix, pattern) for pattern in patterns for prefix in names)
 
-    return (selection.only is None or spoken_of(selection.only)) and not spoken_of(selection.skip)
+    return (selection.only is None or matches(selection.only)) and not matches(selection.skip)
 
 
 def selected_whole(selection: Selection, path: str) -> bool:
-    """Return whether something that is saved and loaded as one takes part, by its own name or by what is under it."""
+    """Return whether a value that is saved and loaded as a whole is selected, by its name or by a pattern below it."""
     return selected(selection, f"{path}.")

@@ -1,4 +1,4 @@
-"""The nodes of a state: found once, used by collecting and by restoring alike."""
+"""Walks a state and returns its nodes, for `collect.py` and `restore.py`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from holdfast.types.per_rank import PerRank, RngState
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that gives its state as a dict and takes it back."""
+    """Any object with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, object]:
         """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, object], /) -> object:
-        """Take a state back."""
+        """Load a state."""
         ...
 
 
@@ -40,10 +40,10 @@ class ModuleNode:
     tensors: dict[str, torch.Tensor]
     values: dict[str, object]
     keys: dict[str, str]
-    """By FQN, the key of each entry in the module's own state dict, where wrappers leave their prefixes."""
+    """Key of each entry in the module's own state dict, with wrapper prefixes, by FQN."""
 
     declared: dict[int, Sharded]
-    """Layouts of tensors that do not carry one themselves (FSDP1), by identity."""
+    """Layouts of tensors that carry none themselves (FSDP1), by identity."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class StatefulNode:
 
 @dataclass(slots=True)
 class TensorNode:
-    """A tensor that stands in a dict of the state."""
+    """A tensor in a dict of the state."""
 
     path: str
     tensor: torch.Tensor
@@ -73,7 +73,7 @@ class TensorNode:
 
 @dataclass(slots=True)
 class ValueNode:
-    """Anything else: a plain value or a container, tensors inside included."""
+    """Anything else: a plain value, or a container that may hold tensors."""
 
     path: str
     value: object
@@ -96,42 +96,42 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
 
     Args:
         state: The state.
-        rank_of_global: Numbers ranks within the group that saves or loads.
+        rank_of_global: Returns the rank in the saving or loading group for a global rank.
     Raises:
         InvalidError: Names collide, an optimizer's parameter has no name, or the state is not a dict of names.
     """
     root = DictNode("", state)
-    found = _NamedNodes(rank_of_global)
-    _fill(root, found, set())
-    if not found.optimizers:
+    known = _NamedNodes(rank_of_global)
+    _fill(root, known, set())
+    if not known.optimizers:
         return root
-    tensors = {path: node.tensors for path, node in found.modules.items()}
+    tensors = {path: node.tensors for path, node in known.modules.items()}
     loose = dict(_loose(root))
-    for parent, key, optimizer in found.optimizers:
+    for parent, key, optimizer in known.optimizers:
         path = _joined(parent.path, key)
-        _require_unlisted(optimizer, path, found.listed)
+        _require_unlisted(optimizer, path, known.listed)
         names = named_parameters_of(optimizer, path, tensors, loose)
         view = OptimizerView(
-            optimizer, path, names, found.declared, frozenset(found.elsewhere), ties_of(names, tensors)
+            optimizer, path, names, known.declared, frozenset(known.elsewhere), ties_of(names, tensors)
         )
         parent.children[key] = OptimizerNode(path, view)
     return root
 
 
 def _require_unlisted(optimizer: torch.optim.Optimizer, path: str, listed: Mapping[int, str]) -> None:
-    """Refuse to guess how state lies that belongs to one of several tensors under a name."""
+    """Refuse a parameter that shares its name with others: the layout of its state is not known."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in listed:
                 raise InvalidError(
                     f"{path}: holds a tensor of {listed[id(parameter)]}, which Sharded declares as a list; expected "
-                    "one tensor for each parameter of an optimizer. State its moments as Sharded too, and leave it out"
+                    "one tensor for each parameter of an optimizer. Pass its moments as Sharded too, and leave it out"
                 )
 
 
 @dataclass(slots=True)
 class _NamedNodes:
-    """What the nodes so far have that optimizers need to know."""
+    """What optimizer nodes need to know of the other nodes."""
 
     rank_of_global: RankOfGlobal
     optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = field(default_factory=list)
@@ -139,11 +139,11 @@ class _NamedNodes:
     declared: dict[int, Sharded] = field(default_factory=dict)
     elsewhere: set[int] = field(default_factory=set)
     listed: dict[int, str] = field(default_factory=dict)
-    """Path of the list in a declaration that a tensor stands in, by the tensor's identity."""
+    """Path of the declaration that lists a tensor among several, by the tensor's identity."""
 
 
 def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
-    """Yield every tensor that stands in a dict: its path, the top-level key that it lies under if any, and itself."""
+    """Yield every tensor in a dict: its path, and its top-level key (empty at the top) with the tensor."""
     for key, child in node.children.items():
         if isinstance(child, TensorNode):
             yield child.path, (branch, child.tensor)
@@ -151,38 +151,38 @@ def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[str, tuple[str, t
             yield from _loose(child, branch or key)
 
 
-def _fill(node: DictNode, found: _NamedNodes, above: set[int]) -> None:
+def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
     if id(node.mapping) in above:
-        raise InvalidError(f"{node.path}: the dict holds itself; a state must be a tree")
+        raise InvalidError(f"{node.path}: the dict contains itself; expected a tree. Remove the cycle")
     for key, value in node.mapping.items():
         if not isinstance(key, str):
             raise InvalidError(
-                f"{node.path or 'state'}: key {key!r} is {type(key).__name__}; expected names (str) for whatever "
-                "holds modules, optimizers or tensors"
+                f"{node.path or 'state'}: key {key!r} is {type(key).__name__}; expected str for dicts that "
+                "hold modules, optimizers or tensors. Rename it"
             )
         path = _joined(node.path, key)
-        if isinstance(value, torch.Tensor):  # First, for most are.
+        if isinstance(value, torch.Tensor):  # First, since most are.
             node.children[key] = TensorNode(path, value)
         elif isinstance(value, torch.optim.Optimizer):
             _require_own_state(value, path)
-            found.optimizers.append((node, key, value))
-            # Keeps the order of the dict: the node is put in once every parameter has its name.
+            known.optimizers.append((node, key, value))
+            # A placeholder that keeps the order of the dict, until every parameter has its name.
             node.children[key] = ValueNode(path, None)
         elif isinstance(value, torch.nn.Module):
-            child = found.modules[path] = module_node(path, value, found.rank_of_global)
-            found.declared |= child.declared
-            found.elsewhere |= {each for each, shard in child.declared.items() if not holds_any(shard)}
+            child = known.modules[path] = module_node(path, value, known.rank_of_global)
+            known.declared |= child.declared
+            known.elsewhere |= {identity for identity, shard in child.declared.items() if not holds_any(shard)}
             node.children[key] = child
         elif isinstance(value, Sharded):
             tensors = tensors_of(value, path)
             tensor = tensors[0]
             if isinstance(value.tensor, list | tuple):
-                found.listed |= dict.fromkeys(map(id, tensors), path)
-            found.declared[id(tensor)] = value
+                known.listed |= dict.fromkeys(map(id, tensors), path)
+            known.declared[id(tensor)] = value
             node.children[key] = TensorNode(path, tensor, value)
         elif isinstance(value, dict) and _is_branch(value):
             child_node = DictNode(path, value)
-            _fill(child_node, found, above | {id(node.mapping)})
+            _fill(child_node, known, above | {id(node.mapping)})
             node.children[key] = child_node
         elif not isinstance(value, type) and isinstance(value, Stateful):
             node.children[key] = StatefulNode(path, value)
@@ -191,7 +191,7 @@ def _fill(node: DictNode, found: _NamedNodes, above: set[int]) -> None:
 
 
 def _require_own_state(optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Refuse optimizers that keep their state in another optimizer's hands, where ours would not find it.
+    """Refuse optimizers that keep their state in an inner optimizer, where `walk` does not find it.
 
     Raises:
         InvalidError: Names the optimizer.
@@ -199,16 +199,16 @@ def _require_own_state(optimizer: torch.optim.Optimizer, path: str) -> None:
     for kind in type(optimizer).__mro__:
         if kind.__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
             raise InvalidError(
-                f"{path}: {kind.__name__} keeps its state where it cannot be read by parameter; use fully_shard, or "
-                "pass the optimizer inside it"
+                f"{path}: {kind.__name__} keeps its state in an optimizer inside it; expected state by parameter. Use "
+                "fully_shard, or pass the optimizer inside it"
             )
 
 
 def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal) -> ModuleNode:
-    """Return a module's entries; DDP, FSDP1 and compile wrappers around it leave no trace.
+    """Return a module's entries, without the prefixes of DDP, FSDP1 and compile wrappers.
 
     Raises:
-        InvalidError: Colliding names, or an FSDP1 wrapper whose parameters cannot be told apart.
+        InvalidError: Two entries have one name, or an FSDP1 wrapper keeps parameters without names.
     """
     declared = declarations(module, path, rank_of_global)
     tensors: dict[str, torch.Tensor] = {}
@@ -224,15 +224,15 @@ def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal
 
 
 def _is_branch(value: dict[object, object]) -> bool:
-    """Return whether a dict is part of the state's own tree rather than one plain value."""
+    """Return whether a dict is part of the state's tree, not a plain value."""
     if not all(isinstance(key, str) for key in value):
         return False
     return any(
-        isinstance(each, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | Sharded | PerRank | RngState)
-        or (isinstance(each, dict) and _is_branch(each))
-        or (isinstance(each, list | tuple) and holds_tensor(each))
-        or (not isinstance(each, type) and isinstance(each, Stateful))
-        for each in value.values()
+        isinstance(entry, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | Sharded | PerRank | RngState)
+        or (isinstance(entry, dict) and _is_branch(entry))
+        or (isinstance(entry, list | tuple) and holds_tensor(entry))
+        or (not isinstance(entry, type) and isinstance(entry, Stateful))
+        for entry in value.values()
     )
 
 
