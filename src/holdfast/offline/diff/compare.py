@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: decided from their indexes, read only where digests do not settle it."""
+"""Differences between two checkpoints: from their indexes, and from bytes only if digests do not decide."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def differences(
 
     Args:
         a, b: The two.
-        chosen: Which names are compared; None: all, and the values that are not tensors.
-        cast: Compare tensors of different types by value, where numpy has a type that holds both exactly.
-        full: Read what digests settle too, so that norms are those of whole tensors.
-        observer: Told how far reading has come, in bytes of A.
+        chosen: Returns whether a name is compared. None: compare all, and the values that are not tensors.
+        cast: Compare tensors of different dtypes by value, where numpy has a dtype that holds both exactly.
+        full: Read chunks with equal digests too, so that norms cover whole tensors.
+        observer: Receives progress, in bytes of A.
     Raises:
-        CorruptError: Stored bytes are not what was saved.
+        CorruptError: Stored bytes differ from what was saved.
     """
     names = _TensorNames(a, b, chosen)
-    pairs = [_pair(number, a, b, *each, cast=cast, full=full) for number, each in enumerate(names.pairs())]
+    pairs = [_pair(a, b, _PairNames(number, *fqns), cast=cast, full=full) for number, fqns in enumerate(names.pairs())]
     read_bytes = _measure(pairs, a, b, observer)
     return Diff(
         a=a.url,
@@ -56,13 +56,13 @@ def differences(
 
 
 def _per_rank_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
-    """Yield what differs of the values that each rank kept as its own, rank by rank."""
+    """Yield the differences in per-rank values, rank by rank."""
     for rank in range(max(a.manifest.world_size, b.manifest.world_size)):
-        yield from value_diffs(_kept(a, rank), _kept(b, rank))
+        yield from value_diffs(_per_rank_values(a, rank), _per_rank_values(b, rank))
 
 
-def _kept(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
-    """Return what a rank kept as its own, by path; nothing where there was no such rank."""
+def _per_rank_values(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
+    """Return the values of one rank by path; empty if fewer ranks saved the checkpoint."""
     manifest = checkpoint.manifest
     if rank >= manifest.world_size or next(per_rank_paths(manifest.tree), None) is None:
         return {}
@@ -70,31 +70,31 @@ def _kept(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
 
 
 class _TensorNames:
-    """Every name of two checkpoints, and the stored tensor it stands for in each."""
+    """Every name of two checkpoints, and the stored tensor that it names in each."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, chosen: Callable[[str], bool] | None) -> None:
-        self.of_a, self.of_b = _standing_for(a, chosen), _standing_for(b, chosen)
+        self.of_a, self.of_b = _stored_fqns(a, chosen), _stored_fqns(b, chosen)
         self._both = sorted(self.of_a.keys() & self.of_b.keys())
 
     def pairs(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what is to be compared: a name, and the tensors it stands for; no two tensors twice."""
-        met = set()
+        """Yield a name and its stored tensor in each, each pair of tensors once."""
+        yielded = set()
         for name in self._both:
             pair = self.of_a[name], self.of_b[name]
-            if pair not in met:
-                met.add(pair)
+            if pair not in yielded:
+                yielded.add(pair)
                 yield name, *pair
 
     def only(self, checkpoint: Checkpoint, own: Mapping[str, str], other: Mapping[str, str]) -> tuple[NameOnly, ...]:
-        """Return the names that the other lacks."""
-        found = []
+        """Return the names that the other checkpoint lacks."""
+        lacking = []
         for name in sorted(own.keys() - other.keys()):
             spec = checkpoint.index.tensors[own[name]]
-            found.append(NameOnly(name, spec.dtype, spec.global_shape, own[name] if own[name] != name else None))
-        return tuple(found)
+            lacking.append(NameOnly(name, spec.dtype, spec.global_shape, own[name] if own[name] != name else None))
+        return tuple(lacking)
 
     def ties(self) -> Iterator[TieDiff]:
-        """Yield the names of both that share a tensor with others in one of the two than in the other."""
+        """Yield the common names that are tied to other names in one checkpoint than in the other."""
         of_a, of_b = self._tied(self.of_a), self._tied(self.of_b)
         for name in self._both:
             a, b = self.of_a[name], self.of_b[name]
@@ -102,37 +102,46 @@ class _TensorNames:
                 yield TieDiff(name, a, b)
 
     def _tied(self, own: Mapping[str, str]) -> dict[str, set[str]]:
-        """Return the names that stand for each stored tensor, of those that both have."""
-        found: dict[str, set[str]] = {}
+        """Return the common names of each stored tensor."""
+        names: dict[str, set[str]] = {}
         for name in self._both:
-            found.setdefault(own[name], set()).add(name)
-        return found
+            names.setdefault(own[name], set()).add(name)
+        return names
+
+
+@dataclass(frozen=True, slots=True)
+class _PairNames:
+    number: int
+    """Which pair it is; its windows carry this number."""
+    name: str
+    fqn_a: str
+    fqn_b: str
 
 
 @dataclass(slots=True)
 class _Pair:
-    """A tensor on its way to being compared."""
+    """A tensor of both checkpoints, to be compared."""
 
     name: str
     a: TensorSpec
     b: TensorSpec
     verdict: Verdict | None
-    """What is known before anything is read."""
+    """The verdict, if it needs no reading."""
     common: str
-    """The type both are widened to; empty for one type."""
+    """The dtype to which both are widened; empty if they have one dtype."""
     windows: list[CompareWindow]
     settled_bytes: int
     measure: Measure | None = field(default=None)
 
     def take(self, measured: Measure) -> None:
-        """Take in what was measured of a part."""
+        """Add the measure of a part."""
         if self.measure is None:
             self.measure = measured
         else:
             self.measure.merge(measured)
 
     def outcome(self) -> TensorDiff:
-        """Return what came of it."""
+        """Return the verdict and what was measured."""
         change = None if self.measure is None else self.measure.change()
         verdict = self.verdict
         if verdict is None:
@@ -148,24 +157,22 @@ class _Pair:
         )
 
 
-def _standing_for(checkpoint: Checkpoint, chosen: Callable[[str], bool] | None) -> dict[str, str]:
+def _stored_fqns(checkpoint: Checkpoint, chosen: Callable[[str], bool] | None) -> dict[str, str]:
     names = {**{fqn: fqn for fqn in checkpoint.index.tensors}, **checkpoint.aliases}
     return {name: fqn for name, fqn in names.items() if chosen is None or chosen(name)}
 
 
-def _pair(
-    number: int, a: Checkpoint, b: Checkpoint, name: str, fqn_a: str, fqn_b: str, *, cast: bool, full: bool
-) -> _Pair:
-    of_a, of_b = a.index.tensors[fqn_a], b.index.tensors[fqn_b]
-    if of_a.global_shape != of_b.global_shape:
-        return _Pair(name, of_a, of_b, Verdict.SHAPE, "", [], 0)
-    alike = of_a.dtype == of_b.dtype
-    common = None if alike or not cast else common_type(of_a.dtype, of_b.dtype)
+def _pair(a: Checkpoint, b: Checkpoint, names: _PairNames, *, cast: bool, full: bool) -> _Pair:
+    spec_a, spec_b = a.index.tensors[names.fqn_a], b.index.tensors[names.fqn_b]
+    if spec_a.global_shape != spec_b.global_shape:
+        return _Pair(names.name, spec_a, spec_b, Verdict.SHAPE, "", [], 0)
+    alike = spec_a.dtype == spec_b.dtype
+    common = None if alike or not cast else common_type(spec_a.dtype, spec_b.dtype)
     if not alike and common is None:
-        return _Pair(name, of_a, of_b, Verdict.DTYPE, "", [], 0)
-    others = b.index.pieces_of(fqn_b) if alike and not full else ()
-    windows, settled_bytes = unsettled(number, a.index.pieces_of(fqn_a), others)
-    return _Pair(name, of_a, of_b, None, common or "", windows, settled_bytes)
+        return _Pair(names.name, spec_a, spec_b, Verdict.DTYPE, "", [], 0)
+    others = b.index.pieces_of(names.fqn_b) if alike and not full else ()
+    windows, settled_bytes = unsettled(names.number, a.index.pieces_of(names.fqn_a), others)
+    return _Pair(names.name, spec_a, spec_b, None, common or "", windows, settled_bytes)
 
 
 def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observer | None) -> int:
@@ -173,12 +180,12 @@ def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observe
     from_a, from_b = a.source, b.source
 
     def compare(batch: tuple[CompareWindow, ...]) -> tuple[dict[int, Measure], int, int]:
-        of = [pairs[window.number] for window in batch]
-        ours, read_a = from_a.read([(p.a.fqn, w) for p, w in zip(of, batch, strict=True)], [p.a.dtype for p in of])
-        theirs, read_b = from_b.read([(p.b.fqn, w) for p, w in zip(of, batch, strict=True)], [p.b.dtype for p in of])
+        numbered = [(pairs[window.number], window) for window in batch]
+        parts_a, read_a = from_a.read([(p.a.fqn, w) for p, w in numbered], [p.a.dtype for p, _ in numbered])
+        parts_b, read_b = from_b.read([(p.b.fqn, w) for p, w in numbered], [p.b.dtype for p, _ in numbered])
         measures: dict[int, Measure] = {}
-        for window, pair, own, other in zip(batch, of, ours, theirs, strict=True):
-            measures.setdefault(window.number, Measure()).add(own, other, pair.common)
+        for (pair, window), of_a, of_b in zip(numbered, parts_a, parts_b, strict=True):
+            measures.setdefault(window.number, Measure()).add(of_a, of_b, pair.common)
         return measures, read_a + read_b, sum(window.bytes for window in batch)
 
     def bytes_of(window: CompareWindow) -> int:

@@ -1,4 +1,4 @@
-"""Values of two checkpoints that are not tensors, against each other."""
+"""Compares the values of two checkpoints that are not tensors."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from holdfast.types.diff import ValueDiff
 
 
 def value_diffs(a: object, b: object, path: str = "") -> Iterator[ValueDiff]:
-    """Yield every value that differs, by path; containers of one kind are entered.
+    """Yield every value that differs, by path, comparing containers of one kind item by item.
 
-    Mappings are compared by key, whatever their order and class; lists and tuples of one length item by item; anything
-    else, and every key, as it would be stored, so that `1`, `1.0` and `True` differ, and a NaN equals itself.
+    Mappings are compared by key, regardless of order and class; lists and tuples of equal length by position. Every
+    other value, and every key, is compared in its stored form: `1`, `1.0` and `True` differ, and a NaN equals itself.
     """
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        of_a, of_b = _by_stored_key(a, path), _by_stored_key(b, path)
-        for stored, (key, own) in of_a.items():
-            if stored in of_b:
-                yield from value_diffs(own, of_b[stored][1], _below(path, key))
+        items_a, items_b = _by_stored_key(a, path), _by_stored_key(b, path)
+        for stored, (key, value_a) in items_a.items():
+            if stored in items_b:
+                yield from value_diffs(value_a, items_b[stored][1], _below(path, key))
             else:
-                yield ValueDiff(_below(path, key), True, False, own, None)
-        for stored, (key, other) in of_b.items():
-            if stored not in of_a:
-                yield ValueDiff(_below(path, key), False, True, None, other)
+                yield ValueDiff(_below(path, key), True, False, value_a, None)
+        for stored, (key, value_b) in items_b.items():
+            if stored not in items_a:
+                yield ValueDiff(_below(path, key), False, True, None, value_b)
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and (type(a), len(a)) == (type(b), len(b)):
-        for number, (own, other) in enumerate(zip(a, b, strict=True)):
-            yield from value_diffs(own, other, f"{path}[{number}]")
+        for number, (value_a, value_b) in enumerate(zip(a, b, strict=True)):
+            yield from value_diffs(value_a, value_b, f"{path}[{number}]")
     elif not _same(a, b, path):
         yield ValueDiff(path, True, True, a, b)
 
 
 def value_document(value: object) -> object:
-    """Return a value as a JSON document, tagged as docs/values.md says."""
+    """Return a value as a JSON document with the tags of docs/values.md."""
     return values.encode(value, "")
 
 
 def _by_stored_key(mapping: Mapping[object, object], path: str) -> dict[Hashable, tuple[object, object]]:
-    """Return keys and values by how the key is stored; keys stored alike, which only NaNs are, are numbered."""
-    met: Counter[Hashable] = Counter()
-    found: dict[Hashable, tuple[object, object]] = {}
+    """Return keys and values by the stored form of the key, and a number: several NaN keys have one stored form."""
+    counts: Counter[Hashable] = Counter()
+    items: dict[Hashable, tuple[object, object]] = {}
     for key, value in mapping.items():
         stored = key if isinstance(key, str) else (values.dumps(values.encode(key, path)),)
-        found[stored, met[stored]] = key, value
-        met[stored] += 1
-    return found
+        items[stored, counts[stored]] = key, value
+        counts[stored] += 1
+    return items
 
 
 def _same(a: object, b: object, path: str) -> bool:
