@@ -141,7 +141,7 @@ def test_what_took_the_place_of_what_appeared_is_not_reported_as_ours(tmp_path: 
     length = (tmp_path / "out").stat().st_size
     (tmp_path / "out").unlink()
     (tmp_path / "out").write_bytes(b"x" * length)
-    with pytest.raises(ConflictError, match="something is there; it was not touched"):
+    with pytest.raises(ConflictError, match="exists already; it was not touched"):
         made(source, tmp_path / "out", "torch")
     assert (tmp_path / "out").read_bytes() == b"x" * length
     assert os.listdir(tmp_path) == ["out"], "the work is of no use to anybody"

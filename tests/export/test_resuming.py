@@ -219,7 +219,7 @@ def test_other_options_and_another_source_begin_anew_and_say_so(
     holdfast.save(tmp_path / "other", {"model": dict(other)}, process_group=False)
     stopped(source, tmp_path / "out")
     stopped(source, tmp_path / "out", ExportOptions(dtype="float16"))
-    assert "other options; it is thrown away" in caplog.text
+    assert "other options; it is discarded" in caplog.text
     caplog.clear()
     report = exported(tmp_path / "other", tmp_path / "out", ExportOptions(dtype="float16"))
     assert report.begun_anew and not report.resumed_bytes
@@ -264,7 +264,7 @@ def test_a_source_that_is_written_again_meanwhile_makes_nothing_appear(tmp_path:
 
 def test_what_stands_at_the_destination_is_not_touched(tmp_path: Path, source: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(ConflictError, match="something is there; it was not touched"):
+    with pytest.raises(ConflictError, match="exists already; it was not touched"):
         exported(source, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
     assert os.listdir(tmp_path) == ["out"]
@@ -362,7 +362,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
                     os.kill(each, signal.SIGKILL)
 
     monkeypatch.setattr(wiring, "WORKER_ENTRY", held.WORKER)  # None of them ends by itself before it is killed.
-    with pytest.raises(UnavailableError, match=r"worker \d ended with status -9; what was written is kept"):
+    with pytest.raises(UnavailableError, match=r"worker \d ended with status -9; durable windows are kept"):
         api.export(tmp_path / "saved", target, to="safetensors", workers=2, memory_bytes=128 * MIB, observer=Kills())
     assert not target.exists()
     assert not children(os.getpid()) - known
@@ -374,9 +374,9 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import os; os._exit(1)", r"worker \d ended with status 1; what was written is kept"),
-        ("print('hello'); input()", r"worker \d said 'hello'; expected what a worker says"),
-        ("print(17); input()", r"worker \d said '17'; expected what a worker says"),
+        ("import os; os._exit(1)", r"worker \d ended with status 1; durable windows are kept"),
+        ("print('hello'); input()", r"worker \d printed 'hello'; expected a worker's report"),
+        ("print(17); input()", r"worker \d printed '17'; expected a worker's report"),
     ],
 )
 def test_a_worker_that_is_none_is_named(

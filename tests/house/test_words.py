@@ -117,11 +117,10 @@ ON_DISK = {
 
 PENDING = {
     "beat": "repository/epochs.py",
-    "crew": "offline/export/export.py",
     "distrusted": "saving/deduplication.py",
     "doomed": "runs/garbage_collection.py",
     "heads": "saving/unchanged.py",
-    "heard": "coordination/announcements.py, offline/export/workers.py",
+    "heard": "coordination/announcements.py",
     "noted": "ports/destination.py, runs/garbage_collection.py",
     "Place": "foreign/deepspeed/folder.py",
     "speaks": "saving/save.py",

@@ -1,4 +1,4 @@
-"""CRC-32s of runs, joined into that of the whole."""
+"""Combines the CRC-32s of consecutive runs into the CRC-32 of the whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from holdfast.errors import CorruptError
 
 _POLYNOMIAL = 0xEDB88320
-"""That of zip and gzip, its bits reversed."""
+"""The polynomial of zip and gzip, bits reversed."""
 
 _Matrix = tuple[int, ...]
 """32 columns over GF(2)."""
@@ -18,27 +18,27 @@ def joined_crc32(parts: Iterable[tuple[int, int, int]], start: int, stop: int) -
     """Return the CRC-32 of bytes `[start, stop)`.
 
     Args:
-        parts: First byte, byte past the last and CRC-32 of each run, in any order; together the whole, each byte once.
-        start, stop: The whole.
+        parts: Start, stop and CRC-32 of each run, in any order; the runs cover the whole, each byte once.
+        start, stop: Byte range of the whole.
     Raises:
-        CorruptError: They leave a byte out, or have one twice.
+        CorruptError: The runs leave a byte out, or overlap.
     """
     crc, at = 0, start
-    for first, end, each in sorted(parts):
+    for first, end, part_crc in sorted(parts):
         if first != at or end > stop:
             raise CorruptError(f"checksums are known up to byte {at} of {stop} and from {first} on; expected no gap")
-        crc, at = _shifted(crc, end - first) ^ each, end
+        crc, at = _append_zeros(crc, end - first) ^ part_crc, end
     if at != stop:
         raise CorruptError(f"checksums are known up to byte {at} of {stop}; expected all")
     return crc
 
 
-def _shifted(crc: int, zeros: int) -> int:
-    """Return what a CRC-32 becomes by that many zero bytes after what it is of.
+def _append_zeros(crc: int, zeros: int) -> int:
+    """Return the CRC-32 of data followed by that many zero bytes, from the CRC-32 of the data.
 
     Source: zlib's `crc32_combine`, as first written by Mark Adler: each zero bit is a linear step over GF(2).
     """
-    power = 3  # A byte is eight steps.
+    power = 3  # A zero byte is 2**3 bit steps.
     while zeros:
         if zeros & 1:
             crc = _times(_steps(power), crc)
@@ -57,9 +57,9 @@ def _steps(power: int) -> _Matrix:
 
 
 def _times(matrix: _Matrix, vector: int) -> int:
-    found = 0
+    product = 0
     for column in matrix:
         if vector & 1:
-            found ^= column
+            product ^= column
         vector >>= 1
-    return found
+    return product

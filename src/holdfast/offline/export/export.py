@@ -1,8 +1,8 @@
-"""Export: a checkpoint loaded into files that are another system's, window by window, under a budget of memory.
+"""Export: writes a checkpoint as another system's files, window by window, within a memory budget.
 
-Which bytes lie where is the format's affair; which of them are made at once is a plan; who makes them, this process or
-several beside each other, changes neither. What is durable is written down beside the work, so that a later process
-goes on where this one was stopped.
+The format lays the files out. A plan cuts them into windows. Workers, one or several processes, fill the windows; their
+number changes neither files nor windows. Journals beside the files record durable windows, so a later process continues
+after an interruption.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from holdfast.types.export import ExportContent, ExportFile, ExportOptions, Expo
 
 logger = logging.getLogger(__name__)
 
-Told = Callable[[int, int], None]
-"""Told of bytes written, and of bytes read for them."""
+OnWindow = Callable[[int, int], None]
+"""Called for each window with the bytes written, and the bytes read for them."""
 
 MEMORY_BYTES_MIN = 64 * MIB
-"""What a worker needs to have reads and writes in flight at all."""
+"""Memory of one worker, at least: enough for its reads and writes in flight."""
 
 _WINDOW_BYTES_MIN = 1 * MIB
 _READ_BYTES_MAX = 8 * MIB
 _CAST_BYTES = 8 * MIB
-"""What is between stored and cast elements, in all reads in flight together."""
+"""Memory for casts, of all reads in flight together."""
 
 
 _JOURNAL = "journal-"
-"""Begins the name of a journal; its number follows."""
+"""Prefix of a journal's name; its number follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What the caller asked for."""
+    """Resources of an export."""
 
     memory_bytes: int
-    """Memory for bytes on their way, of all workers together."""
+    """Memory for bytes in flight, of all workers together."""
 
     workers: int
     """Processes."""
 
     window_bytes_max: int = 128 * MIB
-    """Bytes of one window, at most, a whole number of pages. Larger ones fill and drain too slowly."""
+    """Bytes of one window, at most, a whole number of pages. Larger ones take too long to fill and to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +66,25 @@ class ExportReport:
     """What an export did."""
 
     url: str
-    """Where it lies."""
+    """Its destination."""
 
     format: str
-    """What it was written as."""
+    """Name of the format."""
 
     files: Mapping[str, int]
-    """Bytes of every file, by its name under the destination; by an empty one where that is the file."""
+    """Bytes of every file, by its name in the destination; the name is empty if the destination is one file."""
 
     resumed_bytes: int
-    """Bytes that an earlier try had written already."""
+    """Bytes that an earlier call had written."""
 
     read_bytes: int
-    """Bytes read of the checkpoint this time."""
+    """Bytes that this call read from the checkpoint."""
 
     seconds: float
-    """How long it took."""
+    """Duration of the call."""
 
     begun_anew: bool
-    """Whether unfinished work was thrown away: it was of another source or other options, or its files were gone."""
+    """Whether unfinished work was discarded: its source or options were different, or its files were gone."""
 
     @property
     def bytes(self) -> int:
@@ -94,32 +94,32 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportShare:
-    """What one worker does of an export; plain values, so that it can be told to another process."""
+    """One worker's part of an export; plain values, for another process."""
 
     number: int
-    """Which worker."""
+    """Number of the worker."""
 
     count: int
-    """How many there are."""
+    """Count of workers."""
 
     window_bytes: int
-    """What a window is at most; the same for all."""
+    """Bytes of a window, at most; the same for all workers."""
 
     memory_bytes: int
-    """This worker's part of the budget."""
+    """This worker's part of the memory budget."""
 
     done: tuple[tuple[int, int, int], ...]
-    """What was durable before any of them began: file number, first byte, byte past the last."""
+    """Ranges that were durable before any worker started: file number, start, stop."""
 
     journal: str
-    """Where it writes down what is durable."""
+    """Name of the journal in which it records durable windows."""
 
     fingerprint: str
-    """Of the export that it is a share of."""
+    """Fingerprint of the export."""
 
 
 class Export:
-    """One checkpoint on its way to one destination."""
+    """The export of one checkpoint to one destination."""
 
     def __init__(
         self, checkpoint: Checkpoint, destination: Destination, writer: Writer, options: ExportOptions, clock: Clock
@@ -127,38 +127,38 @@ class Export:
         """Lay the files out; reads the index and writes nothing.
 
         Raises:
-            InvalidError: The format cannot hold what the checkpoint does.
+            InvalidError: The format cannot hold the checkpoint's content.
         """
         self._checkpoint, self._destination, self._clock = checkpoint, destination, clock
         self.format = writer.name
         manifest = checkpoint.manifest
         content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
         self.files: Sequence[ExportFile] = writer.files(content, options)
-        """What is written."""
+        """The files to write."""
         self._plans = [FilePlan(file) for file in self.files]
 
     @cached_property
     def fingerprint(self) -> str:
-        """What is another text for any other content or any other files."""
-        found = hashlib.sha256(self._checkpoint.identity.encode())
+        """A string that changes with the checkpoint's content and with the layout of the files."""
+        digest = hashlib.sha256(self._checkpoint.identity.encode())
         for file in self.files:
-            # One by one: there may be a million tensors, and literals as large as what DCP keeps of them.
-            for each in ((file.name, file.bytes), *file.tensors, *file.checksums):
-                found.update(repr(each).encode("utf-8", "surrogatepass"))
+            # Item by item: a million tensors, or DCP's metadata for them, would make one text too large.
+            for item in ((file.name, file.bytes), *file.tensors, *file.checksums):
+                digest.update(repr(item).encode("utf-8", "surrogatepass"))
             for at, data in file.literals:
-                found.update(b"%d %d " % (at, len(data)) + hashlib.sha256(data).digest())
-        return found.hexdigest()
+                digest.update(b"%d %d " % (at, len(data)) + hashlib.sha256(data).digest())
+        return digest.hexdigest()
 
     @property
     def bytes(self) -> int:
         """Bytes of all files."""
         return sum(file.bytes for file in self.files)
 
-    def execute(self, share: ExportShare, told: Told) -> None:
-        """Make a share's windows, and return once all are durable and written down.
+    def execute(self, share: ExportShare, on_window: OnWindow) -> None:
+        """Write a share's windows; return once all are durable and in the journal.
 
         Raises:
-            CheckpointError: Something could not be read or written; what is written down stays true.
+            CheckpointError: A read or write failed; the journal stays valid.
         """
         if share.fingerprint != self.fingerprint:
             raise ConflictError(f"{self._checkpoint.url}: changed while it was exported; run the same command again")
@@ -171,28 +171,30 @@ class Export:
         journal = self._destination.journal(share.journal)
         try:
             longest = max(window.bytes for window in windows)
-            writer = WindowWriter(self._open, lambda done: journal.append(_encode(done)), told, self._clock, longest)
+            writer = WindowWriter(
+                self._open, lambda done: journal.append(_encode(done)), on_window, self._clock, longest
+            )
             writer.execute(self._window_plans(windows, settings), source)
         finally:
             journal.close()
         self.require_unchanged()
 
     def require_unchanged(self) -> None:
-        """Refuse what was made of a source that was written again meanwhile.
+        """Refuse a source whose files were rewritten during the export.
 
         Raises:
-            ConflictError: Names the file; the same command begins anew.
+            ConflictError: Names the file; the same command starts again from nothing.
         """
         self._checkpoint.require_unchanged()
 
     def finish(self, done: Sequence[DoneWindow]) -> None:
-        """Write the checksums, which are known now that everything else is durable."""
+        """Write the checksums, which need every window's part."""
         left = windows_of(self.files, MIB, _ranges(done))
         assert not left, f"{len(left)} windows were left out, the first {left[0]}"
         parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for each in done:
-            for number, start, stop, crc in each.sums:
-                parts.setdefault((each.window.file, number), []).append((start, stop, crc))
+        for done_window in done:
+            for number, start, stop, crc in done_window.sums:
+                parts.setdefault((done_window.window.file, number), []).append((start, stop, crc))
         for file_number, file in enumerate(self.files):
             if not file.checksums:
                 continue
@@ -207,19 +209,19 @@ class Export:
                 output.close()
 
     def window_bytes(self, request: ExportRequest) -> int:
-        """Return what a window is at most, so that each worker keeps within its part of the budget.
+        """Return the bytes of a window, at most, that keep each worker within its part of the memory budget.
 
-        Large windows cut fewer chunks, which are read twice then; small ones let reading and writing go on together.
+        A chunk on a window's edge is read twice, so large windows read less. Small windows overlap reads and writes.
         """
-        own = request.memory_bytes // request.workers
-        if own < MEMORY_BYTES_MIN:
+        worker_bytes = request.memory_bytes // request.workers
+        if worker_bytes < MEMORY_BYTES_MIN:
             raise InvalidError(
                 f"memory: {request.memory_bytes} bytes for {request.workers} workers; expected at least "
                 f"{MEMORY_BYTES_MIN} for each"
             )
-        settings = self._reading(own)
+        settings = self._reading(worker_bytes)
         reads = settings.windows_in_flight * self._read_buffer_bytes(settings)
-        room = (own - reads - _CAST_BYTES) // WINDOWS
+        room = (worker_bytes - reads - _CAST_BYTES) // WINDOWS
         wanted = max(self.bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES
 
@@ -242,8 +244,8 @@ class Export:
             yield WindowPlan(window, tuple(plan.literals(start, stop)), fills, reads, tuple(plan.sums(start, stop)))
 
 
-WorkerPool = Callable[[Sequence[ExportShare], Told], None]
-"""Has every share carried out, each in a process of its own."""
+WorkerPool = Callable[[Sequence[ExportShare], OnWindow], None]
+"""Executes every share, each in a process of its own."""
 
 
 def carry_out_export(
@@ -251,88 +253,97 @@ def carry_out_export(
     destination: Destination,
     request: ExportRequest,
     clock: Clock,
-    crew: WorkerPool | None = None,
+    pool: WorkerPool | None = None,
     observer: Observer | None = None,
 ) -> ExportReport:
-    """Make the files, or go on where an earlier call was stopped, and have them appear.
+    """Write the files, or continue an interrupted call, and publish them.
 
     Args:
-        export: What is made.
-        destination: Where.
-        request: With how much.
-        clock: For how long it took.
-        crew: Who carries out shares in processes of their own; None: this process does, alone.
-        observer: Told of progress.
+        export: The source and the layout of the files.
+        destination: Where they go.
+        request: Memory and workers.
+        clock: Measures the duration.
+        pool: Executes shares in processes of their own; None: this process executes them.
+        observer: Receives progress.
     Raises:
-        ConflictError: Something stands at the destination, another process is exporting to it, or a file of the source
-            was written again meanwhile; nothing appeared.
-        UnavailableError: There is no room, or storage failed; what was done is kept.
+        ConflictError: The destination exists, another process exports to it, or a file of the source was rewritten
+            meanwhile; nothing was published.
+        UnavailableError: There is no room, or storage failed; durable windows are kept.
     """
-    began = clock.monotonic_seconds()
+    started = clock.monotonic_seconds()
     window_bytes = export.window_bytes(request)
     with destination.claimed():
         note = json.dumps({"fingerprint": export.fingerprint}).encode()
         if destination.exists:
             published = destination.published()
             if destination.is_moved:
-                destination.publish()  # What an earlier process had no time for.
+                destination.publish()  # An earlier process was interrupted between the move and the removal of notes.
             if published == note:
-                return _report(export, destination, clock.monotonic_seconds() - began, export.bytes, 0)
-            raise ConflictError(f"{destination.url}: something is there; it was not touched. Export elsewhere")
+                return _report(export, destination, clock.monotonic_seconds() - started, export.bytes, 0)
+            raise ConflictError(f"{destination.url}: exists already; it was not touched. Export elsewhere")
         begun_anew = _begin(destination, {file.name: file.bytes for file in export.files}, note)
-        done, free = _journalled(destination)
+        done, free_number = _read_journals(destination)
         progress = _Progress(export.bytes, sum(each.window.bytes for each in done), observer)
         resumed_bytes = progress.done_bytes
-        shares = [
-            ExportShare(
-                number=number,
-                count=request.workers,
-                window_bytes=window_bytes,
-                memory_bytes=request.memory_bytes // request.workers,
-                done=_ranges(done),
-                journal=f"{_JOURNAL}{free + number}",
-                fingerprint=export.fingerprint,
-            )
-            for number in range(request.workers)
-        ]
+        shares = _shares(export, request, window_bytes, done, free_number)
         for share in shares:
+            # Create every journal before a worker starts. A later call numbers its journals above these, so it shares
+            # none with a worker that outlived this process.
             destination.journal(share.journal).close()
-        if crew is None:
+        if pool is None:
             for share in shares:
-                export.execute(share, progress.told)
+                export.execute(share, progress.add)
         else:
-            crew(shares, progress.told)
-        export.finish(_journalled(destination)[0])
+            pool(shares, progress.add)
+        export.finish(_read_journals(destination)[0])
         export.require_unchanged()
         destination.publish()
-    seconds = clock.monotonic_seconds() - began
+    seconds = clock.monotonic_seconds() - started
     return _report(export, destination, seconds, resumed_bytes, progress.read_bytes, begun_anew=begun_anew)
 
 
+def _shares(
+    export: Export, request: ExportRequest, window_bytes: int, done: Sequence[DoneWindow], free_number: int
+) -> list[ExportShare]:
+    return [
+        ExportShare(
+            number=number,
+            count=request.workers,
+            window_bytes=window_bytes,
+            memory_bytes=request.memory_bytes // request.workers,
+            done=_ranges(done),
+            journal=f"{_JOURNAL}{free_number + number}",
+            fingerprint=export.fingerprint,
+        )
+        for number in range(request.workers)
+    ]
+
+
 def _begin(destination: Destination, sizes: dict[str, int], note: bytes) -> bool:
-    """Have every file there, its journals true of it; return whether unfinished work was thrown away for that."""
+    """Create the files, unless work with this note can be continued; return whether other work was discarded."""
     known = destination.noted()
     if known == note and destination.is_begun(sizes):
         return False
     if known is not None:
-        why = "has lost files" if known == note else "was of another source or other options"
-        logger.warning("%s: unfinished work %s; it is thrown away", destination.work_url, why)
+        why = "has lost files" if known == note else "has another source or other options"
+        logger.warning("%s: the unfinished work %s; it is discarded", destination.work_url, why)
     destination.clear()
     destination.begin(sizes)
+    # The note comes last: without it, an interrupted begin is repeated.
     destination.note(note)
     return known is not None
 
 
 class _Progress:
-    """How far all workers together are."""
+    """Bytes written and read by all workers together."""
 
     def __init__(self, total_bytes: int, done_bytes: int, observer: Observer | None) -> None:
         self.done_bytes, self.read_bytes = done_bytes, 0
         self._total_bytes, self._observer = total_bytes, observer
         self._lock = threading.Lock()
-        self.told(0, 0)
+        self.add(0, 0)
 
-    def told(self, written_bytes: int, read_bytes: int) -> None:
+    def add(self, written_bytes: int, read_bytes: int) -> None:
         with self._lock:
             self.done_bytes += written_bytes
             self.read_bytes += read_bytes
@@ -360,8 +371,8 @@ def _report(
     )
 
 
-def _journalled(destination: Destination) -> tuple[list[DoneWindow], int]:
-    """Return what is durable, and a number that no journal has yet, nor any above it."""
+def _read_journals(destination: Destination) -> tuple[list[DoneWindow], int]:
+    """Return the durable windows, and a number above that of every journal."""
     done: list[DoneWindow] = []
     number = 0
     for name, data in destination.journals().items():
@@ -371,7 +382,7 @@ def _journalled(destination: Destination) -> tuple[list[DoneWindow], int]:
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptError(
                 f"{destination.work_url}/{name}: not a journal of an export ({error}). Remove "
-                f"{destination.work_url}, then run the command again: it begins anew"
+                f"{destination.work_url}, then run the command again: it starts from nothing"
             ) from error
     return done, number
 
@@ -385,7 +396,7 @@ def _encode(done: Sequence[DoneWindow]) -> bytes:
 
 
 def _decode(data: bytes) -> Iterator[DoneWindow]:
-    """Yield what a journal tells; its last line may have been cut short by a crash, and then tells nothing."""
+    """Yield the windows in a journal. A crash may have cut its last line short; text without a line end is ignored."""
     for line in data.split(b"\n")[:-1]:
         document = json.loads(line)
         sums = [(number, start, stop, crc) for number, start, stop, crc in document["sums"]]

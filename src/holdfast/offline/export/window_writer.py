@@ -1,4 +1,4 @@
-"""Windows of another system's files: filled from a checkpoint, written, made durable, written down."""
+"""Fills windows of another system's files from a checkpoint, writes them and makes them durable."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from holdfast.settings import MIB, Settings
 from holdfast.types.export import ExportWindow, Fill, WindowPlan
 
 WINDOWS = 4
-"""Windows that exist at once: one is filled while others are written or wait for it."""
+"""Windows in memory at once: one is filled while others are written or wait to be."""
 
 _WRITERS = 2
 _WRITE_BYTES = 8 * MIB
 _CAST_ELEMENTS = 1 << 16
-"""Elements cast at once: what comes between stays in the processor's cache, and is nothing beside a window."""
+"""Elements cast at once: the intermediate array stays in the processor's cache and is small beside a window."""
 
 _SYNC_SECONDS = 1.0
-"""What a crash costs at most, in time; to sync each window would have the disk wait for every one."""
+"""Work that a crash loses, at most. A sync for each window would make the disk wait for every one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +43,27 @@ class DoneWindow:
     """A window that is durable."""
 
     window: ExportWindow
-    """Where it lies."""
+    """Its range of the file."""
 
     sums: tuple[tuple[int, int, int, int], ...]
-    """Number of a checksum, first byte and byte past the last in the file, and their CRC-32."""
+    """Number of a checksum, start and stop in the file, and the CRC-32 of that range."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSource:
-    """What windows are filled from."""
+    """The checkpoint from which windows are filled."""
 
     dtypes: Mapping[str, str]
-    """What every tensor is stored as, by FQN."""
+    """Stored dtype of every tensor, by FQN."""
 
     packs: Packs
-    """Where its packs lie."""
+    """Locates its packs by name."""
 
     settings: Settings
-    """How it is read."""
+    """Reads in flight."""
 
     read_buffer_bytes: int
-    """What the longest read needs."""
+    """Memory of the longest read."""
 
 
 class WindowWriter:
@@ -72,55 +72,56 @@ class WindowWriter:
     def __init__(
         self,
         files: Callable[[int], OutputFile],
-        durable: Callable[[Sequence[DoneWindow]], None],
-        written: Callable[[int, int], None],
+        on_durable: Callable[[Sequence[DoneWindow]], None],
+        on_window: Callable[[int, int], None],
         clock: Clock,
         window_bytes: int,
     ) -> None:
         """Allocate the buffers.
 
         Args:
-            files: Opens the file of a number.
-            durable: Told of windows once they are durable, in groups.
-            written: Told of a window's bytes, and of the bytes read for it, once it was written.
-            clock: For the time between two groups.
-            window_bytes: What a window has at most.
+            files: Opens a file by number.
+            on_durable: Called with windows once they are durable, in groups.
+            on_window: Called with the bytes of a written window, and the bytes read for it.
+            clock: Times the groups.
+            window_bytes: Bytes of a window, at most.
         """
-        self._files, self._durable, self._told, self._clock = files, durable, written, clock
+        self._files, self._on_durable, self._on_window, self._clock = files, on_durable, on_window, clock
         self._buffers = BufferPool(WINDOWS, window_bytes)
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[DoneWindow, OutputFile]] = []
         self._synced_at = clock.monotonic_seconds()
 
     def execute(self, windows: Iterable[WindowPlan], source: ExportSource) -> None:
-        """Fill and write every window, and return once all are durable.
+        """Fill and write every window; return once all are durable.
 
-        What is durable when it fails has been told.
+        If it fails, `on_durable` has been called for every durable window.
 
         Raises:
-            CheckpointError: Something could not be read or written.
+            CheckpointError: A read or write failed.
         """
         read_buffers = BufferPool(source.settings.windows_in_flight, source.read_buffer_bytes)
         writes: list[Future[None]] = []
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="holdfast-export") as threads:
             try:
                 for plan in windows:
-                    for each in [each for each in writes if each.done()]:
-                        each.result()
-                        writes.remove(each)
+                    # A failed write ends the export now, not after all windows.
+                    for write in [write for write in writes if write.done()]:
+                        write.result()
+                        writes.remove(write)
                     buffer = self._buffers.take()
                     try:
-                        done = _filled(plan, buffer, source, read_buffers)
+                        done = _fill(plan, buffer, source, read_buffers)
                     except BaseException:
                         self._buffers.give(buffer)
                         raise
                     writes.append(threads.submit(self._write, done, buffer, plan.reads.bytes))
-                for each in writes:
-                    each.result()
+                for write in writes:
+                    write.result()
             except BaseException:
                 threads.shutdown(wait=True, cancel_futures=True)
                 with suppress(CheckpointError):
-                    self._sync()  # So that the next try need not do again what this one has done.
+                    self._sync()  # The next call need not repeat what this one has written.
                 raise
         self._sync()
 
@@ -139,7 +140,8 @@ class WindowWriter:
         with self._lock:
             self._waiting.append((done, file))
             due = self._clock.monotonic_seconds() - self._synced_at >= _SYNC_SECONDS
-        self._told(window.bytes, read_bytes)
+        self._on_window(window.bytes, read_bytes)
+        # One writer syncs for all; the others go on writing meanwhile.
         if due and self._syncing.acquire(blocking=False):
             try:
                 self._sync_waiting()
@@ -160,12 +162,12 @@ class WindowWriter:
             for _, file in waiting:
                 file.close()
         if waiting:
-            self._durable([done for done, _ in waiting])
+            self._on_durable([done for done, _ in waiting])
         with self._lock:
             self._synced_at = self._clock.monotonic_seconds()
 
 
-def _filled(plan: WindowPlan, buffer: memoryview, source: ExportSource, read_buffers: BufferPool) -> DoneWindow:
+def _fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, read_buffers: BufferPool) -> DoneWindow:
     """Fill a buffer with a window's bytes."""
     window = plan.window
     memory = buffer[: window.bytes]
@@ -186,7 +188,7 @@ def _filled(plan: WindowPlan, buffer: memoryview, source: ExportSource, read_buf
 
 
 def _gaps(plan: WindowPlan) -> Iterator[tuple[int, int]]:
-    """Yield the runs of a window that nothing goes into."""
+    """Yield the runs of a window that neither literals nor tensors fill."""
     runs = [(at, at + len(data)) for at, data in plan.literals]
     runs += [(fill.at, fill.at + fill.bytes) for fill in plan.fills]
     at = 0
@@ -205,25 +207,25 @@ def _target(fill: Fill, memory: memoryview, stored: str) -> WindowTarget:
 
 
 class WindowTarget(Target):
-    """A box of a tensor in the memory of a window, cast to what the file has."""
+    """A box of a tensor in the memory of a window, cast to the dtype of the file."""
 
     def __init__(self, fill: Fill, stored: str, memory: memoryview, cut: memoryview | None) -> None:
         self._stored, self._dtype, self._box = stored, fill.tensor.dtype, fill.box
         self.cut = cut
-        """The one element, where the window has only some of its bytes."""
+        """Memory of the one element, if the window has only some of its bytes; None otherwise."""
         self._array: NDArray[np.generic] = np.frombuffer(memory, DTYPES[self._dtype].numpy).reshape(fill.box.shape)
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`."""
         stored = np.frombuffer(source, DTYPES[self._stored].numpy).reshape(source_box.shape)
-        into, found = self._part(part), _within(stored, part, source_box)
+        into, elements = self._part(part), _within(stored, part, source_box)
         if self._stored == self._dtype:
-            into[...] = found
+            into[...] = elements
         else:
-            _cast_into(into, found, self._stored, self._dtype)
+            _cast_into(into, elements, self._stored, self._dtype)
 
     def memory(self, part: Box) -> memoryview | None:
-        """Return the bytes of `part` if they are one run of the window, as they are stored."""
+        """Return the memory of `part` if it is one run of the window and needs no cast."""
         run = self._part(part)
         if self._stored != self._dtype or not run.flags.c_contiguous:
             return None
@@ -234,20 +236,20 @@ class WindowTarget(Target):
 
 
 def _within(array: NDArray[np.generic], part: Box, box: Box) -> NDArray[np.generic]:
-    """Return a part of the box that an array holds, as a view."""
+    """Return a part of the box in an array, as a view."""
     selected: tuple[slice | EllipsisType, ...] = (*part.relative_to(box.start), ...)
-    # The Ellipsis keeps what has no dimension an array; numpy would make a scalar of it.
+    # The Ellipsis keeps a 0-d part an array; numpy would return a scalar.
     return array[selected]
 
 
-def _cast_into(into: NDArray[np.generic], found: NDArray[np.generic], stored: str, dtype: str) -> None:
-    """Cast a part, a few elements at a time."""
+def _cast_into(into: NDArray[np.generic], elements: NDArray[np.generic], stored: str, dtype: str) -> None:
+    """Cast a part, at most `_CAST_ELEMENTS` at a time."""
     if into.size <= _CAST_ELEMENTS or not into.ndim:
-        into[...] = cast(found, stored, dtype)
+        into[...] = cast(elements, stored, dtype)
         return
     rows = max(_CAST_ELEMENTS * len(into) // into.size, 1)
     for at in range(0, len(into), rows):
         if rows == 1:
-            _cast_into(into[at], found[at], stored, dtype)
+            _cast_into(into[at], elements[at], stored, dtype)
         else:
-            into[at : at + rows] = cast(found[at : at + rows], stored, dtype)
+            into[at : at + rows] = cast(elements[at : at + rows], stored, dtype)

@@ -1,4 +1,4 @@
-"""Which bytes of another system's files are made at once, and from which parts of which tensors."""
+"""Cuts another system's files into windows, and plans which parts of which tensors fill each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Part = TypeVar("_Part")
 def windows_of(
     files: Sequence[ExportFile], window_bytes: int, done: Iterable[tuple[int, int, int]] = ()
 ) -> list[ExportWindow]:
-    """Return windows that cover every byte of every file exactly once, without what is done already.
+    """Return windows that cover every byte of every file exactly once, except the ranges already done.
 
     Args:
         files: The files.
-        window_bytes: What a window is at most; they begin and end at multiples of it, and where something was done.
-        done: File number, first byte and byte past the last of what need not be made again.
+        window_bytes: Bytes of a window, at most. Windows start and stop at its multiples and at done ranges.
+        done: File number, start and stop of each range that needs no window.
     """
     by_file: dict[int, list[tuple[int, int]]] = {}
     for number, start, stop in done:
@@ -43,16 +43,16 @@ def windows_of(
 
 
 def share_of(windows: Sequence[ExportWindow], number: int, count: int) -> Sequence[ExportWindow]:
-    """Return what one of several who work beside each other makes; all shares together are all windows, each once."""
+    """Return the windows of one worker out of `count`; all shares together are all windows, each once."""
     return windows[number::count]
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Where the bytes of one file come from, to be asked window by window.
+    """Where the bytes of one file come from, window by window.
 
     Raises:
-        InvalidError: Two parts of the file share a byte, or one lies outside it: whoever laid it out is wrong.
+        InvalidError: Two parts of the file overlap, or one is outside it: the format laid it out wrongly.
     """
 
     file: ExportFile
@@ -71,23 +71,23 @@ class FilePlan:
         _require_apart(sorted(ranges, key=itemgetter(0, 1)), self.file)
 
     def literals(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the known bytes of a run, each with its place in the run."""
+        """Yield the literal bytes in a run, each with its offset in the run."""
         for offset, data in self._literals.meeting(start, stop):
             part = data[max(start - offset, 0) : stop - offset]
             if part:
                 yield max(offset - start, 0), part
 
     def fills(self, start: int, stop: int) -> Iterator[Fill]:
-        """Yield what goes into a run, in its order: every byte of it that belongs to a tensor, exactly once."""
+        """Yield the parts of tensors in a run, by offset: every byte that belongs to a tensor, exactly once."""
         for tensor in self._tensors.meeting(start, stop):
             low, high = max(start - tensor.offset, 0), min(stop - tensor.offset, tensor.bytes)
             if low < high:
                 yield from _fills(tensor, low, high, tensor.offset - start)
 
     def sums(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield number, first byte and byte past the last of what a run has of each checksum's range."""
-        for number, each in self._sums.meeting(start, stop):
-            low, high = max(each.start, start), min(each.stop, stop)
+        """Yield the number of each checksum, and the start and stop of its part in a run."""
+        for number, checksum in self._sums.meeting(start, stop):
+            low, high = max(checksum.start, start), min(checksum.stop, stop)
             if low < high:
                 yield number, low, high
 
@@ -105,19 +105,19 @@ class FilePlan:
 
 
 class _Sorted(Generic[_Part]):
-    """Parts of a file that share no byte, found by where they begin."""
+    """Parts of a file that do not overlap, looked up by their start."""
 
     def __init__(self, parts: Sequence[tuple[int, _Part]]) -> None:
         self._starts = [start for start, _ in parts]
         self._parts = [part for _, part in parts]
 
     def meeting(self, start: int, stop: int) -> Sequence[_Part]:
-        """Return the parts that may share a byte with a run, in order: at most one too many."""
+        """Return the parts that may overlap a run, by start: at most one more than do."""
         return self._parts[max(bisect_right(self._starts, start) - 1, 0) : bisect_left(self._starts, stop)]
 
 
 def _fills(tensor: ExportTensor, low: int, high: int, origin: int) -> Iterator[Fill]:
-    """Yield what bytes `[low, high)` of a tensor's run in the file are made of; the run begins at `origin`."""
+    """Yield the parts that fill bytes `[low, high)` of a tensor in the file; the tensor starts at `origin`."""
     itemsize, at = DTYPES[tensor.dtype].itemsize, low
     while at < high:
         element, skipped = divmod(at, itemsize)
@@ -135,7 +135,7 @@ def _require_apart(parts: Sequence[tuple[int, int, str]], file: ExportFile) -> N
         if start < stop or end > file.bytes:
             raise InvalidError(
                 f"{file.name}: {name} at bytes {start}–{end} of {file.bytes}; {before} ends at {stop}. Two parts of "
-                "the file share a byte, or it is too short"
+                "the file overlap, or it is too short"
             )
         if end > start:
             stop, before = end, name

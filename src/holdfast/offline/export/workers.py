@@ -1,4 +1,4 @@
-"""Several processes that carry out one export beside each other: told their shares, heard, and ended together."""
+"""Runs one export in several processes: sends each its share, collects progress, and ends all together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.coordination.job import error_from, error_text
 from holdfast.errors import UnavailableError
-from holdfast.offline.export.export import Export, ExportShare, Told, WorkerPool
+from holdfast.offline.export.export import Export, ExportShare, OnWindow, WorkerPool
 from holdfast.settings import Settings
 from holdfast.types.export import ExportOptions
 
@@ -26,13 +26,13 @@ _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {0}; sy
 def worker_pool(
     entry: str, source: str, destination: str, to: str, options: ExportOptions, settings: Settings
 ) -> WorkerPool:
-    """Return what carries out the shares of an export in one process each.
+    """Return a pool that executes the shares of an export in one process each.
 
     Args:
         entry: Function that each process calls, as "package.module:function". It passes the first line of its standard
             input to `worker_main`, and its result to `sys.exit`.
         source, destination: Absolute paths.
-        to, options, settings: As for this process's own plan of the export.
+        to, options, settings: The same as in this process.
     """
     request: dict[str, object] = {
         "source": source,
@@ -41,7 +41,7 @@ def worker_pool(
         "options": asdict(options),
         "settings": asdict(settings),
     }
-    return lambda shares, told: run_workers(entry, request, shares, told)
+    return lambda shares, on_window: run_workers(entry, request, shares, on_window)
 
 
 def start_worker(entry: str) -> subprocess.Popen[str]:
@@ -51,55 +51,55 @@ def start_worker(entry: str) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Ctrl-C in the terminal does not reach it: it ends with its standard input, once this process has.
+        # Ctrl-C in the terminal must not reach the worker: it ends when its standard input does, after this process.
         start_new_session=True,
     )
 
 
-def run_workers(entry: str, request: dict[str, object], shares: Sequence[ExportShare], told: Told) -> None:
-    """Have every share carried out by a process of its own, and return once all are.
+def run_workers(entry: str, request: dict[str, object], shares: Sequence[ExportShare], on_window: OnWindow) -> None:
+    """Execute every share in a process of its own; return once all have ended.
 
     Args:
         entry: As `worker_pool`.
-        request: What `worker_main` is given beside the share, in plain values.
+        request: The arguments of `worker_main` beside the share, as plain values.
         shares: One for each process.
-        told: Told of what all of them do.
+        on_window: Called for the windows of all workers.
     Raises:
-        CheckpointError: One failed; the others have ended too.
+        CheckpointError: A worker failed; the others have ended too.
     """
     workers: list[subprocess.Popen[str]] = []
     listeners: list[threading.Thread] = []
-    heard: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
     try:
         for share in shares:
             worker = start_worker(entry)
             workers.append(worker)
             assert worker.stdin is not None
-            with suppress(BrokenPipeError):  # It has ended; how, is heard below.
+            with suppress(BrokenPipeError):  # The worker has ended; its exit status is read below.
                 worker.stdin.write(json.dumps({**request, "share": asdict(share)}) + "\n")
                 worker.stdin.flush()
-            listeners.append(threading.Thread(target=_listen, args=(worker, share.number, heard), daemon=True))
+            listeners.append(threading.Thread(target=_listen, args=(worker, share.number, lines), daemon=True))
             listeners[-1].start()
         working = len(shares)
         while working:
-            number, line = heard.get()
-            said: dict[str, Any] = _said(number, line) if line is not None else {"end": workers[number].wait()}
-            if "error" in said:
-                raise error_from(said["error"], f"worker {number}: ")
-            if "written" in said:
-                told(said["written"], said["read"])
-            elif said["end"] == 0:
+            number, line = lines.get()
+            if line is not None:
+                report = _decode_report(number, line)
+                if "error" in report:
+                    raise error_from(report["error"], f"worker {number}: ")
+                on_window(report["written"], report["read"])
+            elif (status := workers[number].wait()) == 0:
                 working -= 1
             else:
                 raise UnavailableError(
-                    f"worker {number} ended with status {said['end']}; what was written is kept. Look at the machine's "
-                    "memory, then run the same command again: it goes on"
+                    f"worker {number} ended with status {status}; durable windows are kept. Check the machine's "
+                    "memory, then run the same command again: it continues"
                 )
     finally:
         for worker in workers:
             assert worker.stdin is not None
             with suppress(BrokenPipeError):
-                worker.stdin.close()  # It ends when that does.
+                worker.stdin.close()  # The worker ends itself when its input ends.
         for listener in listeners:
             listener.join()
         for worker in workers:
@@ -108,35 +108,36 @@ def run_workers(entry: str, request: dict[str, object], shares: Sequence[ExportS
             worker.wait()
 
 
-def _said(number: int, line: str) -> dict[str, Any]:
-    """Return what a worker says in a line.
+def _decode_report(number: int, line: str) -> dict[str, Any]:
+    """Return a worker's report: an error, or bytes written and read.
 
     Raises:
-        UnavailableError: It is not a worker's.
+        UnavailableError: The line is no report.
     """
     try:
-        said = json.loads(line)
+        report = json.loads(line)
     except ValueError:
-        said = None
-    if isinstance(said, dict) and ("error" in said or {"written", "read"} <= said.keys()):
-        return said
+        report = None
+    if isinstance(report, dict) and ("error" in report or {"written", "read"} <= report.keys()):
+        return report
     raise UnavailableError(
-        f"worker {number} said {line.strip()[:200]!r}; expected what a worker says: something in this Python prints "
-        "when it starts. What was written is kept. Stop that, then run the same command again: it goes on"
+        f"worker {number} printed {line.strip()[:200]!r}; expected a worker's report: some module of this Python "
+        "prints when it starts. Durable windows are kept. Silence that module, then run the same command again: it "
+        "continues"
     )
 
 
-def _listen(worker: subprocess.Popen[str], number: int, heard: queue.SimpleQueue[tuple[int, str | None]]) -> None:
+def _listen(worker: subprocess.Popen[str], number: int, lines: queue.SimpleQueue[tuple[int, str | None]]) -> None:
     assert worker.stdout is not None
     for line in worker.stdout:
-        heard.put((number, line))
-    heard.put((number, None))
+        lines.put((number, line))
+    lines.put((number, None))
 
 
 def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Settings], Export]) -> int:
-    """Carry out the share that a line describes, and report progress on standard output; return an exit status.
+    """Execute the share that a line describes, and report progress on standard output; return an exit status.
 
-    Ends the process at once when standard input ends: the process that started it is gone.
+    When standard input ends, the process that started this one is gone, and this one ends at once.
 
     Args:
         line: JSON, as `run_workers` writes it.
@@ -146,12 +147,12 @@ def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Se
     threading.Thread(target=_end_with_input, daemon=True).start()
     request = json.loads(line)
     share, options, settings = (request.pop(name) for name in ("share", "options", "settings"))
-    share["done"] = tuple(tuple(each) for each in share["done"])
+    share["done"] = tuple(tuple(range_done) for range_done in share["done"])
     lock = threading.Lock()
 
-    def say(**what: object) -> None:
+    def report(**fields: object) -> None:
         with lock:
-            sys.stdout.write(json.dumps(what) + "\n")
+            sys.stdout.write(json.dumps(fields) + "\n")
             sys.stdout.flush()
 
     try:
@@ -162,15 +163,15 @@ def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Se
         export = export_of(
             request["source"], request["destination"], request["to"], ExportOptions(**options), Settings(**values)
         )
-        export.execute(ExportShare(**share), lambda written, read: say(written=written, read=read))
-    except Exception as error:  # noqa: BLE001 - whoever asked raises it
-        say(error=error_text(error))
+        export.execute(ExportShare(**share), lambda written, read: report(written=written, read=read))
+    except Exception as error:  # noqa: BLE001 - the process that started this one raises it
+        report(error=error_text(error))
         return 1
     return 0
 
 
 def _end_with_input() -> None:
-    # Past Python's own buffer, which the interpreter could not lock at its end.
+    # os.read bypasses sys.stdin, whose lock a daemon thread would hold when the interpreter shuts down.
     while os.read(0, 4096):
         pass
     os._exit(1)
