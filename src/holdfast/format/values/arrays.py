@@ -1,4 +1,4 @@
-"""numpy arrays and scalars as documents: dtype, shape and row-major bytes, checked before memory is taken."""
+"""numpy arrays and scalars as documents: dtype, shape and row-major bytes, checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def encode_array(array: npt.NDArray[np.generic]) -> object:
     """Return the content of `$ndarray`: dtype text, shape, base64 of the elements in C order.
 
     Raises:
-        ValueError: Its dtype is not one that keeps its meaning on another machine.
+        ValueError: Its dtype has no meaning on another machine.
     """
-    dtype = _kept(array.dtype)
+    dtype = _dtype_text(array.dtype)
     data = array.tobytes(order="C")
     _check_characters(dtype, data)
     return {"dtype": dtype, "shape": list(array.shape), "data": base64_document(data)}
@@ -31,12 +31,12 @@ def decode_array(content: object) -> npt.NDArray[np.generic]:
     """Return a writable array that owns its memory.
 
     Raises:
-        ValueError: The content is not what `encode_array` makes; found before the elements are allocated.
+        ValueError: The content is no result of `encode_array`. This is checked before the elements are allocated.
     """
     fields = _fields(content, {"dtype", "shape", "data"})
     dtype = _dtype(fields["dtype"])
     shape = fields["shape"]
-    # Bounding the count of extents bounds their product too, which is taken without overflow.
+    # With at most 64 extents, even their exact product stays small enough to compute.
     if type(shape) is not list or len(shape) > 64 or not all(type(extent) is int and extent >= 0 for extent in shape):
         raise ValueError("expected a shape of at most 64 extents, none negative")
     data = base64_value(fields["data"], math.prod(shape) * dtype.itemsize)
@@ -46,19 +46,19 @@ def decode_array(content: object) -> npt.NDArray[np.generic]:
 
 
 def encode_scalar(scalar: np.generic) -> object:
-    """Return the content of `$scalar`: dtype text, and the number where JSON says it exactly, else its bytes.
+    """Return the content of `$scalar`: dtype text, and the number if JSON holds it exactly, else its bytes.
 
     Raises:
-        ValueError: Its type is not one that keeps its meaning on another machine.
+        ValueError: Its type has no meaning on another machine.
     """
-    # numpy drops trailing NULs of strings on most ways (str() included), so these two go the way of their bases.
+    # Most numpy conversions, str() included, drop trailing NULs of strings. The base classes' methods do not.
     if type(scalar) is np.str_:
         return {"dtype": "U", "value": text_document(str.__str__(scalar))}
     if type(scalar) is np.bytes_:
         return {"dtype": "S", "data": base64_document(bytes(scalar))}
     if type(scalar) is not scalar.dtype.type:
-        raise ValueError("a subclass of a numpy scalar is not kept")
-    dtype = _kept(scalar.dtype)
+        raise ValueError("it is a subclass of a numpy scalar; convert it to the base type")
+    dtype = _dtype_text(scalar.dtype)
     number: object = scalar.item() if scalar.dtype.kind in "biuf" else None
     if number is not None and is_json_scalar(number):
         return {"dtype": dtype, "value": number}
@@ -69,7 +69,7 @@ def decode_scalar(content: object) -> np.generic:
     """Return the scalar of a content.
 
     Raises:
-        ValueError, OverflowError: The content is not what `encode_scalar` makes.
+        ValueError, OverflowError: The content is no result of `encode_scalar`.
     """
     if type(content) is not dict or content.keys() not in ({"dtype", "value"}, {"dtype", "data"}):
         raise ValueError("expected the fields dtype and either value or data")
@@ -99,15 +99,15 @@ def _number(dtype: np.dtype[np.generic], value: object) -> np.generic:
     return scalar
 
 
-def _kept(dtype: np.dtype[np.generic]) -> str:
-    """Return a dtype's text, or refuse it: structured, object, extension and long double dtypes."""
+def _dtype_text(dtype: np.dtype[np.generic]) -> str:
+    """Return a dtype's text. Raises ValueError for structured, object, extension and long double dtypes."""
     text = dtype.str
     try:
         same = _dtype(text) == dtype
     except ValueError:
         same = False
     if not same or dtype.metadata is not None:
-        raise ValueError(f"dtype {dtype!r:.80} is not kept; view or convert it as plain numbers first")
+        raise ValueError(f"dtype {dtype!r:.80} is not supported; view or convert it as plain numbers first")
     return text
 
 
@@ -118,7 +118,7 @@ def _dtype(text: object) -> np.dtype[np.generic]:
         dtype: np.dtype[np.generic] = np.dtype(text)
     except TypeError as error:
         raise ValueError(f"unknown dtype {text!r:.80}") from error
-    # Long doubles have one name and several layouts: the same bytes mean other numbers elsewhere.
+    # Long doubles have one name but several layouts: on another machine the same bytes are other numbers.
     if dtype.type in (np.longdouble, np.clongdouble) or dtype.str != text:
         raise ValueError(f"unknown dtype {text!r:.80}")
     return dtype

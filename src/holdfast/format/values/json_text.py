@@ -1,4 +1,4 @@
-"""The JSON text of a document: what `dumps` writes, `loads` reads back the same, and nothing else."""
+"""Strict JSON text: `loads` returns exactly what `dumps` wrote, and refuses everything else."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holdfast.errors import CorruptError, InvalidError
 
 INT_MIN = -(1 << 63)
 INT_MAX = (1 << 63) - 1
-"""Integers beyond 64 bits are never JSON numbers: most readers would round or refuse them."""
+"""Larger integers are never written as JSON numbers: most readers would round or refuse them."""
 
 TEXT_DEPTH_MAX = 256
-"""Nested arrays and objects in one text. Far below what exhausts an interpreter's stack."""
+"""Nested arrays and objects in one text. Far below the limit of an interpreter's stack."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -23,10 +23,10 @@ _INT_DIGITS_MAX = len(str(INT_MIN))
 
 
 def is_json_scalar(value: object) -> bool:
-    """Tell whether a value is its own document: a scalar that JSON text carries without loss.
+    """Return whether JSON text holds a value without loss, so that the value is its own document.
 
-    That is None, a bool, an int of 64 bits, a finite float, or a str without surrogates (JSON escapes
-    would join two lone surrogates into one character).
+    True for None, a bool, an int of 64 bits, a finite float, and a str without surrogates (JSON escapes would join
+    two lone surrogates into one character).
     """
     if type(value) is str:
         return value.isascii() or _SURROGATE.search(value) is None
@@ -42,9 +42,9 @@ def dumps(document: object, *, indent: int | None = None) -> bytes:
 
     Args:
         document: dicts with str keys, lists, and plain scalars.
-        indent: Spaces per level, for a person to read; None writes the compact form.
+        indent: Spaces per level, for people; None writes the compact form.
     Raises:
-        InvalidError: The document holds what `loads` would not give back the same.
+        InvalidError: The document holds a value that `loads` would not return unchanged.
     """
     _check_document(document)
     separators = (",", ":") if indent is None else (",", ": ")
@@ -56,8 +56,8 @@ def loads(data: bytes) -> object:
     """Return the document of a UTF-8 JSON text.
 
     Raises:
-        CorruptError: The text is not JSON; it repeats a key, nests deeper than `TEXT_DEPTH_MAX`, or holds
-            a number that is not finite or an integer beyond 64 bits.
+        CorruptError: The text is not JSON, repeats a key, nests deeper than `TEXT_DEPTH_MAX`, or holds a number
+            that is not finite or an integer beyond 64 bits.
     """
     try:
         text = data.decode("utf-8")
@@ -72,7 +72,7 @@ def loads(data: bytes) -> object:
 
 
 def _check_document(document: object) -> None:
-    """Refuse what json.dumps would silently change: tuples, keys that are not str, subclasses, huge integers."""
+    """Refuse values that json.dumps would silently change: tuples, keys that are not str, subclasses, huge integers."""
     pending = [(document, 1)]
     while pending:
         value, depth = pending.pop()
@@ -110,7 +110,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _integer(digits: str) -> int:
-    # The length comes first: int() of thousands of digits takes quadratic time, or refuses.
+    # Check the length first: int() of thousands of digits takes quadratic time, or raises.
     if len(digits) > _INT_DIGITS_MAX or not INT_MIN <= int(digits) <= INT_MAX:
         raise ValueError(f"integer {digits[:40]} is beyond 64 bits")
     return int(digits)

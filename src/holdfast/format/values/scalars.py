@@ -1,6 +1,6 @@
-"""Scalars that JSON cannot say: for each type a tag and a pair of functions, value to content and back.
+"""Scalars that JSON cannot express: for each type a tag, and functions from value to content and back.
 
-Neither knows where its value lies. Both say what is wrong with a ValueError; `repository.values` adds the path.
+These functions do not know the path of their value. They raise ValueError, and `format.values.values` adds the path.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _INT = re.compile("-?0x[1-9a-f][0-9a-f]*")
 
 @dataclass(frozen=True, slots=True)
 class ScalarCodec:
-    """How one type is kept."""
+    """The encoding of one type."""
 
     tag: str
-    """The only key of its object, with the dollar sign."""
+    """The only key of the JSON object, with the dollar sign."""
 
     encode: Callable[[Any], object]
-    """Content of a value of exactly this type; ValueError if it cannot be kept."""
+    """Returns the content for a value of exactly this type; raises ValueError if it cannot be encoded."""
 
     decode: Callable[[object], object]
-    """The value of a content; ValueError, TypeError or OverflowError if there is none."""
+    """Returns the value of a content; raises ValueError, TypeError or OverflowError if the content is wrong."""
 
 
 def base64_document(data: bytes | bytearray | memoryview) -> str:
@@ -42,7 +42,7 @@ def base64_document(data: bytes | bytearray | memoryview) -> str:
 
 
 def base64_value(content: object, length_bytes: int | None = None) -> bytes:
-    """Return the bytes of a base64 text, whose length is compared before they are allocated.
+    """Return the bytes of a base64 text. The length is checked before any memory is allocated.
 
     Raises:
         ValueError: Not base64, or not of `length_bytes`.
@@ -63,7 +63,11 @@ def text_document(text: str) -> object:
 
 
 def text_value(document: object) -> str:
-    """Return the str of a document that must be one."""
+    """Return the str that a document encodes.
+
+    Raises:
+        ValueError: The document encodes something else.
+    """
     if type(document) is dict and document.keys() == {"$str"}:
         return _decode_str(document["$str"])
     if type(document) is not str or not is_json_scalar(document):
@@ -135,11 +139,13 @@ def _encode_moment(moment: datetime | time) -> object:
     if zone is not None and (
         type(zone) is not timezone or zone.tzname(None) != timezone(zone.utcoffset(None)).tzname(None)
     ):
-        raise ValueError(f"only fixed offsets without a name are kept, not {zone!r:.80}; use astimezone(timezone.utc)")
+        raise ValueError(
+            f"the time zone is {zone!r:.80}; expected a fixed offset without a name. Use astimezone(timezone.utc)"
+        )
     text = moment.isoformat()
     if type(moment).fromisoformat(text).isoformat() != text:
-        # Python reads an offset of less than a second back as none.
-        raise ValueError(f"Python does not read {text} back as it was; use an offset of whole seconds")
+        # Python parses an offset of less than a second as no offset.
+        raise ValueError(f"Python does not parse {text} back to the same time. Use an offset of whole seconds")
     return [text, 1] if moment.fold else text
 
 
@@ -177,11 +183,11 @@ def _decode_timedelta(content: object) -> timedelta:
     return span
 
 
-def _path_leaf(tag: str, kind: type[PurePath]) -> ScalarCodec:
+def _path_codec(tag: str, kind: type[PurePath]) -> ScalarCodec:
     def encode(path: PurePath) -> object:
         text = str(path)
         if kind(text) != path:
-            raise ValueError(f"its text {text[:80]!r} names another path")
+            raise ValueError(f"its text {text[:80]!r} names another path; convert it to str")
         return text_document(text)
 
     def decode(content: object) -> PurePath:
@@ -201,8 +207,8 @@ SCALAR_CODECS: dict[type, ScalarCodec] = {
     date: ScalarCodec("$date", date.isoformat, partial(_moment, date.fromisoformat)),
     time: ScalarCodec("$time", _encode_moment, partial(_folded, time.fromisoformat)),
     timedelta: ScalarCodec("$timedelta", _encode_timedelta, _decode_timedelta),
-    type(Path()): _path_leaf("$path", type(Path())),
-    PurePosixPath: _path_leaf("$pure_posix_path", PurePosixPath),
-    PureWindowsPath: _path_leaf("$pure_windows_path", PureWindowsPath),
+    type(Path()): _path_codec("$path", type(Path())),
+    PurePosixPath: _path_codec("$pure_posix_path", PurePosixPath),
+    PureWindowsPath: _path_codec("$pure_windows_path", PureWindowsPath),
 }
-"""By exact type. A str, int or float comes here only when it is not plain."""
+"""By exact type. A str, int or float is looked up here only if JSON cannot hold it."""

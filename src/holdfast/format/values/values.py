@@ -1,8 +1,8 @@
-"""The non-tensor state as tagged JSON: a closed set of types, each given back as exactly what it was.
+"""Non-tensor state as tagged JSON: a closed set of types, each decoded to exactly the type it had.
 
-`encode` and `decode` go between values and documents, `dumps` and `loads` between documents and JSON text.
-The encoding is specified in docs/values.md. Containers and nouns are handled here, scalars in
-`repository.leaves`, numpy in `repository.arrays`, text in `repository.text`.
+`encode` and `decode` convert between values and documents, `dumps` and `loads` between documents and JSON text.
+docs/values.md specifies the encoding. Containers are handled here, scalars in `format.values.scalars`, numpy in
+`format.values.arrays`, JSON text in `format.values.json_text`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from holdfast.types.values import FrameworkValue, Group, GroupKind, PerRankRef, 
 __all__ = ["DEPTH_MAX", "ENCODED_BYTES_MAX", "decode", "dumps", "encode", "is_json_scalar", "loads"]
 
 DEPTH_MAX = 200
-"""Arrays and objects of the document around one value; leaves room for an envelope within `TEXT_DEPTH_MAX`."""
+"""Nested arrays and objects around one value. Leaves room for the manifest around it within `TEXT_DEPTH_MAX`."""
 
 ENCODED_BYTES_MAX = 64 * MIB
-"""Content of one encoded value in all. The document is read whole by every load: what is larger is a tensor."""
+"""Total content of one encoded value. Every load reads the whole document, so larger data must be a tensor."""
 
 _VALUE_BYTES = 8
-"""What each value counts beside its content, so that a container shared ever again cannot grow without end."""
+"""Charge for each value besides its content, which bounds the output of a container that is shared many times."""
 
-_LEAVES: dict[type, ScalarCodec] = {
+_CODECS: dict[type, ScalarCodec] = {
     **SCALAR_CODECS,
     np.ndarray: ScalarCodec("$ndarray", encode_array, decode_array),
     TensorRef: ScalarCodec("$tensor", lambda ref: _name(ref.fqn), lambda content: TensorRef(text_value(content))),
     PerRankRef: ScalarCodec("$per_rank", lambda ref: _name(ref.path), lambda content: PerRankRef(text_value(content))),
     Skipped: ScalarCodec("$skipped", lambda gap: _name(gap.path), lambda content: Skipped(text_value(content))),
 }
-_SCALAR = ScalarCodec("$scalar", encode_scalar, decode_scalar)
-_CODEC_OF_TAG = {leaf.tag: leaf for leaf in (*_LEAVES.values(), _SCALAR)}
+_NUMPY_SCALAR = ScalarCodec("$scalar", encode_scalar, decode_scalar)
+_CODEC_OF_TAG = {codec.tag: codec for codec in (*_CODECS.values(), _NUMPY_SCALAR)}
 _GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
 _KEY_TYPES = (str, int, float, bool, type(None))
 _CONVERSIONS = {
@@ -51,35 +51,35 @@ def encode(value: object, path: str) -> object:
     """Return the document of a value: dicts, lists and plain scalars that share no container with it.
 
     Args:
-        value: Anything of the closed set of docs/values.md, nested at will.
+        value: A value of the types in docs/values.md, nested at will.
         path: Dotted name of the value, for errors.
     Raises:
-        InvalidError: Something in it is of another type, contains itself, nests deeper than `DEPTH_MAX`, or the
-            whole exceeds `ENCODED_BYTES_MAX`; the message names its path, its type and what to do.
+        InvalidError: A nested value has another type, contains itself or nests deeper than `DEPTH_MAX`, or the
+            total exceeds `ENCODED_BYTES_MAX`. The message names path, type and what to do.
     """
     try:
         return _Encoder(path).encode(value, path, 0)
     except RecursionError as error:
-        raise InvalidError(f"{path}: nested too deeply for the stack that is left; flatten it") from error
+        raise InvalidError(f"{path}: nested too deeply for the remaining stack. Flatten it") from error
 
 
 def decode(document: object, path: str) -> object:
-    """Return the value of a document, with the type that every part of it had.
+    """Return the value of a document, with the type that every nested value had.
 
     Args:
-        document: What `encode` returned, or what `loads` made of stored text.
+        document: A result of `encode`, or of `loads` from stored text.
         path: Dotted name of the value, for errors.
     Raises:
-        CorruptError: No value encodes to this document; the message names the path of the part at fault.
+        CorruptError: No value encodes to this document; the message names the path of the wrong part.
     """
     try:
         return _decode(document, path, 0)
     except RecursionError as error:
-        raise CorruptError(f"{path}: nested too deeply for the stack that is left") from error
+        raise CorruptError(f"{path}: nested too deeply for the remaining stack. Read another copy") from error
 
 
 class _Encoder:
-    """One call of `encode`: what is left of its bytes, and the containers that are open around a value."""
+    """The state of one `encode` call: the remaining byte budget, and the containers around the current value."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -106,14 +106,14 @@ class _Encoder:
             raise InvalidError(f"{path}: nested deeper than {DEPTH_MAX} levels of JSON; flatten it")
         container = self._containers.get(kind)
         if container is None:
-            leaf = _SCALAR if isinstance(value, np.generic) else _LEAVES.get(kind)
-            if leaf is None:
+            codec = _NUMPY_SCALAR if isinstance(value, np.generic) else _CODECS.get(kind)
+            if codec is None:
                 _refuse(value, path)
             self._charge(value, path)
             try:
-                return {leaf.tag: leaf.encode(value)}
+                return {codec.tag: codec.encode(value)}
             except ValueError as error:
-                raise InvalidError(f"{path}: {_type_name(value)} cannot be kept: {error}. {_advice(path)}") from error
+                raise InvalidError(f"{path}: {_type_name(value)} cannot be saved: {error}. {_advice(path)}") from error
         self._bytes_left -= _VALUE_BYTES
         if id(value) in self._open:
             raise InvalidError(f"{path}: this {_type_name(value)} contains itself. {_advice(path)}")
@@ -135,7 +135,7 @@ class _Encoder:
         return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
 
     def _members(self, members: Iterable[object], path: str, depth: int) -> list[object]:
-        # Sets come in an order that changes from process to process; equal states shall give equal bytes.
+        # The order of a set differs between processes, but equal states must give equal bytes.
         return sorted((self.encode(member, _below(path, member), depth) for member in members), key=dumps)
 
     def _dict(self, content: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
@@ -154,7 +154,7 @@ class _Encoder:
             below = _below(path, key)
             if not _is_key(key):
                 raise InvalidError(
-                    f"{below}: a key of type {_type_name(key)} cannot be kept; "
+                    f"{below}: a key of type {_type_name(key)} cannot be saved; "
                     f"expected str, int, float, bool, None or a tuple of these. {_advice(path)}"
                 )
             pairs.append([self.encode(key, below, depth), self.encode(value, below, depth)])
@@ -162,7 +162,7 @@ class _Encoder:
 
     def _ordered_dict(self, content: OrderedDict[object, object], path: str, depth: int) -> object:
         pairs = self._pairs(content, path, depth + 4)
-        # torch.nn.Module.state_dict() hangs its version numbers on the dict itself.
+        # torch.nn.Module.state_dict() stores its version numbers in an attribute of the dict.
         attributes = _attributes(content, path, allowed={"_metadata"})
         if not attributes:
             return {"$ordered_dict": pairs}
@@ -216,10 +216,10 @@ def _is_key(key: object) -> bool:
 
 
 def _below(path: str, key: object) -> str:
-    """Return the name of what lies under a key: `x.name`, or `x{(1, 2)}` for keys that are not names."""
+    """Return the path of the value under a key: `x.name`, or `x{(1, 2)}` if the key is not a name."""
     if type(key) is str and len(key) <= 200 and key.isprintable():
         return f"{path}.{key}" if path else key
-    # Only the repr of a known type is sure to be short to make and not to raise.
+    # Only known types have a repr that is cheap and cannot raise.
     try:
         shown = f"{key[:200]!r}" if type(key) is str else f"{key!r:.200}" if _is_key(key) else f"<{_type_name(key)}>"
     except ValueError:
@@ -241,8 +241,8 @@ def _advice(path: str) -> str:
 
 def _refuse(value: object, path: str) -> NoReturn:
     bases = [_CONVERSIONS[base] for base in type(value).__mro__[1:] if base in _CONVERSIONS]
-    hint = f" Only exact types are kept: {bases[0]}(value) would be." if bases else ""
-    raise InvalidError(f"{path}: a value of type {_type_name(value)} cannot be kept.{hint} {_advice(path)}")
+    hint = f" Subclasses are not supported: {bases[0]}(value) is." if bases else ""
+    raise InvalidError(f"{path}: a value of type {_type_name(value)} cannot be saved.{hint} {_advice(path)}")
 
 
 def _decode(document: object, path: str, depth: int) -> object:
@@ -253,7 +253,7 @@ def _decode(document: object, path: str, depth: int) -> object:
     if type(document) is list:
         return _decode_list(document, path, depth)
     if type(document) is not dict or not all(type(key) is str and is_json_scalar(key) for key in document):
-        raise CorruptError(f"{path}: {document!r:.80} of type {_type_name(document)} is no document of a value")
+        raise CorruptError(f"{path}: {document!r:.80} of type {_type_name(document)}; expected an encoded value")
     if not any(key.startswith("$") for key in document):
         return {key: _decode(item, _below(path, key), depth + 1) for key, item in document.items()}
     if len(document) != 1:
@@ -262,7 +262,7 @@ def _decode(document: object, path: str, depth: int) -> object:
     if tag in _CONTAINER_OF_TAG:
         return _CONTAINER_OF_TAG[tag](content, path, depth)
     if tag not in _CODEC_OF_TAG:
-        raise CorruptError(f"{path}: unknown tag {tag[:80]!r}; damaged, or written by a later version of the format")
+        raise CorruptError(f"{path}: unknown tag {tag[:80]!r}. Read it with a later version of Holdfast")
     try:
         return _CODEC_OF_TAG[tag].decode(content)
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
@@ -277,10 +277,6 @@ def _items(content: object, path: str) -> list[object]:
 
 def _decode_list(content: object, path: str, depth: int) -> list[object]:
     return [_decode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(_items(content, path))]
-
-
-def _decode_tuple(content: object, path: str, depth: int) -> tuple[object, ...]:
-    return tuple(_decode_list(content, path, depth + 1))
 
 
 def _decode_set(content: object, path: str, depth: int) -> set[object]:
@@ -306,14 +302,6 @@ def _decode_pairs(content: object, path: str, depth: int, into: dict[object, Any
             raise CorruptError(f"{_below(path, key)}: the key is repeated")
         into[key] = _decode(pair[1], _below(path, key), depth)
     return into
-
-
-def _decode_dict(content: object, path: str, depth: int) -> object:
-    return _decode_pairs(content, path, depth + 3, {})
-
-
-def _decode_counter(content: object, path: str, depth: int) -> object:
-    return _decode_pairs(content, path, depth + 3, Counter())
 
 
 def _decode_ordered_dict(content: object, path: str, depth: int) -> object:
@@ -353,12 +341,12 @@ def _fields(content: object, names: set[str], path: str) -> dict[str, object]:
 
 
 _CONTAINER_OF_TAG: dict[str, Callable[[object, str, int], object]] = {
-    "$tuple": _decode_tuple,
+    "$tuple": lambda content, path, depth: tuple(_decode_list(content, path, depth + 1)),
     "$set": _decode_set,
     "$frozenset": lambda content, path, depth: frozenset(_decode_set(content, path, depth)),
-    "$dict": _decode_dict,
+    "$dict": lambda content, path, depth: _decode_pairs(content, path, depth + 3, {}),
     "$ordered_dict": _decode_ordered_dict,
-    "$counter": _decode_counter,
+    "$counter": lambda content, path, depth: _decode_pairs(content, path, depth + 3, Counter()),
     "$group": _decode_group,
     "$framework": _decode_framework_value,
 }
