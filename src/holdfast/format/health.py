@@ -1,4 +1,4 @@
-"""Health as a manifest and a part hold it."""
+"""Encode and decode the health of a checkpoint: for the manifest as JSON, for a rank's part as msgpack."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from msgspec import UNSET, UnsetType
 from holdfast.errors import CorruptError
 from holdfast.format.index.columns import decode_column, encode_column
 from holdfast.format.sealed_json import RankNumber, Text, convert
-from holdfast.types.health import Counted, Expectation, Health, ReplicaGroup, Replicas
+from holdfast.types.health import Expectation, Health, ReplicaGroup, Replicas
 
 _COUNT_MAX = 1 << 62
 
 
 def encode_health(health: Health) -> dict[str, object]:
-    """Return the object that a manifest holds; each field only where it says something."""
+    """Return health as a JSON object. Fields that were not checked are absent."""
     document: dict[str, object] = {}
     if health.nonfinite is not None:
         document |= {"nonfinite": dict(health.nonfinite), "new": dict(health.new)}
@@ -66,7 +66,7 @@ def decode_health(entry: object, where: str) -> Health | None:
 
 
 class ReplicaGroupDocument(msgspec.Struct):
-    """What a rank holds together with the same others, as a part has it."""
+    """A `ReplicaGroup` in a part; its positions are a column."""
 
     holders: bytes
     positions: tuple[int, bytes]
@@ -74,7 +74,7 @@ class ReplicaGroupDocument(msgspec.Struct):
 
 
 class ReplicasDocument(msgspec.Struct):
-    """What a rank says of its copies, as a part has it."""
+    """The `Replicas` of a rank in a part."""
 
     host: str
     speaker: int
@@ -82,41 +82,22 @@ class ReplicasDocument(msgspec.Struct):
     groups: list[ReplicaGroupDocument]
 
 
-CountedDocument = dict[str, tuple[int, Expectation]]
-"""What a rank counted, as a part has it."""
-
-
-def counted_document(counted: Counted | None) -> CountedDocument | UnsetType:
-    """Return what a part has of non-finite elements; nothing where they were not counted."""
-    return UNSET if counted is None else dict(counted)
-
-
-def counted_in(document: CountedDocument | UnsetType, where: str) -> Counted | None:
-    """Return what a part says of non-finite elements.
-
-    Raises:
-        CorruptError: A count is impossible.
-    """
-    if isinstance(document, UnsetType):
-        return None
-    for fqn, (count, _) in document.items():
-        if not 0 < count <= _COUNT_MAX:
-            raise CorruptError(f"{where}: {count} non-finite elements of {fqn[:80]!r}; expected a positive number")
-    return document
+CountedDocument = dict[str, tuple[Annotated[int, msgspec.Meta(ge=1, le=_COUNT_MAX)], Expectation]]
+"""The `Counted` of a rank in a part."""
 
 
 def replicas_document(replicas: Replicas | None) -> ReplicasDocument | UnsetType:
-    """Return what a part has of copies; nothing where they were not compared."""
+    """Return the replicas of a rank for a part; UNSET, which is not stored, if they were not compared."""
     if replicas is None:
         return UNSET
     groups = [
-        ReplicaGroupDocument(each.holders, encode_column(each.positions), each.digests) for each in replicas.groups
+        ReplicaGroupDocument(group.holders, encode_column(group.positions), group.digests) for group in replicas.groups
     ]
     return ReplicasDocument(replicas.host, replicas.speaker, list(replicas.names), groups)
 
 
 def replicas_in(document: ReplicasDocument | UnsetType, where: str) -> Replicas | None:
-    """Return what a part says of copies.
+    """Return the replicas in a part; None if they were not compared.
 
     Raises:
         CorruptError: A digest lacks its tensor, or a tensor its digest.
@@ -126,9 +107,11 @@ def replicas_in(document: ReplicasDocument | UnsetType, where: str) -> Replicas 
     groups = []
     for group in document.groups:
         positions = tuple(decode_column(group.positions, where).tolist())
-        if len(group.digests) != 8 * len(positions) or not all(one < two for one, two in itertools.pairwise(positions)):
+        is_ascending = all(position < later for position, later in itertools.pairwise(positions))
+        if len(group.digests) != 8 * len(positions) or not is_ascending:
             raise CorruptError(
-                f"{where}: {len(group.digests)} bytes of digests of {len(positions)} tensors; expected 8 each"
+                f"{where}: {len(group.digests)} bytes of replica digests for {len(positions)} tensors; expected 8 "
+                "bytes each, in ascending order of tensors. Read another copy"
             )
         groups.append(ReplicaGroup(group.holders, positions, group.digests))
     return Replicas(document.host, document.speaker, tuple(document.names), tuple(groups))

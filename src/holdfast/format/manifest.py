@@ -1,4 +1,4 @@
-"""manifest.json: the commit record, readable by a person and closed by its own digest."""
+"""manifest.json: the commit record of a checkpoint. JSON that a person can read, closed by its own digest."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from holdfast.types.manifest import (
 from holdfast.types.values import Group
 
 MANIFEST_BYTES_MAX = 1 << 28
-"""A manifest larger than this is taken for damage, not read."""
+"""Readers refuse a larger manifest as damaged, without reading it."""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of `manifest.json`.
 
     Raises:
-        InvalidError: A value of the non-tensor state is outside the closed set.
+        InvalidError: The state holds a value of an unsupported type, or is too large.
     """
     parent = manifest.parent
     data = sealed(
@@ -71,7 +71,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     )
     if len(data) > MANIFEST_BYTES_MAX:
         raise InvalidError(
-            f"the manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES_MAX}. Keep large values as tensors"
+            f"step {manifest.step}: the manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES_MAX}. Save "
+            "large values as tensors"
         )
     return data
 
@@ -117,7 +118,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     document, digest = decode_sealed(data, "checkpoint", _ManifestDocument, where)
     tree = values.decode(document.state, "")
     if not isinstance(tree, Group) or tree.kind != "dict":
-        raise CorruptError(f"{where}: state is {type(tree).__name__}; expected the root of a state")
+        raise CorruptError(
+            f"{where}: state is {type(tree).__name__}; expected the group at its root. Read another copy"
+        )
     packs = _records(document.packs, _is_pack_or_elsewhere, where)
     _require_other_steps(packs, document.step, where)
     overviews = _records([document.overview] if document.overview else [], OVERVIEW_FILE.__eq__, where)

@@ -1,4 +1,4 @@
-"""A rank's part: what it wrote, told to whoever commits."""
+"""A rank's part: the file in which it reports what it wrote to the committing rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from holdfast.format.digest import digest_of
 from holdfast.format.health import (
     CountedDocument,
     ReplicasDocument,
-    counted_document,
-    counted_in,
     replicas_document,
     replicas_in,
 )
@@ -33,7 +31,7 @@ class _PartDocument(msgspec.Struct):
     packs: list[tuple[str, int, str]]
     tree: bytes | None
     aliases: dict[str, str]
-    layouts: list[tuple[list[int], list[str], int]]
+    layouts: tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]
     per_rank: bytes | None = None
     nonfinite: CountedDocument | UnsetType = UNSET
     replicas: ReplicasDocument | UnsetType = UNSET
@@ -48,22 +46,22 @@ class _Seal(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """Everything the committing rank must know of one rank."""
+    """What one rank wrote: everything that the committing rank needs from it."""
 
     rank: int
-    """Who wrote it."""
+    """The rank."""
 
     attempt: str
-    """The attempt it belongs to."""
+    """The attempt of the save."""
 
     index: Index
     """Tensors and pieces this rank wrote."""
 
     packs: tuple[FileRecord, ...]
-    """Its packs, and those of other steps that hold pieces it left there."""
+    """Its packs, and packs of other steps that hold its unchanged pieces."""
 
     tree: bytes | None
-    """The encoded non-tensor state; only from the lowest rank of a class, the others' being equal or set aside."""
+    """The encoded non-tensor state. Only the lowest rank of a class has it."""
 
     aliases: dict[str, str]
     """Tied names; from the same ranks as `tree`."""
@@ -75,29 +73,29 @@ class RankPart:
     """This rank's own values by path, encoded; None if it has none."""
 
     counted: Counted | None = None
-    """Non-finite elements in what it wrote; None if it did not count."""
+    """Non-finite elements in what it wrote; None if not counted."""
 
     replicas: Replicas | None = None
-    """The copies it holds of what others hold too; None if it did not compare."""
+    """Its replicas of tensors that other ranks hold too; None if not compared."""
     world_size: int = 0
-    """How many ranks save; 0 where that is not said."""
+    """How many ranks save; 0 if unknown."""
 
 
 def require_part_of(part: RankPart, rank: int, attempt: str, where: str) -> None:
     """Refuse the part of another rank or attempt.
 
     Raises:
-        CorruptError: It says that it is of another.
+        CorruptError: The part names another rank or attempt.
     """
     if (part.rank, part.attempt) != (rank, attempt):
         raise CorruptError(
-            f"{where}: the part of rank {rank} says rank {part.rank}, attempt {part.attempt[:80]!r}; "
-            f"expected rank {rank}, attempt {attempt}"
+            f"{where}: is the part of rank {part.rank}, attempt {part.attempt[:80]!r}; expected rank {rank}, attempt "
+            f"{attempt}. Read another copy"
         )
 
 
 def encode_part(part: RankPart) -> bytes:
-    """Return the bytes of a part file; the last of them are the digest of all before."""
+    """Return the bytes of a part file. The last 16 are the digest of all bytes before."""
     data = msgspec.msgpack.encode(
         _PartDocument(
             part.rank,
@@ -106,9 +104,9 @@ def encode_part(part: RankPart) -> bytes:
             [(pack.name, pack.bytes, pack.digest) for pack in part.packs],
             part.tree,
             part.aliases,
-            [(list(mesh), list(placements), count) for mesh, placements, count in part.layouts],
+            part.layouts,
             part.per_rank,
-            counted_document(part.counted),
+            UNSET if part.counted is None else dict(part.counted),
             replicas_document(part.replicas),
             part.world_size,
             bytes(DIGEST_BYTES),
@@ -119,7 +117,7 @@ def encode_part(part: RankPart) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Return whether a part file ends in the digest of all before, so that it is proven without a manifest."""
+    """Return whether a part file ends in the digest of all bytes before, so that no manifest is needed to prove it."""
     try:
         seal = _SEAL_DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -132,23 +130,24 @@ _DECODER = msgspec.msgpack.Decoder(_PartDocument)
 
 
 def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> RankPart:
-    """Return the part that a file holds.
+    """Return the part in a file.
 
     Args:
-        data: The file.
+        data: Content of the file.
         where: Its name, for messages.
-        tables: Tables of tensors of parts decoded before; thousands of ranks list the same few.
+        tables: Tensor tables of parts decoded before: thousands of ranks share a few tables.
     Raises:
-        CorruptError: It is not a part, or not a possible one.
+        CorruptError: The file is not a part, or has an impossible value.
     """
     try:
         document = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{where}: not a part of format 1 ({error})") from error
+        raise CorruptError(f"{where}: not a part of format 1: {error}. Read another copy") from error
     for name, pack_bytes, _ in document.packs:
         if not (is_pack_name(name) or step_of_pack(name) is not None) or pack_bytes < 0:
             raise CorruptError(
-                f"{where}: pack {name[:200]!r} of {pack_bytes} bytes; expected a pack of this rank or of another step"
+                f"{where}: pack {name[:200]!r} of {pack_bytes} bytes; expected a pack of this rank or of another step. "
+                "Read another copy"
             )
     return RankPart(
         document.rank,
@@ -157,9 +156,9 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
         tuple(FileRecord(*pack) for pack in document.packs),
         document.tree,
         document.aliases,
-        tuple((tuple(mesh), tuple(placements), count) for mesh, placements, count in document.layouts),
+        document.layouts,
         document.per_rank,
-        counted_in(document.nonfinite, where),
+        None if isinstance(document.nonfinite, UnsetType) else document.nonfinite,
         replicas_in(document.replicas, where),
         document.world_size,
     )

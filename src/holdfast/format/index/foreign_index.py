@@ -1,10 +1,10 @@
-"""Another system's checkpoint, adopted: its listing as the manifest and the index that every verb works on."""
+"""Index another system's checkpoint: turns its listing into the manifest and index that all readers work on."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.index.index import Index
@@ -21,42 +21,41 @@ from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.values import Group
 
 CHUNK_BYTES = 1 * MIB
-"""What another system's pieces are cut to: the unit of reading."""
+"""Chunk size of foreign pieces: the unit of reading."""
+
+_HEAD = ("origin", "step", "world_size", "aliases", "masters")
+"""Fields of a foreign manifest that `encode_foreign` sends unchanged."""
 
 
 def encode_foreign(manifest: Manifest, index: Index) -> list[bytes]:
-    """Return a manifest and an index of another system's files, for `decode_foreign` in the same job."""
-    head = {
-        "origin": manifest.origin,
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "aliases": manifest.aliases,
-        "masters": manifest.masters,
-        "packs": [[pack.name, pack.bytes] for pack in manifest.packs],
-        "state": values.encode(manifest.tree, ""),
-    }
-    return [values.dumps(head), encode_index(index)]
+    """Return a foreign manifest and index as two byte strings, for the other ranks of the job."""
+    packs = [[pack.name, pack.bytes] for pack in manifest.packs]
+    head = {name: getattr(manifest, name) for name in _HEAD}
+    return [values.dumps({**head, "packs": packs, "state": values.encode(manifest.tree, "")}), encode_index(index)]
 
 
 def decode_foreign(frames: Sequence[bytes], where: str) -> tuple[Manifest, Index]:
-    """Return what `encode_foreign` wrote down."""
+    """Return the manifest and the index that `encode_foreign` encoded.
+
+    Raises:
+        CorruptError: Rank 0 sent something else.
+    """
     head, index = values.loads(frames[0]), decode_unhashed(frames[1], where)
     tree = values.decode(head["state"], "") if isinstance(head, dict) else None
     if not isinstance(head, dict) or not isinstance(tree, Group):
-        raise CorruptError(f"{where}: rank 0 sent no listing; expected one of this version of Holdfast")
+        raise CorruptError(f"{where}: rank 0 sent no listing. Run the same version of Holdfast on all ranks")
     packs = tuple(FileRecord(name, count, "") for name, count in head["packs"])
-    manifest = _manifest(index, packs, tree, head["aliases"], head["step"], head["world_size"], head["origin"])
-    return replace(manifest, masters=head["masters"]), index
+    return _manifest(index, packs=packs, tree=tree, **{name: head[name] for name in _HEAD}), index
 
 
 def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]:
-    """Return a listing as a manifest and an index; the index says nothing of what chunks hash to.
+    """Return a listing as a manifest and an index without digests.
 
     Args:
-        listing: What a format found.
+        listing: The listing of a foreign format.
         where: The checkpoint, for messages.
     Raises:
-        CorruptError: A piece lies outside its tensor or its file, or a tensor is impossible; the message names it.
+        CorruptError: A tensor is impossible, or a piece is outside its tensor or file; the message names it.
         InvalidError: A name cannot be stored.
     """
     for fqn, spec in listing.tensors.items():
@@ -65,12 +64,13 @@ def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]
         _require_text(name, where)
     for alias, fqn in listing.aliases.items():
         if fqn not in listing.tensors or alias in listing.tensors:
-            raise CorruptError(f"{where}: {alias} is tied to {fqn}; expected a tensor that is listed")
+            raise CorruptError(f"{where}: {alias} is tied to {fqn}; expected a stored tensor. Read another copy")
     masters = {fqn: master for master, fqn in listing.casts.items()}
     for pair in listing.casts.items():
         if any(fqn not in listing.tensors for fqn in pair):
             raise CorruptError(
-                f"{where}: {pair[0]} is listed as the master copy of {pair[1]}; expected both to be there"
+                f"{where}: {pair[0]} is listed as the master copy of {pair[1]}; expected both tensors. Read another "
+                "copy"
             )
     builder = IndexBuilder(CHUNK_BYTES, listing.tensors.values())
     for fqn, spec in listing.tensors.items():
@@ -79,47 +79,39 @@ def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]
             builder.add(spec, piece.region, piece.file, piece.offset, b"")
     index = builder.index()
     packs = tuple(FileRecord(name, count, "") for name, count in listing.files.items())
-    manifest = _manifest(index, packs, listing.tree, listing.aliases, listing.step, listing.world_size, listing.format)
-    return replace(manifest, masters=masters), index
-
-
-def _manifest(
-    index: Index,
-    packs: tuple[FileRecord, ...],
-    tree: Group,
-    aliases: Mapping[str, str],
-    step: int | None,
-    world_size: int,
-    origin: str,
-) -> Manifest:
-    return Manifest(
-        run_id="",
-        step=step,
-        attempt="",
-        created="",
-        parent=None,
-        world_size=world_size,
-        layouts=(),
-        software={},
-        tensors=len(index.tensors),
-        tensor_bytes=sum(spec.global_bytes for spec in index.tensors.values()),
-        aliases=dict(aliases),
-        tree=tree,
+    manifest = _manifest(
+        index,
         packs=packs,
-        parts=(),
-        indexes=(),
-        origin=origin,
+        tree=listing.tree,
+        aliases=dict(listing.aliases),
+        masters=masters,
+        step=listing.step,
+        world_size=listing.world_size,
+        origin=listing.format,
+    )
+    return manifest, index
+
+
+def _manifest(index: Index, **fields: Any) -> Manifest:
+    """Return a manifest of another system's checkpoint: `_HEAD`, `packs` and `tree` are given, the rest is empty."""
+    fields["tensors"] = len(index.tensors)
+    fields["tensor_bytes"] = sum(spec.global_bytes for spec in index.tensors.values())
+    return Manifest(
+        run_id="", attempt="", created="", parent=None, layouts=(), software={}, parts=(), indexes=(), **fields
     )
 
 
 def _require_possible(fqn: str, spec: TensorSpec, where: str) -> None:
     if not fqn or spec.fqn != fqn:
-        raise CorruptError(f"{where}: a tensor named {fqn[:200]!r} is listed as {spec.fqn[:200]!r}; expected one name")
+        raise CorruptError(
+            f"{where}: a tensor named {fqn[:200]!r} is listed as {spec.fqn[:200]!r}; expected one name. "
+            "Read another copy"
+        )
     if spec.dtype not in DTYPES:
         raise InvalidError(f"{where}: {fqn}: dtype {spec.dtype[:80]}; expected one of {', '.join(DTYPES)}")
     shape = spec.global_shape
     if len(shape) > NDIM_MAX or any(length < 0 for length in shape):
-        raise CorruptError(f"{where}: {fqn}: shape {str(shape)[:200]}; expected up to {NDIM_MAX} lengths of 0 and more")
+        raise CorruptError(f"{where}: {fqn}: shape {str(shape)[:200]}; expected up to {NDIM_MAX} lengths from 0 on")
     if not is_addressable(spec):
         raise CorruptError(f"{where}: {fqn}: {spec.dtype} of shape {shape}; expected under 2**62 bytes")
 
@@ -128,14 +120,14 @@ def _require_text(name: str, where: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise InvalidError(f"{where}: the name {name[:200]!a} is no Unicode text; rename it") from error
+        raise InvalidError(f"{where}: the name {name[:200]!a} is no Unicode text. Rename it") from error
 
 
 def require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
-    """Refuse a piece that lies outside its tensor or its file.
+    """Refuse a piece that is outside its tensor or file.
 
     Raises:
-        CorruptError: Names both.
+        CorruptError: The message names the tensor and the file.
     """
     region = piece.region
     if isinstance(region, FlatRange):
@@ -151,7 +143,8 @@ def require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int
         )
     size, stop = files.get(piece.file), piece.offset + region.numel * spec.itemsize
     if size is None or not 0 <= piece.offset <= stop <= size:
-        there = "is not listed" if size is None else f"has {size} bytes"
+        state = "is not listed" if size is None else f"has {size} bytes"
         raise CorruptError(
-            f"{where}: {spec.fqn}: bytes {piece.offset}–{stop} of {piece.file}, which {there}. Was it cut short?"
+            f"{where}: {spec.fqn}: bytes {piece.offset}–{stop} of {piece.file}, which {state}. The file may be cut "
+            "short: read another copy"
         )
