@@ -293,10 +293,10 @@ def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path) -> No
 
 @pytest.mark.parametrize("inside", ["out", "deep/out"])
 def test_a_destination_inside_the_source_is_refused(tmp_path: Path, source: Path, inside: str) -> None:
-    with pytest.raises(InvalidError, match="which is exported; expected a place outside it"):
+    with pytest.raises(InvalidError, match="which is exported; expected a path outside it"):
         exported(source, source / inside)
     (tmp_path / "link").symlink_to(source)
-    with pytest.raises(InvalidError, match="which is exported; expected a place outside it"):
+    with pytest.raises(InvalidError, match="which is exported; expected a path outside it"):
         exported(source, tmp_path / "link" / inside)
 
 

@@ -1,4 +1,12 @@
-"""A path of a file system at which another system's files are to appear, all at once."""
+"""The destination of an export in a file system: files of another system that appear at a path all at once.
+
+The work is in a hidden folder beside the path. It passes through these states; a process that dies leaves the work in
+its state, and the next process continues from there:
+
+    absent -> claimed (`claimed`: the folder exists and is locked) -> begun (`begin`: files at full length)
+    begun -> written (`open`, `note`, `journal`) -> published (`publish`: files renamed to the path) -> absent
+    claimed, begun or written -> claimed (`clear`)
+"""
 
 from __future__ import annotations
 
@@ -21,27 +29,27 @@ from holdfast.stores.oserrors import translated
 from holdfast.stores.syscalls import Syscalls, close_quietly
 
 _FILES = "files"
-"""What becomes the destination: a folder, or the one file."""
+"""In the work: what is renamed to the destination, a folder or a single file."""
 
 _NOTE = "plan.json"
 _NEW = ".new"
-"""Ends the name of what is on its way to another."""
+"""Suffix of a file that will be renamed over another."""
 
 _PUBLISHED = "published.json"
-"""The note, and what the files looked like when they were about to appear."""
+"""The note, and names, sizes and times of the files just before they were published."""
 
 _NOREPLACE_REFUSED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 class LocalDestination:
-    """A path of a file system, as `Destination` says; the work lies in a hidden folder beside it."""
+    """A path of a file system; implements `offline.export.destination.Destination`."""
 
     def __init__(self, path: str | os.PathLike[str], *, file_mode: int = 0o600) -> None:
-        """Remember where; touches nothing.
+        """Set the path; does no I/O.
 
         Args:
-            path: What is to be made. The folder around it must exist.
-            file_mode: Permission bits of new files; folders get the search bits that go with them.
+            path: The path to create. Its parent folder must exist.
+            file_mode: Permission bits of new files; folders get the matching search bits.
         """
         self._path = os.path.abspath(os.fspath(path))
         self._parent, self._name = os.path.split(self._path)
@@ -56,33 +64,33 @@ class LocalDestination:
 
     @property
     def work_url(self) -> str:
-        """Where the unfinished work lies."""
+        """URL of the unfinished work."""
         return f"file://{self._work}"
 
     @property
     def exists(self) -> bool:
-        """Whether something stands at the path."""
+        """Whether the path exists."""
         return os.path.lexists(self._path)
 
     @property
     def is_moved(self) -> bool:
-        """Whether there is work of which the files are gone."""
+        """Whether there is work whose files are gone."""
         return os.path.isdir(self._work) and not os.path.lexists(os.path.join(self._work, _FILES))
 
     def require_outside(self, source: str) -> None:
-        """Refuse to write into what is read.
+        """Require a path outside the exported checkpoint.
 
         Raises:
-            InvalidError: The path lies in the source, or is it.
+            InvalidError: The path is the source, or inside it.
         """
         scheme, _, path = source.partition("://")
         into = os.path.join(os.path.realpath(self._parent), self._name) + "/"
         if scheme == "file" and into.startswith(os.path.realpath(path).rstrip("/") + "/"):
-            raise InvalidError(f"{self.url}: lies in {source}, which is exported; expected a place outside it")
+            raise InvalidError(f"{self.url}: is inside {source}, which is exported; expected a path outside it")
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes from the same work for the length of a block."""
+        """Lock the work against other processes for the length of a block."""
         with translated("begin", self.work_url, writing=True):
             if not os.path.isdir(self._parent):
                 raise InvalidError(f"{self.url}: the folder {self._parent} does not exist; make it first")
@@ -91,20 +99,20 @@ class LocalDestination:
             yield
         finally:
             if self._is_work(fd):
-                with suppress(OSError):  # There is work in it.
+                with suppress(OSError):  # Not empty: there is work to keep.
                     os.rmdir(self._work)
             os.close(fd)
 
     def is_begun(self, sizes: dict[str, int]) -> bool:
-        """Return whether every file is there, as long as it was made."""
+        """Return whether every file exists and has its full length."""
         return all(self._length(name) == size for name, size in sizes.items())
 
     def begin(self, sizes: dict[str, int]) -> None:
-        """Make every file and reserve room for it, by name; what cannot be is not begun."""
+        """Create every file, by name, and reserve its space; if that fails, leave nothing."""
         try:
             self._begin(sizes)
         except BaseException:
-            with suppress(CheckpointError):  # What went wrong first is what matters.
+            with suppress(CheckpointError):  # The first error is the one to report.
                 self.clear()
             raise
 
@@ -124,25 +132,25 @@ class LocalDestination:
                 self._reserve(name, size)
 
     def open(self, name: str) -> LocalOutputFile:
-        """Return a file that was begun."""
+        """Open a file that `begin` created."""
         return LocalOutputFile(self._syscalls, self._file(name), f"{self.work_url}/{_FILES}/{name}".rstrip("/"))
 
     def note(self, data: bytes) -> None:
-        """Keep a few bytes beside the work."""
+        """Store a few bytes beside the work, replacing earlier ones."""
         with translated("note", self.work_url, writing=True):
-            self._keep(_NOTE, data)
+            self._write_small(_NOTE, data)
 
     def noted(self) -> bytes | None:
-        """Return what was noted."""
-        return self._kept(_NOTE)
+        """Return the note; None if there is none."""
+        return self._read_small(_NOTE)
 
     def journals(self) -> Mapping[str, bytes]:
-        """Return what was written to journals."""
+        """Return the content of all journals, by name."""
         with translated("list", self.work_url):
             names = [name for name in os.listdir(self._work) if name not in (_FILES, _NOTE, _PUBLISHED)]
-        return {name: self._kept(name) or b"" for name in sorted(names) if not name.endswith(_NEW)}
+        return {name: self._read_small(name) or b"" for name in sorted(names) if not name.endswith(_NEW)}
 
-    def _kept(self, name: str) -> bytes | None:
+    def _read_small(self, name: str) -> bytes | None:
         with translated("read", f"{self.work_url}/{name}"):
             try:
                 with open(os.path.join(self._work, name), "rb") as file:
@@ -151,7 +159,7 @@ class LocalDestination:
                 return None
 
     def journal(self, name: str) -> LocalJournal:
-        """Return a journal, new or to be added to."""
+        """Open a journal to append to; create it if needed."""
         with translated("begin", f"{self.work_url}/{name}", writing=True):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             fd = os.open(os.path.join(self._work, name), flags, self._mode)
@@ -159,12 +167,12 @@ class LocalDestination:
         return LocalJournal(fd, f"{self.work_url}/{name}")
 
     def clear(self) -> None:
-        """Remove unfinished work, notes and journals, but not the folder that is claimed."""
+        """Remove unfinished work, notes and journals, but not the locked folder."""
         with translated("remove", self.work_url, writing=True):
-            # The note goes first: without it nobody takes what is left for work that can go on. What tells that the
-            # files were published goes last: until then somebody else can clear the rest.
+            # The note goes first: without it no process takes the rest for work to continue. The record of the
+            # publication goes last: as long as it exists, another process can clear the rest.
             order = {_NOTE: -1, _FILES: 1, _PUBLISHED: 2}
-            for name in sorted(os.listdir(self._work), key=lambda each: order.get(each, 0)):
+            for name in sorted(os.listdir(self._work), key=lambda name: order.get(name, 0)):
                 path = os.path.join(self._work, name)
                 if os.path.isdir(path) and not os.path.islink(path):
                     shutil.rmtree(path)
@@ -173,14 +181,14 @@ class LocalDestination:
             _sync_folder(self._work)
 
     def publish(self) -> None:
-        """Have the files appear at the path, all at once and durable; then remove notes and journals."""
+        """Make the files appear at the path, all at once and durable; then remove notes and journals."""
         files = os.path.join(self._work, _FILES)
         with translated("publish", self.url, writing=True):
             if not self.is_moved:
                 for folder, _, _ in os.walk(files):
                     _sync_folder(folder)
                 note = (self.noted() or b"").decode()
-                self._keep(_PUBLISHED, json.dumps({"note": note, "look": _look(files)}).encode())
+                self._write_small(_PUBLISHED, json.dumps({"note": note, "look": _look(files)}).encode())
                 self._move(files)
             _sync_folder(self._parent)
         self.clear()
@@ -189,27 +197,27 @@ class LocalDestination:
             _sync_folder(self._parent)
 
     def published(self) -> bytes | None:
-        """Return the note of work that was published, if what stands at the path is still that."""
-        data = self._kept(_PUBLISHED)
+        """Return the note of published work, if the path still holds those files."""
+        data = self._read_small(_PUBLISHED)
         if data is None or not self.is_moved:
             return None
         try:
-            kept = json.loads(data)
-            note, look = str(kept["note"]), kept["look"]
+            record = json.loads(data)
+            note, look = str(record["note"]), record["look"]
         except (ValueError, KeyError, TypeError):
-            return None  # Nobody can tell, then.
+            return None  # Without a valid record it is unknown.
         with translated("look at", self.url):
             return note.encode() if look == _look(self._path) else None
 
     def _locked(self) -> int:
-        """Return the folder of the work, made if need be, open and locked."""
+        """Return a descriptor of the work's folder, created if needed, with the lock held."""
         while True:
             with suppress(FileExistsError):
                 os.mkdir(self._work, self._folder_mode)
             try:
                 fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
-                continue  # Whoever had it was done with it just now.
+                continue  # Another process has just removed it.
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_work(fd):
@@ -217,20 +225,21 @@ class LocalDestination:
             except BlockingIOError as error:
                 os.close(fd)
                 raise ConflictError(
-                    f"{self.url}: another process is exporting to it; wait for that, or end it"
+                    f"{self.url}: another process is exporting to it; wait for it, or end it"
                 ) from error
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # What was locked is no longer what the path leads to.
+            os.close(fd)  # The folder was replaced between opening and locking it.
 
     def _is_work(self, fd: int) -> bool:
+        """Return whether a descriptor is still that of the work's folder."""
         try:
             return os.path.samestat(os.fstat(fd), os.lstat(self._work))
         except FileNotFoundError:
             return False
 
-    def _keep(self, name: str, data: bytes) -> None:
+    def _write_small(self, name: str, data: bytes) -> None:
         path = os.path.join(self._work, name)
         fd = os.open(path + _NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._mode)
         try:
@@ -248,8 +257,8 @@ class LocalDestination:
         except OSError as error:
             if error.errno == errno.EEXIST or (error.errno in _NOREPLACE_REFUSED and self.exists):
                 raise ConflictError(
-                    f"{self.url}: something appeared there meanwhile; it was not touched. What was exported lies in "
-                    f"{files}: move it where it may lie, or move the other away and run the same command again"
+                    f"{self.url}: something appeared there meanwhile; it was not touched. The export is in {files}. "
+                    "Move the export elsewhere, or move the other away and run the same command again"
                 ) from error
             if error.errno not in _NOREPLACE_REFUSED:
                 raise
@@ -264,12 +273,12 @@ class LocalDestination:
         return os.path.join(self._work, _FILES, *parts)
 
     def _length(self, name: str) -> int | None:
-        """Return the bytes of a regular file; None if it is not there."""
+        """Return the bytes of a regular file; None if there is none."""
         try:
-            found = os.lstat(self._file(name))
+            status = os.lstat(self._file(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def _reserve(self, name: str, size: int) -> None:
         path = self._file(name)
@@ -290,10 +299,10 @@ class LocalDestination:
 
 
 class LocalOutputFile:
-    """A file of which whole pages are written directly to the disk where the file system allows it."""
+    """A file whose whole pages are written with direct I/O, if the file system supports it."""
 
     def __init__(self, syscalls: Syscalls, path: str, where: str) -> None:
-        """Open it twice: for whole pages, and for what is left of one."""
+        """Open the file twice: for whole pages, and for partial ones."""
         self._syscalls, self._where = syscalls, where
         self._lock = threading.Lock()
         with translated("open", where, writing=True):
@@ -312,7 +321,7 @@ class LocalOutputFile:
                     raise
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write a run."""
+        """Write a range of the file."""
         body = 0
         if offset % PAGE_BYTES == 0 and _address(data) % PAGE_BYTES == 0:
             body = len(data) - len(data) % PAGE_BYTES
@@ -331,12 +340,12 @@ class LocalOutputFile:
             self._syscalls.fsync(self._rest)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         for fd in (self._pages, self._rest):
             close_quietly(self._syscalls, fd)
 
     def _write(self, fd: int, offset: int, data: memoryview) -> int:
-        """Write a run, in as many calls as it takes; return what was written, whole pages where it is not all."""
+        """Write a range in as many calls as needed; return the bytes written, whole pages if not all of them."""
         done = 0
         while done < len(data):
             count = self._syscalls.pwrite(fd, data[done:], offset + done)
@@ -344,36 +353,36 @@ class LocalOutputFile:
                 count -= count % PAGE_BYTES
             if not count:
                 if fd == self._pages:
-                    break  # The buffered write that follows finds out why.
+                    break  # The buffered write that follows will raise the cause.
                 raise OSError(errno.EIO, "a write stored nothing")
             done += count
         return done
 
 
 class LocalJournal:
-    """A file that is only added to."""
+    """An append-only file."""
 
     def __init__(self, fd: int, where: str) -> None:
-        """Take over a file just created."""
+        """Take over a new file."""
         self._fd, self._where = fd, where
-        self._is_cut = False
+        self._has_failed = False
 
     def append(self, data: bytes) -> None:
-        """Add bytes; durable on return. Once that failed nothing more is added, behind what may have been cut short.
+        """Append bytes, durable on return. After a failure the last record may be incomplete, so no later call appends.
 
         Raises:
-            UnavailableError: It could not be, now or before.
+            UnavailableError: This call failed, or an earlier one did.
         """
-        if self._is_cut:
-            raise UnavailableError(f"{self._where}: could not be written before; nothing is added to it any more")
-        self._is_cut = True
+        if self._has_failed:
+            raise UnavailableError(f"{self._where}: an earlier write failed; nothing is added to it any more")
+        self._has_failed = True
         with translated("write", self._where, writing=True):
             _write_all(self._fd, data)
             os.fsync(self._fd)
-        self._is_cut = False
+        self._has_failed = False
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         os.close(self._fd)
 
 
@@ -383,13 +392,13 @@ def _address(data: memoryview) -> int:
 
 
 def _look(path: str) -> list[list[str | int]]:
-    """Return name, size, time of writing and number of every file: not the same for other files."""
-    names = [os.path.relpath(os.path.join(folder, name), path) for folder, _, each in os.walk(path) for name in each]
-    found: list[list[str | int]] = []
+    """Return name, size, modification time and inode of every file, to recognise these very files later."""
+    names = [os.path.relpath(os.path.join(folder, name), path) for folder, _, files in os.walk(path) for name in files]
+    looks: list[list[str | int]] = []
     for name in sorted(names) or [""]:
         status = os.lstat(os.path.join(path, name) if name else path)
-        found.append([name, status.st_size, status.st_mtime_ns, status.st_ino])
-    return found
+        looks.append([name, status.st_size, status.st_mtime_ns, status.st_ino])
+    return looks
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Reading files of a POSIX file system, whoever says which file a key stands for."""
+"""Reads files of a POSIX file system; a subclass maps keys to files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.stores.syscalls import Syscalls
 
 
 class FileReading:
-    """How `Readable` reads; what derives from it opens a file for a key and says where it lies."""
+    """The read calls of `Readable`. A subclass opens the file of a key and names its place."""
 
     _syscalls: Syscalls
 
@@ -43,14 +43,14 @@ class FileReading:
     def get_ranges(
         self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
     ) -> list[memoryview]:
-        """Read byte ranges of one object, through the page cache where they already are, else directly."""
+        """Read byte ranges of one object: cached bytes through the page cache, the others with direct I/O."""
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_ranges(where, size, ranges, buffers)
             return read_ranges(self._syscalls, fd, ranges, buffers, where, on_range)
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
-        """Read what the page cache holds, from `start` on, into one buffer after the other."""
+        """Read the bytes that the page cache holds, from `start` on, into one buffer after the other."""
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_buffers(where, size, start, buffers)

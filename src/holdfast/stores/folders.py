@@ -1,4 +1,4 @@
-"""Folders below a root, walked by descriptors so that no symbolic link is ever followed."""
+"""Folders below a root, opened one by one through descriptors, so that no symbolic link is followed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from holdfast.stores.keys import is_part
 from holdfast.stores.syscalls import Syscalls, close_quietly
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Starts with a dot, so that no key can name it."""
+"""Begins names of temporary files. It starts with a dot, so no key can name them."""
 
 TRIES = 16
-"""Another process may remove a folder between our making and our using it; it cannot do so for ever."""
+"""Attempts: another process may remove a folder between its creation and its use, but not every time."""
 
 _ROOT = os.O_RDONLY | os.O_DIRECTORY
-_BELOW = _ROOT | os.O_NOFOLLOW
+_SUBFOLDER = _ROOT | os.O_NOFOLLOW
 _NOT_OURS_TO_SYNC = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FOLDER_SYNC_UNKNOWN = {errno.EINVAL, errno.ENOTSUP}
 
@@ -29,12 +29,12 @@ class Folders:
     """The folders of one local store; every call raises the `OSError` that the system gives."""
 
     def __init__(self, root: str, syscalls: Syscalls, file_mode: int) -> None:
-        """Remember where; touches nothing.
+        """Set the root; does no I/O.
 
         Args:
-            root: Absolute path. It may be or lie behind a symbolic link: the user chose it.
+            root: Absolute path. It may contain symbolic links: the user chose it.
             syscalls: The operating system.
-            file_mode: Permission bits of files; whoever may read one may also search the folders.
+            file_mode: Permission bits of files; users who may read a file may also search its folders.
         """
         self._root = root
         self._syscalls = syscalls
@@ -43,7 +43,7 @@ class Folders:
 
     @contextmanager
     def opened(self, parts: Parts, *, create: bool = False) -> Iterator[int]:
-        """Open the folder named by `parts`, making what is missing if `create`; a descriptor, closed on leaving."""
+        """Lend a descriptor of the folder named by `parts`; create missing folders if `create`."""
         fd = self._walk(parts, create=create)
         try:
             yield fd
@@ -51,10 +51,10 @@ class Folders:
             close_quietly(self._syscalls, fd)
 
     def sync(self, parts: Parts) -> None:
-        """Make durable the entries of a folder and of every one above it, up to the root.
+        """Make durable the entries of a folder and of every folder above it, up to the root.
 
-        The folders above the root are synced once per store, up to the mount point: this store, or another
-        process a moment before, may have made them.
+        The folders above the root are synced once per store, up to the mount point: this store may have created them,
+        or another process a moment before.
         """
         for depth in range(len(parts), -1, -1):
             with self.opened(parts[:depth]) as fd:
@@ -64,7 +64,7 @@ class Folders:
                     self._ancestors_durable = True
 
     def prune(self, parts: Parts) -> None:
-        """Remove a folder and those above it while they are empty; never the root."""
+        """Remove a folder and then its ancestors, as long as they are empty; never the root."""
         for depth in range(len(parts), 0, -1):
             try:
                 with self.opened(parts[: depth - 1]) as parent:
@@ -77,11 +77,11 @@ class Folders:
                 raise
 
     def sweep(self, parts: Parts) -> None:
-        """Remove a folder that holds no object at any depth, with its temporary files, and those above it likewise.
+        """Remove a folder without objects at any depth, and its temporary files; then its ancestors likewise.
 
-        The first folder that holds something stays, without its temporary files. Safe beside live writers: a
-        temporary file of theirs is not yet trusted by anyone, has a random name never used again, and is published
-        by `link`, which fails once it is gone; they then begin anew.
+        The first folder that holds an object stays, without its temporary files. This is safe beside live writers. A
+        writer's temporary file has a random name and is published by `link`. If it is removed, `link` fails, and the
+        writer starts again.
         """
         for depth in range(len(parts), 0, -1):
             try:
@@ -100,7 +100,7 @@ class Folders:
                     try:
                         self._syscalls.unlink(entry, dir_fd=fd)
                     except IsADirectoryError:
-                        empty = False  # Not of our making.
+                        empty = False  # A folder with the prefix of temporary files: not created here.
                 elif empty:
                     empty = self._sweep_folder(fd, entry)
             if not empty:
@@ -116,14 +116,14 @@ class Folders:
         return True
 
     def _holds_nothing(self, fd: int) -> bool:
-        """Return whether a folder holds only temporary files and folders that hold nothing."""
+        """Return whether a folder holds only temporary files and folders of which the same is true."""
         for name in self._syscalls.listdir(fd):
             mode = self._syscalls.stat(name, dir_fd=fd).st_mode
             if stat.S_ISREG(mode) and name.startswith(TEMPORARY_PREFIX):
                 continue
             if not stat.S_ISDIR(mode) or not is_part(name):
                 return False
-            child = self._syscalls.open(name, _BELOW, dir_fd=fd)
+            child = self._syscalls.open(name, _SUBFOLDER, dir_fd=fd)
             try:
                 if not self._holds_nothing(child):
                     return False
@@ -152,17 +152,17 @@ class Folders:
 
     def _enter(self, parent: int, name: str, *, create: bool) -> int:
         try:
-            return self._syscalls.open(name, _BELOW, dir_fd=parent)
+            return self._syscalls.open(name, _SUBFOLDER, dir_fd=parent)
         except FileNotFoundError:
             if not create:
                 raise
         except NotADirectoryError as error:
-            # As in an object store, nothing lies below an object; a link in its place is refused instead.
+            # Below an object there is nothing, as in an object store. A link in its place is an error.
             if create or not stat.S_ISREG(self._syscalls.stat(name, dir_fd=parent).st_mode):
                 raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
         self._make(name, parent)
-        return self._syscalls.open(name, _BELOW, dir_fd=parent)
+        return self._syscalls.open(name, _SUBFOLDER, dir_fd=parent)
 
     def _open_root(self, *, create: bool) -> int:
         try:
@@ -189,14 +189,14 @@ class Folders:
         try:
             self._syscalls.mkdir(path, self._mode, dir_fd=parent)
         except FileExistsError:
-            return  # Another rank made it; opening it tells whether it is a folder.
+            return  # Another rank created it; opening it shows whether it is a folder.
 
     def sync_folder(self, fd: int) -> None:
         """Make an open folder's entries durable."""
         try:
             self._syscalls.fsync(fd)
         except OSError as error:
-            # Some file systems have no such call for folders and order entries themselves.
+            # Some file systems cannot sync folders; they order entries themselves.
             if error.errno not in _FOLDER_SYNC_UNKNOWN:
                 raise
 
@@ -207,7 +207,7 @@ class Folders:
                 fd = self._syscalls.open(parent, _ROOT)
             except OSError as error:
                 if error.errno in _NOT_OURS_TO_SYNC:
-                    return  # What we may not list, or not write to, was there before this run.
+                    return  # A folder that we may not list or write to was created by somebody else before.
                 raise
             try:
                 if self._syscalls.fstat(fd).st_dev != device:

@@ -1,4 +1,4 @@
-"""Files of another system in a folder, under whatever names it gave them; only to be read."""
+"""Read-only access to the files of another system in a folder, under their own names."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from holdfast.stores.oserrors import translated
 from holdfast.stores.syscalls import Syscalls, close_quietly
 
 FILES_MAX = 1 << 20
-"""Files of a folder that are listed; a checkpoint of more is taken for a mistake."""
+"""Files that a folder may have; a folder with more is not a checkpoint."""
 
 _READ = os.O_RDONLY | os.O_NONBLOCK
 _BLOBS = "blobs"
-"""Where a Hugging Face cache keeps what the links in `snapshots/<revision>/` lead to."""
+"""Folder of a Hugging Face cache to which the links in `snapshots/<revision>/` lead."""
 
 
 class ForeignFiles(FileReading):
-    """Keys to files beneath a folder, as `Readable` says.
+    """Keys to files beneath a folder; implements `Readable`.
 
-    A key is a path relative to the folder, of any characters, without empty parts, `.` or `..`. A link is followed
-    where what it leads to lies in the folder too, or, in a Hugging Face cache, among the blobs of the same repository;
-    any other is refused by name.
+    A key is a path relative to the folder, of any characters, without empty parts, `.` or `..`. A link may lead to a
+    file in the folder or, in a Hugging Face cache, to a blob of the same repository. Any other link is refused.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, syscalls: Syscalls | None = None) -> None:
-        """Remember where; touches nothing.
+        """Set the folder; does no I/O.
 
         Args:
-            root: The folder; it may itself be a link.
+            root: The folder; it may be a link.
             syscalls: The operating system; tests pass another.
         """
         self._root = os.path.abspath(os.fspath(root))
         self._syscalls = syscalls or Syscalls()
         self._stamps: dict[str, str] = {}
-        """By key, what a file looked like when it was first opened here."""
+        """By key, the stamp of a file when it was first opened here."""
         self._listed: dict[str, tuple[Entry, ...]] = {}
 
     @property
@@ -53,10 +52,10 @@ class ForeignFiles(FileReading):
             return size
 
     def stamps(self, keys: Collection[str]) -> dict[str, str]:
-        """Return size, times of change and number of files as they were when each was first opened here, by key.
+        """Return by key the size, times and inode of each file when it was first opened here.
 
-        Others for files that were written again. What was opened beside them, in the same folders, is told too: it
-        tells what they hold. What lies elsewhere is not, such as the `latest` of a run that goes on.
+        A file that is rewritten gets another stamp. Files opened in the same folders are included: they describe the
+        content of the others. Files elsewhere are not, such as the `latest` file of a run that is still training.
         """
         for key in keys:
             if key not in self._stamps:
@@ -65,19 +64,19 @@ class ForeignFiles(FileReading):
         return {key: stamp for key, stamp in sorted(self._stamps.items()) if os.path.dirname(key) in folders}
 
     def require_unchanged(self, keys: Collection[str]) -> None:
-        """Refuse files that were written again since they were first opened here; which, as `stamps` says.
+        """Require that the files of `stamps` are the same as when they were first opened here.
 
         Raises:
-            ConflictError: One was; the message names it.
-            MissingError: One is no longer there.
+            ConflictError: A file was rewritten; the message names it.
+            MissingError: A file was removed.
         """
         for key, stamp in self.stamps(keys).items():
             where = self._where(key)
             with translated("look at", where), self._open_object(key) as (fd, _):
                 if _stamp_of(self._syscalls.fstat(fd)) != stamp:
                     raise ConflictError(
-                        f"{where}: was written again while it was read; expected it to stay as it was, for what was "
-                        "read may be partly of the one and partly of the other. Run it again once nothing writes there"
+                        f"{where}: was written again while it was read, so the data may be a mix of both versions. Run "
+                        "the command again once no process writes to the file"
                     )
 
     def folders(self, prefix: str = "") -> list[str]:
@@ -86,12 +85,12 @@ class ForeignFiles(FileReading):
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield every file under a prefix; folders that are links are not entered, links that lead nowhere left out.
+        """Yield every file under a prefix, but not files in linked folders, nor links without a target.
 
-        A folder is walked once, however many formats ask whether it is theirs.
+        The listing is cached, since every format asks for it.
 
         Raises:
-            InvalidError: There are more than a checkpoint can have.
+            InvalidError: There are more than `FILES_MAX` files.
         """
         if prefix not in self._listed:
             self._listed[prefix] = tuple(self._walk(prefix))
@@ -101,7 +100,7 @@ class ForeignFiles(FileReading):
         waiting, count = [prefix], 0
         while waiting:
             folder = waiting.pop()
-            found = []
+            files = []
             with translated("list", self._where(folder)), self._scanned(folder) as entries:
                 for entry in entries:
                     count += 1
@@ -114,10 +113,10 @@ class ForeignFiles(FileReading):
                     try:
                         status = entry.stat()
                     except OSError:
-                        continue  # Deleted while we looked, or a link that leads nowhere.
+                        continue  # Deleted after it was listed, or a link without a target.
                     if stat.S_ISREG(status.st_mode):
-                        found.append(Entry(key, status.st_size))
-            yield from found
+                        files.append(Entry(key, status.st_size))
+            yield from files
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
@@ -133,7 +132,7 @@ class ForeignFiles(FileReading):
         try:
             entries = os.scandir(self._path(prefix.removesuffix("/")))
         except (FileNotFoundError, NotADirectoryError):
-            yield iter(())  # A prefix under which nothing lies.
+            yield iter(())  # No file has this prefix.
             return
         with entries:
             yield entries
@@ -144,33 +143,32 @@ class ForeignFiles(FileReading):
         where = self._where(key)
         fd = self._syscalls.open(self._path(key), _READ, 0)
         try:
-            found = self._syscalls.fstat(fd)
-            if stat.S_ISDIR(found.st_mode):
+            status = self._syscalls.fstat(fd)
+            if stat.S_ISDIR(status.st_mode):
                 raise MissingError(f"{where}: no such file, but a folder of that name")
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidError(f"{where}: it is not a regular file; expected one")
             self._require_within(key, fd, where)
             if key not in self._stamps:
-                self._stamps.setdefault(key, _stamp_of(found))
-            yield fd, found.st_size
+                self._stamps.setdefault(key, _stamp_of(status))
+            yield fd, status.st_size
         finally:
             close_quietly(self._syscalls, fd)
 
     def _require_within(self, key: str, fd: int, where: str) -> None:
-        """Refuse what a link outside the folder led to; asked of the open file, which nobody can exchange any more."""
+        """Refuse a file outside the folder that a link led to; checks the open file, which nobody can exchange."""
         home = os.path.realpath(self._root)
-        lies = os.readlink(f"/proc/self/fd/{fd}")
-        if lies.startswith(home.rstrip("/") + "/"):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.startswith(home.rstrip("/") + "/"):
             return
         repository, cached, _ = f"{home}/".rpartition("/snapshots/")
-        if cached and os.path.dirname(lies) == os.path.join(repository, _BLOBS):
+        if cached and os.path.dirname(path) == os.path.join(repository, _BLOBS):
             return
         raise InvalidError(
-            f"{where}: is reached through a link that leads out of the folder, to {lies}; expected files of the "
-            "checkpoint's own folder. Copy it with what its links lead to (cp -rL); of a file that a checkpoint "
-            "references, allow a folder above both"
+            f"{where}: is reached through a link that leads out of the folder, to {path}; expected a file inside it. "
+            "Copy the folder with the targets of its links (cp -rL); for a referenced file, allow a folder above both"
         )
 
 
-def _stamp_of(found: os.stat_result) -> str:
-    return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
+def _stamp_of(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"

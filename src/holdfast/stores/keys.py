@@ -1,4 +1,4 @@
-"""The closed set of keys that every store takes."""
+"""The keys that every store accepts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.errors import InvalidError
 
 _PART = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
 _KEY_CHARACTERS_MAX = 1024
-"""What the large object stores take; also keeps a path well below PATH_MAX."""
+"""Limit of the large object stores; it also keeps a path well below PATH_MAX."""
 
 
 def is_part(name: str) -> bool:
@@ -20,7 +20,7 @@ def split_key(key: str) -> tuple[str, ...]:
     """Return the parts of a key.
 
     Raises:
-        InvalidError: It is none; keys are never cleaned up, as two spellings of one key are two bugs.
+        InvalidError: It is not a key. Keys are never normalised, since two spellings of one key would be two bugs.
     """
     parts = tuple(key.split("/"))
     if len(key) > _KEY_CHARACTERS_MAX or not all(map(is_part, parts)):
@@ -40,5 +40,5 @@ def split_prefix(prefix: str) -> tuple[str, ...]:
     if not prefix:
         return ()
     if not prefix.endswith("/"):
-        raise InvalidError(f"prefix {prefix[:300]!r}: expected it empty or ending in '/'")
+        raise InvalidError(f"prefix {prefix[:300]!r}: expected an empty one, or one that ends in '/'")
     return split_key(prefix[:-1])

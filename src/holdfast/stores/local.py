@@ -25,11 +25,11 @@ from holdfast.stores.syscalls import Syscalls, close_quietly
 _log = logging.getLogger(__name__)
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-# O_NONBLOCK: a FIFO put in place of an object must not hold the reader; it changes nothing for regular files.
+# O_NONBLOCK: opening a FIFO in place of an object must not block; for regular files the flag has no effect.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _WRITE_BYTES_MAX = 64 * MIB
-"""Bytes of one write, far below what the system would cut short."""
+"""Bytes of one write, far below the 2 GiB at which the system truncates a write."""
 
 _Result = TypeVar("_Result")
 
@@ -37,16 +37,15 @@ _Result = TypeVar("_Result")
 class LocalStore(FileReading):
     """Keys to files beneath a root folder.
 
-    Files are created exclusively and links below the root never followed; the root itself may be a link. What a
-    call stored is durable when it returns: the file, and every folder entry that leads to it. Using the store only
-    for reading creates nothing, not even the root.
+    Files are created exclusively. No link below the root is followed; the root itself may be a link. When a call
+    returns, what it stored is durable: the file, and every folder entry that leads to it. Reading creates nothing, not
+    even the root.
 
-    An upload writes at its final name from the start, so a listing shows it before it is complete, and still does
-    after its process died: whoever cleans up must be able to see it. Nothing may trust an object that no manifest
-    names. Objects stored by `put` and `put_if_absent` appear whole or not at all.
+    An upload writes under its final name from the start. So a listing shows it before it is complete, and still shows
+    it after its process has died: garbage collection must see it. An object that no manifest names must not be trusted.
+    Objects stored by `put` and `put_if_absent` appear whole or not at all.
 
-    `delete` also removes the folders it leaves without any object, together with the temporary files that dead
-    processes left in them.
+    `delete` also removes folders that it leaves without objects, and the temporary files of dead processes in them.
     """
 
     def __init__(
@@ -57,13 +56,13 @@ class LocalStore(FileReading):
         syscalls: Syscalls | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Remember where; touches nothing.
+        """Set the root; does no I/O.
 
         Args:
-            root: The folder; made with its parents at the first write.
-            settings: `file_mode` counts, lessened by the process's umask as for every file.
+            root: The folder; created with its parents at the first write.
+            settings: Only `file_mode` is used; the process's umask applies to it.
             syscalls: The operating system; tests pass another.
-            clock: Where random names come from.
+            clock: Source of random names.
         """
         self._root = os.path.abspath(os.fspath(root))
         self._mode = settings.file_mode
@@ -78,11 +77,11 @@ class LocalStore(FileReading):
 
     @property
     def failed_calls_are_over(self) -> bool:
-        """Return True: every call is carried out before it returns."""
+        """Return True: no call has an effect after it returned."""
         return True
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Store a small object whole, replacing what was there; durable on return unless that is not asked for."""
+        """Store a small object whole, replacing an older one; durable on return if `durable`."""
         self._store_whole(key, data, self._replace, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
@@ -90,8 +89,8 @@ class LocalStore(FileReading):
 
         Raises:
             ConflictError: The key exists and what it holds is durable; it was not touched.
-            UnavailableError: It failed. If that was after the name was given (a folder could not be synced), the
-                object is there and whole, but may be lost in a power cut.
+            UnavailableError: It failed. If the object got its name before that (a folder could not be synced), it is
+                stored whole, but a power cut may lose it.
         """
         try:
             self._store_whole(key, data, self._give_name)
@@ -100,15 +99,12 @@ class LocalStore(FileReading):
             raise
 
     def upload(self, key: str, total_bytes: int, part_bytes: int) -> LocalUpload:
-        """Begin an object that must not exist yet, and reserve room for it."""
+        """Begin an object that must not exist yet, and reserve its space."""
         parts, where = split_key(key), self._where(key)
         ledger = PartLedger(where, total_bytes=total_bytes, part_bytes=part_bytes)
 
         def begin(folder: int) -> LocalUpload:
-            return LocalUpload.begin(
-                self._syscalls, self._folders, folder, parts, mode=self._mode, total_bytes=total_bytes,
-                ledger=ledger, where=where,
-            )  # fmt: skip
+            return LocalUpload.begin(self._syscalls, self._folders, folder, parts, mode=self._mode, ledger=ledger)
 
         with translated("begin", where, writing=True):
             return self._in_folder(parts[:-1], begin)
@@ -117,9 +113,9 @@ class LocalStore(FileReading):
         """Return the bytes of an object."""
         parts, where = split_key(key), self._where(key)
         with translated("look at", where), self._folders.opened(parts[:-1]) as folder:
-            found = self._syscalls.stat(parts[-1], dir_fd=folder)
-        _require_regular(found, where)
-        return found.st_size
+            status = self._syscalls.stat(parts[-1], dir_fd=folder)
+        _require_regular(status, where)
+        return status.st_size
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
@@ -128,16 +124,16 @@ class LocalStore(FileReading):
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield every object under a prefix, uploads not yet complete included.
 
-        What is no regular file or has a name that no key can have is left out.
+        Anything that is not a regular file, or whose name no key can have, is left out.
         """
         return self._walk(split_prefix(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; durable on return, so that what one call removes is gone before what the next one does.
+        """Remove objects; durable on return, so a power cut cannot undo one call but keep the effect of the next.
 
-        Folders that are left without any object go too; in these, and in the first folder above that stays, the
-        temporary files of dead processes as well.
-        A key that is absent still has its folder looked at, so any key of a folder cleans up its leftovers.
+        Folders without objects are removed too. The temporary files of dead processes are removed from those folders
+        and from the first folder above that stays. This happens for absent keys as well, so any key of a folder cleans
+        it up.
         """
         touched: dict[tuple[str, ...], None] = {}
         for key in keys:
@@ -155,18 +151,18 @@ class LocalStore(FileReading):
                 self._sync_remaining(parts)
 
     def _make_durable(self, key: str) -> None:
-        """Make an object durable that somebody else stored, and perhaps died before doing so."""
+        """Make durable an object of another process, which may have died before it did so."""
         parts = split_key(key)
         with translated("make durable", self._where(key), writing=True):
             try:
                 with self._open_object(key) as (fd, _):
                     self._syscalls.fsync(fd)
             except MissingError:
-                return  # Deleted since, or a folder; either way nothing of it is promised.
+                return  # Deleted meanwhile, or a folder: there is nothing to make durable.
             self._folders.sync(parts[:-1])
 
     def _sync_remaining(self, parts: tuple[str, ...]) -> None:
-        """Make durable the deepest folder on the way that still exists."""
+        """Make durable the deepest folder of a path that still exists."""
         for depth in range(len(parts), -1, -1):
             try:
                 with self._folders.opened(parts[:depth]) as fd:
@@ -200,7 +196,7 @@ class LocalStore(FileReading):
                 self._folders.sync(parts[:-1])
 
     def _in_folder(self, parts: tuple[str, ...], act: Callable[[int], _Result]) -> _Result:
-        """Do something in a folder, made if missing, and again when another process removed it meanwhile."""
+        """Call `act` with an open folder, created if missing; try again if another process removed it meanwhile."""
         for left in range(TRIES - 1, -1, -1):
             try:
                 with self._folders.opened(parts, create=True) as folder:
@@ -219,14 +215,14 @@ class LocalStore(FileReading):
         try:
             _require_regular(self._syscalls.stat(name, dir_fd=folder), name)
         except (FileNotFoundError, MissingError):
-            pass  # Nothing there, or a folder, which the renaming refuses by itself.
+            pass  # No object, or a folder, on which `rename` fails by itself.
         self._syscalls.rename(temporary, name, dir_fd=folder)
 
     def _give_name(self, folder: int, fd: int, temporary: str, name: str) -> None:
         try:
             self._syscalls.link(temporary, name, dir_fd=folder)
         except FileExistsError:
-            # A network file system may repeat a call whose reply was lost, and then meet its own link.
+            # A network file system may repeat a call whose reply was lost; then the link that exists is our own.
             if not os.path.samestat(self._syscalls.fstat(fd), self._syscalls.stat(name, dir_fd=folder)):
                 raise
         except OSError as refusal:
@@ -241,18 +237,22 @@ class LocalStore(FileReading):
             if refusal.errno not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
                 raise
             raise UnavailableError(
-                f"{self.url}: this file system can neither link nor rename without replacing, so nothing can "
-                "be published there safely; choose another place"
+                f"{self.url}: this file system can neither link nor rename without replacing, so publishing is not "
+                "safe; choose another file system"
             ) from refusal
 
     def _discard(self, folder: int, fd: int, temporary: str) -> None:
-        """Close and remove a temporary file. It is hidden, so one that stays harms nobody and never fails a call."""
+        """Close and remove a temporary file. No listing shows it, so failing to remove it fails no call."""
         try:
             self._syscalls.unlink(temporary, dir_fd=folder)
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning("left %s behind: %s; deleting its folder's last object removes it", temporary, error)
+            _log.warning(
+                "could not remove the temporary file %s: %s; deleting the last object of its folder removes it",
+                temporary,
+                error,
+            )
         close_quietly(self._syscalls, fd)
 
     @contextmanager
@@ -262,9 +262,9 @@ class LocalStore(FileReading):
         with self._folders.opened(parts[:-1]) as folder:
             fd = self._syscalls.open(parts[-1], _READ, dir_fd=folder)
         try:
-            found = self._syscalls.fstat(fd)
-            _require_regular(found, self._where(key))
-            yield fd, found.st_size
+            status = self._syscalls.fstat(fd)
+            _require_regular(status, self._where(key))
+            yield fd, status.st_size
         finally:
             close_quietly(self._syscalls, fd)
 
@@ -279,8 +279,8 @@ class LocalStore(FileReading):
                     yield Entry("/".join((*folder, name)), size)
 
     def _entries(self, parts: tuple[str, ...]) -> Iterable[tuple[str, int, int]]:
-        """Return name, mode and bytes of what lies in a folder under names that a key can have."""
-        found: list[tuple[str, int, int]] = []
+        """Return name, mode and bytes of the entries of a folder whose names a key can have."""
+        entries: list[tuple[str, int, int]] = []
         with translated("list", self._where("/".join(parts))):
             try:
                 with self._folders.opened(parts) as fd:
@@ -288,17 +288,17 @@ class LocalStore(FileReading):
                         try:
                             status = self._syscalls.stat(name, dir_fd=fd)
                         except FileNotFoundError:
-                            continue  # Deleted while we looked.
-                        found.append((name, status.st_mode, status.st_size))
+                            continue  # Deleted after it was listed.
+                        entries.append((name, status.st_mode, status.st_size))
             except FileNotFoundError:
-                pass  # A prefix under which nothing lies.
-        return found
+                pass  # No object has this prefix.
+        return entries
 
 
-def _require_regular(found: os.stat_result, where: str) -> None:
-    if stat.S_ISREG(found.st_mode):
+def _require_regular(status: os.stat_result, where: str) -> None:
+    if stat.S_ISREG(status.st_mode):
         return
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise MissingError(f"{where}: no such object, but a folder of that name")
-    kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
+    kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
     raise InvalidError(f"{where}: it is {kind}; expected a regular file; remove it")

@@ -1,4 +1,4 @@
-"""Reading byte ranges of a file: from the page cache what is there, directly what is not."""
+"""Reads byte ranges of a file: cached bytes through the page cache, the others with direct I/O."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from holdfast.stores.syscalls import Syscalls
 _NOT_CACHED = {errno.EAGAIN, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 _DIRECT_REFUSED = {errno.EINVAL, errno.ENOTSUP}
 
-_QUESTION_BYTES_MAX = 256 * KIB
-"""Fits a core's own cache beside what else is there (measured: reading and hashing a MiB at a time takes a tenth
+_CACHED_READ_BYTES_MAX = 256 * KIB
+"""Bytes of one read of cached data: they fit a core's cache (measured: reading and hashing 1 MiB at a time takes 10 %
 longer)."""
 
 
@@ -39,14 +39,15 @@ def read_ranges(
     """
     reads = [_RangeRead(syscalls, fd, bounds, buffer, where) for bounds, buffer in zip(ranges, buffers, strict=True)]
     if on_range is None:
-        # All cached bytes first: reading directly needs a flag on the descriptor, which is then set once.
+        # All cached bytes first: direct I/O needs a flag on the descriptor, so it is set only once.
         for read in reads:
             read.take_cached()
     direct: bool | None = None
     for number, read in enumerate(reads):
         if on_range is not None and direct is None:
-            # Until one is not cached: the next will not be either, and asking would have it read ahead.
-            read.take_cached(PAGE_BYTES if number == 0 else _QUESTION_BYTES_MAX)
+            # After the first range that is not cached, stop looking in the cache: the next ranges will not be there
+            # either, and a look makes the kernel read ahead.
+            read.take_cached(PAGE_BYTES if number == 0 else _CACHED_READ_BYTES_MAX)
         if not read.whole:
             direct = read.take_rest(direct=_try_direct(syscalls, fd) if direct is None else direct)
         if on_range is not None:
@@ -71,21 +72,21 @@ def take_cached(
     buffers: Buffers,
     where: str,
     on_bytes: OnBytes | None = None,
-    question_bytes: int = PAGE_BYTES,
+    first_read_bytes: int = PAGE_BYTES,
 ) -> int:
-    """Read from `start` on what the page cache holds into one buffer after the other; return how many bytes came.
+    """Read cached bytes from `start` on into one buffer after the other; return the number of bytes read.
 
-    Asking for what is not there makes the kernel read it ahead, and the direct read that follows then competes
-    with that (measured: less than half the speed). So the first question is one page long, and each next one
-    twice the last; where what lies before was there, `question_bytes` may begin with more.
+    A read of bytes that are not cached makes the kernel read ahead, which competes with the direct read that follows
+    (measured: less than half the speed). So the first read is one page, and each next one is twice as long. If the
+    bytes before `start` were cached, `first_read_bytes` may be larger.
     """
-    position = start
+    position, read_bytes = start, first_read_bytes
     for buffer in buffers:
         taken = 0
         while taken < buffer.nbytes:
-            question = buffer[taken : taken + question_bytes - position % PAGE_BYTES]
+            view = buffer[taken : taken + read_bytes - position % PAGE_BYTES]
             try:
-                count = syscalls.preadv(fd, [question], position, os.RWF_NOWAIT)
+                count = syscalls.preadv(fd, [view], position, os.RWF_NOWAIT)
             except OSError as error:
                 if error.errno in _NOT_CACHED:
                     return position - start
@@ -93,18 +94,18 @@ def take_cached(
             taken += count
             position += count
             if on_bytes is not None and count:
-                on_bytes(question[:count])
-            if count < question.nbytes:
+                on_bytes(view[:count])
+            if count < view.nbytes:
                 return position - start
-            question_bytes = min(2 * question_bytes, _QUESTION_BYTES_MAX)
+            read_bytes = min(2 * read_bytes, _CACHED_READ_BYTES_MAX)
     return position - start
 
 
 class _RangeRead:
-    """One range on its way into its buffer.
+    """Reads one range into its buffer.
 
-    The buffer mirrors the file from the page in which the range starts, so whole pages read from the file land on
-    whole pages of the buffer.
+    The buffer mirrors the file from the page in which the range starts, so whole pages of the file go to whole pages
+    of the buffer.
     """
 
     def __init__(self, syscalls: Syscalls, fd: int, bounds: tuple[int, int], buffer: memoryview, where: str) -> None:
@@ -123,17 +124,17 @@ class _RangeRead:
 
     @property
     def whole(self) -> bool:
-        """Whether every byte has arrived."""
+        """Whether every byte has been read."""
         return self._position >= self._stop
 
-    def take_cached(self, question_bytes: int = PAGE_BYTES) -> None:
-        """Take from the front of the range what the page cache holds."""
+    def take_cached(self, first_read_bytes: int = PAGE_BYTES) -> None:
+        """Read the cached bytes at the front of the range."""
         self._position += take_cached(
-            self._syscalls, self._fd, self._start, [self.view], self._where, question_bytes=question_bytes
+            self._syscalls, self._fd, self._start, [self.view], self._where, first_read_bytes=first_read_bytes
         )
 
     def take_rest(self, *, direct: bool) -> bool:
-        """Read what is missing; return whether direct reading still works."""
+        """Read the remaining bytes; return whether direct I/O still works."""
         while not self.whole:
             start = self._position - self._position % PAGE_BYTES
             stop = -(-self._stop // PAGE_BYTES) * PAGE_BYTES

@@ -1,4 +1,11 @@
-"""One file being written by several threads, directly to the disk where the file system allows it."""
+"""Uploads to a file: several threads write it, with direct I/O if the file system supports it.
+
+An upload passes through these states; all moves are made under `_lock` or `_ending`:
+
+    open -> completed (`complete`: every part written, then durable) -> closed (by the last user of the descriptor)
+    open -> distrusted (`complete` fails: the system may have dropped pages; only `abort` is left)
+    open or distrusted -> removed (`abort`, or `begin` after a failure) -> closed (by the last user of the descriptor)
+"""
 
 from __future__ import annotations
 
@@ -24,12 +31,12 @@ _log = logging.getLogger(__name__)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 DIRECT_REFUSED = {errno.EINVAL, errno.ENOTSUP}
 RESERVING_REFUSED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-_BARREN_WRITES_MAX = 8
-"""Writes in a row that store less than a page before we give up: a full disk answers so just before ENOSPC."""
+_SHORT_WRITES_MAX = 8
+"""Consecutive writes of less than a page before the upload fails: a full disk does this just before ENOSPC."""
 
 
 class LocalUpload:
-    """A file at its final name, not to be trusted before `complete` returned."""
+    """A file under its final name; not to be trusted before `complete` has returned."""
 
     def __init__(
         self,
@@ -38,18 +45,16 @@ class LocalUpload:
         parts: tuple[str, ...],
         *,
         fd: int,
-        total_bytes: int,
         ledger: PartLedger,
-        where: str,
     ) -> None:
-        """Take over a file just created; use `begin`."""
+        """Take over a new file; callers use `begin`."""
         self._syscalls = syscalls
         self._folders = folders
         self._parts = parts
         self._fd = fd
-        self._total_bytes = total_bytes
+        self._total_bytes = ledger.total_bytes
         self._ledger = ledger
-        self._where = where
+        self._where = ledger.where
         self._lock = threading.Lock()
         self._ending = threading.Lock()
         self._direct = False
@@ -70,13 +75,20 @@ class LocalUpload:
         parts: tuple[str, ...],
         *,
         mode: int,
-        total_bytes: int,
         ledger: PartLedger,
-        where: str,
     ) -> LocalUpload:
-        """Create the file in the open `folder` and reserve its room; on failure nothing of it stays."""
+        """Create the file in the open `folder` and reserve its space; if that fails, remove the file.
+
+        Args:
+            syscalls: The operating system.
+            folders: The folders of the store.
+            folder: Descriptor of the file's folder.
+            parts: Parts of the key.
+            mode: Permission bits of the file.
+            ledger: Sizes and place of the object; no part is written yet.
+        """
         fd = syscalls.open(parts[-1], _NEW, mode, dir_fd=folder)
-        upload = cls(syscalls, folders, parts, fd=fd, total_bytes=total_bytes, ledger=ledger, where=where)
+        upload = cls(syscalls, folders, parts, fd=fd, ledger=ledger)
         try:
             upload._prepare()
         except BaseException:
@@ -94,18 +106,18 @@ class LocalUpload:
             if body:
                 self._write_pages(offset, _aligned(view[:body]))
             if body < len(view):
-                # Direct writing takes whole pages; `complete` cuts the padding off.
+                # Direct I/O writes whole pages; `complete` truncates the padding.
                 self._write_pages(offset + body, _padded(view[body:]))
         self._ledger.wrote(offset)
 
     def complete(self) -> None:
-        """Make the file durable: its content, its entry, and every folder entry up to the root."""
+        """Make the file durable: its content, and every folder entry from it up to the root."""
         self._ledger.require_whole()
         with self._ending, self._using():
             if self._distrust:
-                raise UnavailableError(f"{self._where}: {self._distrust}; abort it and write it anew")
-            # Never again after a failure: the system may drop pages it could not write and report success next time.
-            self._distrust = "an earlier try to make it durable failed, so its bytes cannot be trusted"
+                raise UnavailableError(f"{self._where}: {self._distrust}; abort the upload and write it again")
+            # A second fsync must not count: the system may drop pages that it could not write, and then report success.
+            self._distrust = "an earlier fsync failed, so its bytes cannot be trusted"
             with translated("make durable", self._where, writing=True):
                 self._syscalls.ftruncate(self._fd, self._total_bytes)
                 self._syscalls.fsync(self._fd)
@@ -117,10 +129,10 @@ class LocalUpload:
         self._close_when_unused()
 
     def abort(self) -> None:
-        """Remove the file unless it was completed, and the folders left empty. A write under way ends in nothing.
+        """Remove the file unless it was completed, and folders that are then empty. Writes under way have no effect.
 
         Raises:
-            UnavailableError: It could not be removed; call again once the cause is healed.
+            UnavailableError: The file could not be removed; call again once the cause is gone.
         """
         with self._ending, translated("remove", self._where):
             if self._completed or self._removed:
@@ -128,7 +140,7 @@ class LocalUpload:
             try:
                 self._remove()
             except OSError:
-                # Its descriptor goes in any case: where there are none left, one kept here would keep it so.
+                # Close the descriptor in any case: the cause may be a lack of descriptors.
                 self._close_when_unused()
                 raise
 
@@ -148,7 +160,7 @@ class LocalUpload:
                 raise
 
     def _abandon(self) -> None:
-        """Remove what was begun while another error is on its way up."""
+        """Remove the file while another error propagates."""
         try:
             self._remove()
         except OSError as error:
@@ -156,7 +168,7 @@ class LocalUpload:
         self._close_when_unused()
 
     def _remove(self) -> None:
-        # The identity is checked, as another process may have deleted ours and stored its own under the name.
+        # Compare the identity: another process may have deleted this file and stored its own under the name.
         if self._identity is None and not self._closed:
             self._identity = self._syscalls.fstat(self._fd)
         try:
@@ -172,7 +184,7 @@ class LocalUpload:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Keep the descriptor open: once closed, its number may already belong to another file."""
+        """Keep the descriptor open for a block: after a close its number may belong to another file."""
         with self._lock:
             if self._closing:
                 raise InvalidError(f"{self._where}: the upload was completed or aborted before")
@@ -197,8 +209,8 @@ class LocalUpload:
         close_quietly(self._syscalls, self._fd)
 
     def _write_pages(self, offset: int, view: memoryview) -> None:
-        """Write whole pages from aligned memory, however many calls it takes."""
-        done = barren = 0
+        """Write whole pages from aligned memory, in as many calls as needed."""
+        done = short = 0
         while done < len(view):
             direct = self._direct
             try:
@@ -208,16 +220,16 @@ class LocalUpload:
             except OSError as error:
                 if not direct or error.errno not in DIRECT_REFUSED:
                     raise
-                self._write_buffered_from_now()
+                self._disable_direct()
                 continue
-            # A direct write that stopped within a page must begin that page again.
+            # A direct write that stopped inside a page must write that page again.
             whole = count - count % PAGE_BYTES if direct else count
             done += whole
-            barren = 0 if whole else barren + 1
-            if barren > _BARREN_WRITES_MAX:
-                raise OSError(errno.EIO, f"{barren} writes in a row stored less than a page")
+            short = 0 if whole else short + 1
+            if short > _SHORT_WRITES_MAX:
+                raise OSError(errno.EIO, f"{short} consecutive writes stored less than a page")
 
-    def _write_buffered_from_now(self) -> None:
+    def _disable_direct(self) -> None:
         with self._lock:
             if self._direct:
                 self._syscalls.set_direct(self._fd, False)
@@ -233,11 +245,11 @@ def _aligned(view: memoryview) -> memoryview:
 
 
 def _padded(view: memoryview) -> memoryview:
-    """Return the bytes at the front of an own zeroed page."""
+    """Return a copy of the bytes at the front of a zeroed page."""
     return _copied(view, PAGE_BYTES)
 
 
-def _copied(view: memoryview, room_bytes: int) -> memoryview:
-    memory = memoryview(mmap.mmap(-1, room_bytes))
+def _copied(view: memoryview, copy_bytes: int) -> memoryview:
+    memory = memoryview(mmap.mmap(-1, copy_bytes))
     memory[: len(view)] = view
     return memory

@@ -1,4 +1,4 @@
-"""A store in this process's memory that behaves like an object store."""
+"""A store in the memory of this process that behaves like an object store."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.stores.parts import PartLedger, check_buffers, check_ranges
 
 @dataclass(slots=True)
 class _Content:
-    """What all stores of one name share."""
+    """The content that all stores of one name share."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held for every look and change."""
+    """Held for every read and change of `objects`."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     """Complete objects by key."""
@@ -28,13 +28,13 @@ _contents_lock = threading.Lock()
 
 
 class MemoryStore:
-    """Keys to bytes in memory, for tests and as a tier.
+    """Keys to bytes in memory: for tests, and for checkpoints that need not outlive the process.
 
-    Stores of one name in one process share their content, which lives as long as the process.
+    Stores of one name in one process share their content, which lives until the process ends.
     """
 
     def __init__(self, name: str) -> None:
-        """Open the content called `name`, empty when nobody has used it."""
+        """Open the content called `name`; it is empty at the first use."""
         self._name = name
         with _contents_lock:
             self._content = _contents.setdefault(name, _Content())
@@ -46,7 +46,7 @@ class MemoryStore:
 
     @property
     def failed_calls_are_over(self) -> bool:
-        """Return True: every call is carried out before it returns."""
+        """Return True: no call has an effect after it returned."""
         return True
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
@@ -96,16 +96,16 @@ class MemoryStore:
         return views
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
-        """Return 0: like an object store, it hands out what it is asked for and keeps nothing near."""
+        """Return 0: an object store caches nothing, and this store behaves like one."""
         check_buffers(f"{self.url}/{key}", len(self._object(key)), start, buffers)
         return 0
 
     def folders(self, prefix: str = "") -> list[str]:
-        """Return the names that follow a prefix before the next `/`, sorted."""
+        """Return the names of the folders directly under a prefix, sorted."""
         split_prefix(prefix)
         with self._content.lock:
-            rests = [key[len(prefix) :] for key in self._content.objects if key.startswith(prefix)]
-        return sorted({rest.split("/", 1)[0] for rest in rests if "/" in rest})
+            suffixes = [key[len(prefix) :] for key in self._content.objects if key.startswith(prefix)]
+        return sorted({suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix})
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield every complete object under a prefix."""
@@ -140,7 +140,7 @@ class MemoryStore:
 
 
 class _MemoryUpload:
-    """Parts that become one object when complete."""
+    """Collects parts that become one object in `complete`."""
 
     def __init__(self, store: MemoryStore, key: str, ledger: PartLedger) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What the operating system says, translated into the five errors."""
+"""Translates errors of the operating system into the five errors of `holdfast.errors`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Missin
 _NEXT_ACTS: dict[int, tuple[type[CheckpointError], str]] = {
     errno.ENOSPC: (UnavailableError, "free space on this file system, then retry"),
     errno.EDQUOT: (UnavailableError, "free space within the quota or raise it, then retry"),
-    errno.EIO: (UnavailableError, "look at the disk or mount (kernel log), then retry"),
+    errno.EIO: (UnavailableError, "check the disk or mount (kernel log), then retry"),
     errno.EMFILE: (UnavailableError, "raise the limit of open files (ulimit -n), then retry"),
-    errno.ENFILE: (UnavailableError, "the whole machine is out of open files; retry once others have closed theirs"),
-    errno.ENOMEM: (UnavailableError, "the machine is out of memory; retry once there is some"),
-    errno.ESTALE: (UnavailableError, "the network mount lost this file; retry, or mount it again"),
+    errno.ENFILE: (
+        UnavailableError,
+        "the whole machine is out of open files; retry once other processes have closed some",
+    ),
+    errno.ENOMEM: (UnavailableError, "the machine is out of memory; retry once some is free"),
+    errno.ESTALE: (UnavailableError, "the network mount lost this file; retry, or remount"),
     errno.EAGAIN: (UnavailableError, "retry"),
     errno.EACCES: (InvalidError, "allow this user to read and write there, or choose another place"),
     errno.EPERM: (InvalidError, "allow this user to read and write there, or choose another place"),
@@ -24,7 +27,7 @@ _NEXT_ACTS: dict[int, tuple[type[CheckpointError], str]] = {
     errno.ENAMETOOLONG: (InvalidError, "choose a shorter path"),
     errno.ENOTDIR: (
         InvalidError,
-        "a folder on the way is a file or a symbolic link; no link below the root is followed",
+        "a folder of the path is a file or a symbolic link; no link below the root is followed",
     ),
     errno.ELOOP: (InvalidError, "it is a symbolic link, and no link below the root is followed; remove it"),
     errno.ENXIO: (InvalidError, "it is not a regular file; remove it"),
@@ -36,16 +39,17 @@ _NEXT_ACTS: dict[int, tuple[type[CheckpointError], str]] = {
 
 
 def translate(error: OSError, doing: str, where: str, *, writing: bool) -> CheckpointError:
-    """Return the error of ours that says what failed, where, what the system said and what to do next.
+    """Return one of the five errors; it names the operation, the place, the system's error and what to do.
 
     Args:
-        error: What the system raised.
-        doing: The verb, e.g. "store".
+        error: The error of the system.
+        doing: The operation as a verb, e.g. "store".
         where: Store and key, perhaps a byte range.
-        writing: A writer makes its own folders, so "does not exist" means to it that they were removed meanwhile.
+        writing: Whether the operation writes. A writer creates its folders, so ENOENT then means that another process
+            removed them.
     """
     code = error.errno or 0
-    kind, act = _NEXT_ACTS.get(code, (UnavailableError, "retry, or look at the machine"))
+    kind, act = _NEXT_ACTS.get(code, (UnavailableError, "retry, or check the machine"))
     if writing and code == errno.ENOENT:
         kind, act = UnavailableError, "its folder was removed meanwhile; retry"
     name = errno.errorcode.get(code, type(error).__name__)

@@ -1,71 +1,71 @@
-"""What the port asks of parts and ranges, checked alike by every store."""
+"""Checks of upload parts and read ranges that every store shares."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 from holdfast.errors import CorruptError, InvalidError
+from holdfast.ports.store import Buffers, ByteRanges
 from holdfast.settings import PAGE_BYTES
 
 
 class PartLedger:
-    """Which parts of an upload have been written."""
+    """Records which parts of an upload have been written."""
 
     def __init__(self, where: str, *, total_bytes: int, part_bytes: int) -> None:
         """Begin with no part written.
 
         Raises:
-            InvalidError: The sizes do not fit the port.
+            InvalidError: A size is negative, or the part size is not a multiple of a page.
         """
         if part_bytes <= 0 or part_bytes % PAGE_BYTES or total_bytes < 0:
             raise InvalidError(
                 f"upload of {where}: part_bytes={part_bytes}, total_bytes={total_bytes}; expected parts of a positive "
                 f"multiple of {PAGE_BYTES} bytes and a total of 0 or more"
             )
-        self._where = where
-        self._total_bytes = total_bytes
+        self.where = where
+        """Store and key, for messages."""
+        self.total_bytes = total_bytes
+        """Bytes of the whole object."""
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._written: set[int] = set()
 
     def check(self, offset: int, length_bytes: int) -> None:
-        """Refuse what is not exactly one part.
+        """Require exactly one part.
 
         Raises:
-            InvalidError: Not at the start of a part, or not as long as that part.
+            InvalidError: The offset is not the start of a part, or the length is not that part's.
         """
-        expected = min(self._part_bytes, self._total_bytes - offset)
+        expected = min(self._part_bytes, self.total_bytes - offset)
         if offset < 0 or offset % self._part_bytes or length_bytes != expected or not length_bytes:
             raise InvalidError(
-                f"upload of {self._where}: a part of {length_bytes} bytes at {offset}; expected parts of "
-                f"{self._part_bytes} bytes at its multiples, the last one ending at {self._total_bytes}"
+                f"upload of {self.where}: a part of {length_bytes} bytes at {offset}; expected parts of "
+                f"{self._part_bytes} bytes at its multiples, the last one ending at {self.total_bytes}"
             )
 
     def wrote(self, offset: int) -> None:
-        """Note that the part at `offset` was written."""
+        """Record that the part at `offset` was written."""
         with self._lock:
             self._written.add(offset)
 
     def require_whole(self) -> None:
-        """Refuse to complete an object with a hole.
+        """Require every part.
 
         Raises:
             InvalidError: A part was not written.
         """
         with self._lock:
             written = len(self._written)
-        expected = -(-self._total_bytes // self._part_bytes)
+        expected = -(-self.total_bytes // self._part_bytes)
         if written != expected:
             raise InvalidError(
-                f"upload of {self._where}: {written} of {expected} parts written; write every part, then complete"
+                f"upload of {self.where}: {written} of {expected} parts written; write every part, then complete"
             )
 
 
-def check_ranges(
-    where: str, total_bytes: int, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
-) -> None:
-    """Refuse ranges that an object cannot hold, before a byte is read.
+def check_ranges(where: str, total_bytes: int, ranges: ByteRanges, buffers: Buffers) -> None:
+    """Require ranges inside an object and buffers that hold them, before a byte is read.
 
     Args:
         where: Store and key.
@@ -74,7 +74,7 @@ def check_ranges(
         buffers: One buffer per range, at least two pages longer.
     Raises:
         CorruptError: The object ends before a range does.
-        InvalidError: A range runs backwards, or a buffer is missing, too small or read-only.
+        InvalidError: A range is negative, or a buffer is missing, too small or read-only.
     """
     if len(ranges) != len(buffers):
         raise InvalidError(
@@ -89,8 +89,8 @@ def check_ranges(
             )
 
 
-def check_buffers(where: str, total_bytes: int, start: int, buffers: Sequence[memoryview]) -> None:
-    """Refuse buffers that an object cannot fill from `start` on, before a byte is read.
+def check_buffers(where: str, total_bytes: int, start: int, buffers: Buffers) -> None:
+    """Require writable buffers that the object fills from `start` on, before a byte is read.
 
     Raises:
         CorruptError: The object ends before the last buffer does.
@@ -106,6 +106,6 @@ def _require_inside(where: str, total_bytes: int, start: int, stop: int) -> None
         raise InvalidError(f"read of {where}: range [{start}, {stop}); expected 0 <= start <= stop")
     if stop > total_bytes:
         raise CorruptError(
-            f"{where}: bytes [{start}, {stop}) wanted, but the object has {total_bytes} bytes; it was cut short, "
-            "or what names it is wrong: verify the checkpoint, or read another copy"
+            f"{where}: bytes [{start}, {stop}) requested, but the object has {total_bytes} bytes. It was truncated, or "
+            "the index is wrong: verify the checkpoint, or read another copy"
         )

@@ -1,6 +1,6 @@
-"""The operating system as the local store sees it: one thin method per call.
+"""The system calls of the local store: one thin method per call.
 
-It exists so that a test can put a fault at the n-th operation of a real process.
+Tests replace this object to inject a fault at the n-th operation of a real process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Call(Protocol):
 
 
 def _libc(*names: str) -> _Call | None:
-    """Return the first of these functions that the C library has, or None."""
+    """Return the first of these functions that exists in the C library, or None."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
     except OSError:
@@ -35,8 +35,8 @@ def _libc(*names: str) -> _Call | None:
     return None
 
 
-# The plain `posix_fallocate` of the C library writes every block where the file system cannot reserve, which on a
-# network file system takes as long as the data itself; the system call refuses instead.
+# If the file system cannot reserve space, `posix_fallocate` of the C library writes every block instead. On a network
+# file system that takes as long as writing the data. The system call fails instead.
 _FALLOCATE = _libc("fallocate64", "fallocate")
 _RENAMEAT2 = _libc("renameat2")
 
@@ -51,14 +51,14 @@ def _checked(call: _Call | None, *arguments: object) -> None:
 
 
 class Syscalls:
-    """Every call that the local store makes; each raises the `OSError` that the system gives."""
+    """Every system call of the local store; each raises the `OSError` of the system."""
 
     def open(self, path: str, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
         """Open a path, beneath `dir_fd` if given, and return its descriptor; never inherited by children."""
         return os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor; it is released even when this raises."""
+        """Close a descriptor; it is released even if this raises."""
         os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
@@ -74,7 +74,7 @@ class Syscalls:
         os.fsync(fd)
 
     def fallocate(self, fd: int, total_bytes: int) -> None:
-        """Reserve room for the first `total_bytes` of a file."""
+        """Reserve space for the first `total_bytes` of a file."""
         _checked(_FALLOCATE, fd, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes))
 
     def ftruncate(self, fd: int, total_bytes: int) -> None:
@@ -82,15 +82,15 @@ class Syscalls:
         os.ftruncate(fd, total_bytes)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Describe an open file."""
+        """Return the status of an open file."""
         return os.fstat(fd)
 
     def stat(self, name: str, *, dir_fd: int) -> os.stat_result:
-        """Describe a name, not what a link there points to."""
+        """Return the status of a name; of a link itself, not of its target."""
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
 
     def set_direct(self, fd: int, direct: bool) -> None:
-        """Turn direct I/O on or off for an open file."""
+        """Switch direct I/O on or off for an open file."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
@@ -99,7 +99,7 @@ class Syscalls:
         os.link(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
     def rename(self, name: str, new_name: str, *, dir_fd: int) -> None:
-        """Rename a file, replacing what has that name."""
+        """Rename a file, replacing a file of the new name."""
         os.rename(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def rename_noreplace(self, name: str, new_name: str, *, dir_fd: int) -> None:
@@ -124,8 +124,8 @@ class Syscalls:
 
 
 def close_quietly(syscalls: Syscalls, fd: int) -> None:
-    """Close a descriptor by whose closing nothing can be lost: only read, synced before, or to be removed."""
+    """Close a descriptor; log an error. For files that were only read, are synced, or will be removed."""
     try:
         syscalls.close(fd)
     except OSError as error:
-        _log.warning("closing a descriptor: %s; nothing was lost by it", error)
+        _log.warning("closing a descriptor failed: %s; no data was lost", error)
