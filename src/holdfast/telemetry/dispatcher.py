@@ -1,4 +1,4 @@
-"""The observers of a run: told on threads of their own, so that none of them can hurt a save."""
+"""Passes events to the observers of a run, each on a thread of its own, so that none of them can delay a save."""
 
 from __future__ import annotations
 
@@ -15,81 +15,82 @@ from holdfast.types.events import Event
 
 logger = logging.getLogger(__name__)
 
-WAITING_MAX = 4096
-"""Events that wait for one observer, about; what comes beyond them is lost to it."""
+QUEUED_MAX = 4096
+"""About how many events wait for one observer. Further events are dropped for that observer, and counted."""
 
 DRAIN_TIMEOUT_SECONDS = 5.0
-"""How long the end of a run waits for observers to hear the last of it, all of them together."""
+"""How long the end of a run waits for all observers together to handle the events still queued."""
 
 
 class EventDispatcher:
-    """Who hears of a run's saves and loads. Telling never waits and never raises."""
+    """The observers of a run. `dispatch` never waits and never raises."""
 
     def __init__(
-        self, observers: Sequence[Observer], clock: Clock, *, farewell_seconds: float = DRAIN_TIMEOUT_SECONDS
+        self, observers: Sequence[Observer], clock: Clock, *, drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
     ) -> None:
-        """Begin.
+        """Check the observers; each gets its thread with its first event.
 
         Args:
-            observers: Who is told, each by a thread of its own.
-            clock: For the wait at the end.
-            farewell_seconds: How long that is at most.
+            observers: Objects with a method `on_event(event)`.
+            clock: Measures the wait in `close()`.
+            drain_timeout_seconds: How long `close()` waits at most.
         Raises:
-            InvalidError: One of them cannot be told anything.
+            InvalidError: An object has no such method.
         """
-        for each in observers:
-            if not callable(getattr(each, "on_event", None)):
+        for observer in observers:
+            if not callable(getattr(observer, "on_event", None)):
                 raise InvalidError(
-                    f"observers: {type(each).__name__} has no method on_event(event); expected those of "
-                    "holdfast.observers, or objects that have one"
+                    f"observers: {type(observer).__name__} has no method on_event(event); expected observers from "
+                    "holdfast.observers, or objects with that method"
                 )
-        self._listeners = tuple(_Listener(each) for each in observers)
-        self._clock, self._farewell_seconds = clock, farewell_seconds
-        if self._listeners:
-            # Saves under way are finished before what is registered here is called, and daemon threads still live.
+        self._queues = tuple(_ObserverQueue(observer) for observer in observers)
+        self._clock, self._drain_timeout_seconds = clock, drain_timeout_seconds
+        if self._queues:
+            # Exit hooks run in reverse order: saves under way finish first. Daemon threads still run at that point.
             atexit.register(self.close)
 
     @property
-    def listens(self) -> bool:
-        """Whether there is anybody to tell."""
-        return bool(self._listeners)
+    def has_observers(self) -> bool:
+        """Whether any observer is left. Without one, callers can skip building events."""
+        return bool(self._queues)
 
-    def tell(self, event: Event) -> None:
-        """Have everybody hear of an event, soon."""
-        for each in self._listeners:
-            each.tell(event)
+    def dispatch(self, event: Event) -> None:
+        """Queue an event for every observer."""
+        for observer_queue in self._queues:
+            observer_queue.put(event)
 
     def close(self) -> None:
-        """Wait a little until everybody has heard everything; tells nothing more."""
-        if not self._listeners:
+        """Wait until the observers have handled the queued events, within the time limit; dispatch nothing more."""
+        if not self._queues:
             return
         atexit.unregister(self.close)
-        deadline = self._clock.monotonic_seconds() + self._farewell_seconds
-        for each in self._listeners:
-            each.end()
-        for each in self._listeners:
-            each.join(max(deadline - self._clock.monotonic_seconds(), 0.0))
-        self._listeners = ()
+        deadline = self._clock.monotonic_seconds() + self._drain_timeout_seconds
+        # All ends first: the observers then drain in parallel, within one time limit.
+        for observer_queue in self._queues:
+            observer_queue.end()
+        for observer_queue in self._queues:
+            observer_queue.join(max(deadline - self._clock.monotonic_seconds(), 0.0))
+        self._queues = ()
 
 
-class _Listener:
-    """One observer, its events in order, and the thread that tells it of them."""
+class _ObserverQueue:
+    """One observer, its queue of events in order, and the thread that calls it."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        # Simple: it may be put to by a signal handler in the midst of another put.
+        # SimpleQueue: a signal handler may put an event while the interrupted code is inside another put.
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._lost = 0
-        self._complained = False
+        self._dropped_count = 0
+        self._has_failed = False
 
-    def tell(self, event: Event) -> None:
-        if self._events.qsize() >= WAITING_MAX:
-            self._lost += 1
+    def put(self, event: Event) -> None:
+        if self._events.qsize() >= QUEUED_MAX:
+            self._dropped_count += 1
             return
         self._events.put(event)
-        # Whoever comes while another starts the thread leaves the event to it.
+        # Never block here: if another thread holds the lock, it starts the thread, and that one handles this event too.
         if self._thread is None and self._lock.acquire(blocking=False):
             try:
                 self._start()
@@ -103,9 +104,12 @@ class _Listener:
         if self._thread is None:
             return
         self._thread.join(seconds)
-        lost = self._lost + max(self._events.qsize() - 1, 0) if self._thread.is_alive() else self._lost
-        if lost:
-            logger.warning("%s was too slow: %d events did not reach it", _name(self._observer), lost)
+        dropped = self._dropped_count
+        if self._thread.is_alive():
+            # The queue also holds the end marker.
+            dropped += max(self._events.qsize() - 1, 0)
+        if dropped:
+            logger.warning("%s was too slow: %d events were dropped", _name(self._observer), dropped)
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -114,8 +118,8 @@ class _Listener:
         try:
             thread.start()
         except RuntimeError as error:
-            # The host has no thread to spare, or the interpreter is exiting: the next event tries again.
-            logger.debug("%s waits for a thread: %s", _name(self._observer), error)
+            # The thread limit is reached, or the interpreter is exiting. The next event tries again.
+            logger.debug("%s: no thread could be started: %s", _name(self._observer), error)
         else:
             self._thread = thread
 
@@ -123,15 +127,15 @@ class _Listener:
         while (event := self._events.get()) is not None:
             try:
                 self._observer.on_event(event)
-            except BaseException as error:  # noqa: BLE001 - no observer ends a save, nor silently what it is told
-                if not self._complained:
+            except BaseException as error:  # noqa: BLE001 - an observer must not end its own thread
+                if not self._has_failed:
                     logger.warning(
-                        "%s failed and is told of what follows all the same; this is said once: %s: %s",
+                        "%s failed and still gets later events; this warning is given once: %s: %s",
                         _name(self._observer),
                         type(error).__name__,
                         error,
                     )
-                self._complained = True
+                self._has_failed = True
 
 
 def _name(observer: Observer) -> str:

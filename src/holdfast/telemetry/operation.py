@@ -1,4 +1,4 @@
-"""One save or load on one rank as it goes: its phases, who is told of them, and the report that is left beside it."""
+"""The trace of one save or load on one rank: its phases, its events, and the report stored beside the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from holdfast.clock import Clock
 from holdfast.ports.comm import Comm
@@ -20,7 +20,6 @@ from holdfast.types.events import (
     Began,
     Ended,
     Entered,
-    Event,
     Fact,
     Failed,
     Operation,
@@ -34,16 +33,16 @@ from holdfast.types.reports import SaveReport
 logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.1
-"""Progress is told no more often."""
+"""Shortest time between two progress events of one operation."""
 
 
 class OperationTrace:
-    """What one rank does in one save or load. Phases may be noted on any thread."""
+    """The phases and events of one save or load on one rank. Every method may be called on any thread."""
 
     def __init__(
         self, verb: Verb, step: int | None, url: str, comm: Comm, clock: Clock, dispatcher: EventDispatcher
     ) -> None:
-        """Begin; nobody is told yet."""
+        """Start the clock; no event is dispatched yet."""
         self._clock, self._dispatcher = clock, dispatcher
         self.operation = Operation(verb, step, url, comm.rank, comm.world_size)
         """The save or load."""
@@ -51,34 +50,33 @@ class OperationTrace:
         self._phases: list[Phase] = []
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
-        self._told_at = 0.0
+        self._progress_seconds = 0.0
         self._has_begun = self._is_over = False
 
     @property
     def seconds(self) -> float:
-        """Seconds since the call."""
+        """Seconds since the operation started."""
         return self._clock.monotonic_seconds() - self._start
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases that are over, by when they began."""
+        """The phases that have ended, by start time."""
         return tuple(sorted(self._phases, key=lambda phase: (phase.start_seconds, phase.stop_seconds)))
 
     def begin(self, step: int | None, url: str) -> None:
-        """Tell that it has begun, and of which checkpoint it is."""
-        own = self.operation
-        self.operation = Operation(own.verb, step, url, own.rank, own.world_size)
+        """Dispatch the begin of the operation, now that its checkpoint is known."""
+        self.operation = replace(self.operation, step=step, url=url)
         self._has_begun = True
-        self._tell(Began(self.operation, self._unix_seconds))
+        self._dispatcher.dispatch(Began(self.operation, self._unix_seconds))
 
     def begin_again(self, error: BaseException) -> None:
-        """Tell that a load failed with the step it took, and goes on with another."""
-        self._tell_failure(error, ())
+        """Dispatch the failure of a load at one step; the load falls back to another step and calls `begin` again."""
+        self._dispatch_failure(error, ())
         self._has_begun = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note how long the block takes."""
+        """Record a block as a phase, also if it raises."""
         start = self.enter(name)
         try:
             yield
@@ -86,64 +84,69 @@ class OperationTrace:
             self.note(name, start, self.seconds)
 
     def enter(self, name: str) -> float:
-        """Tell that a phase has begun; return when, in seconds since the call."""
+        """Dispatch the begin of a phase; return its start, in seconds since the operation started."""
         if self._has_begun:
-            self._tell(Entered(self.operation, name))
+            self._dispatcher.dispatch(Entered(self.operation, name))
         return self.seconds
 
     def note(self, name: str, start_seconds: float, stop_seconds: float) -> None:
-        """Note a phase that is over, by seconds since the call."""
+        """Record a phase that has ended; both times are seconds since the operation started."""
         start, stop = round(start_seconds, 6), round(stop_seconds, 6)
         self._phases.append(Phase(name, start, round(max(stop - start, 0.0), 6)))
 
     def progress_callback(self, total_bytes: int) -> Callable[[int], None] | None:
-        """Return what is to be told of bytes that are written or read, on any thread; None where nobody listens."""
-        if not self._dispatcher.listens:
+        """Return a function that takes counts of bytes moved, on any thread; None without observers."""
+        if not self._dispatcher.has_observers:
             return None
         self._done_bytes, self._total_bytes = 0, total_bytes
-        return self._moved
+        return self._add_bytes
 
-    def _moved(self, count: int) -> None:
+    def _add_bytes(self, count: int) -> None:
         with self._lock:
             self._done_bytes += count
             now = self.seconds
-            if now - self._told_at < _PROGRESS_SECONDS and self._done_bytes < self._total_bytes:
+            if now - self._progress_seconds < _PROGRESS_SECONDS and self._done_bytes < self._total_bytes:
                 return
-            self._told_at = now
+            self._progress_seconds = now
             event = Progress(self._done_bytes, self._total_bytes, self.operation)
-        self._tell(event)
+        # Outside the lock: dispatching must not serialise the threads that move bytes.
+        self._dispatcher.dispatch(event)
 
-    def end(self, own: object, id: str, store: Store | None, folder: str) -> None:
-        """Tell what came of it, and leave the report beside the checkpoint as well as that can be done; never raises.
+    def end(self, outcome: object, id: str, store: Store | None, folder: str) -> None:
+        """Dispatch the report, and store it beside the checkpoint if possible. Never raises.
 
         Args:
-            own: Its `SaveReport` or `LoadReport`.
+            outcome: The `SaveReport` or `LoadReport`.
             id: 16 hex digits that all ranks share.
-            store: Where the checkpoint lies; None: the report is not to be left.
-            folder: Its folder there.
+            store: The store of the checkpoint; None stores no report.
+            folder: The folder of the checkpoint in that store.
         """
         self._is_over = True
         try:
-            report = self._report(own, id)
-            self._tell(Ended(report))
+            report = self._report(outcome, id)
+            self._dispatcher.dispatch(Ended(report))
             if store is not None:
                 put_report(store, folder, report)
         except Exception as error:  # noqa: BLE001 - no report is worth a save or a load
-            # One rank says it for all: where one cannot write, the others most likely cannot either.
+            # A warning on rank 0 only: if one rank cannot write, most likely none can.
             level = logging.INFO if self.operation.rank else logging.WARNING
-            text = "%s: no report is left beside the checkpoint; settings.reports=False asks for none: %s: %s"
+            text = (
+                "%s: the report could not be stored beside the checkpoint: %s: %s. "
+                "To store none, set settings.reports=False"
+            )
             logger.log(level, text, self.operation.name, type(error).__name__, error)
 
-    def _report(self, own: object, id: str) -> RankReport:
+    def _report(self, outcome: object, id: str) -> RankReport:
         facts: dict[str, Fact] = {}
-        for each in fields(own):  # type: ignore[arg-type]
-            value = getattr(own, each.name)
+        for field in fields(outcome):  # type: ignore[arg-type]
+            value = getattr(outcome, field.name)
             if isinstance(value, int | float | str | bool):
-                facts[each.name] = value
+                facts[field.name] = value
             elif isinstance(value, tuple):
-                facts[each.name] = len(value)
-        for known in ("step", "url", "attempt", "phases"):
-            facts.pop(known, None)
+                facts[field.name] = len(value)
+        # These have fields of their own in a report.
+        for name in ("step", "url", "attempt", "phases"):
+            facts.pop(name, None)
         count = facts.pop("bytes")
         assert isinstance(count, int), count
         return RankReport(
@@ -159,21 +162,19 @@ class OperationTrace:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Tell that it has failed; the first time counts."""
+        """Dispatch the failure of the operation, unless it has ended."""
         if self._is_over:
             return
         self._is_over = True
-        self._tell_failure(error, self.phases)
+        self._dispatch_failure(error, self.phases)
 
-    def _tell_failure(self, error: BaseException, phases: tuple[Phase, ...]) -> None:
-        told = type(error).__name__, str(error), self._unix_seconds, self.seconds, phases
-        self._tell(Failed(self.operation, *told, self._has_begun))
+    def _dispatch_failure(self, error: BaseException, phases: tuple[Phase, ...]) -> None:
+        kind, message = type(error).__name__, str(error)
+        event = Failed(self.operation, kind, message, self._unix_seconds, self.seconds, phases, self._has_begun)
+        self._dispatcher.dispatch(event)
 
     def fail_with(self, committed: Future[SaveReport]) -> None:
-        """Tell that a save has failed, where its future says so."""
+        """Dispatch the failure of a save if its future holds an error; a done-callback of that future."""
         error = committed.exception()
         if error is not None:
             self.fail(error)
-
-    def _tell(self, event: Event) -> None:
-        self._dispatcher.tell(event)

@@ -1,4 +1,4 @@
-"""Reports of saves and loads as a trace: what each rank did when, for Perfetto and chrome://tracing to draw.
+"""Reports of saves and loads as a trace of each rank's phases, for Perfetto and chrome://tracing.
 
 Source: Trace Event Format, "Complete Events" (`X`), "Async Events" (`b`, `e`) and "Metadata Events" (`M`), as
 ui.perfetto.dev and chrome://tracing read it.
@@ -25,41 +25,40 @@ _TRACKS = {
     "save": (*_SAVING, *_COMMITTING),
     "load": ("resolve", "plan", "agree", "exchange", "read", "restore", "wait"),
 }
-"""Phases in the order in which their tracks lie below one another."""
-
+"""The phases of each verb, in the order of their tracks from top to bottom."""
 
 EVENTS_MAX = 500_000
-"""Phases and reports in one trace, about: what is drawn in a browser, and what this takes in memory, has an end."""
+"""About how many phases and reports one trace holds: a browser has to draw it, and it is built in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What the reports beside one checkpoint, or all of a run, come to."""
+    """The trace of one checkpoint, or of all steps of a run."""
 
     document: Fields
-    """The trace, as JSON holds it."""
+    """The trace as a JSON document."""
 
     saves: int
-    """Saves in it, each counted once for all its ranks."""
+    """Number of saves, each counted once for all its ranks."""
 
     loads: int
-    """Loads, likewise."""
+    """Number of loads, counted likewise."""
 
     ranks: int
-    """Ranks that left a report."""
+    """Number of ranks with a report."""
 
     unreadable: tuple[tuple[str, CheckpointError], ...]
-    """Reports that could not be read, by key, and why."""
+    """Keys of reports that cannot be read, each with its error."""
 
     left_out_from: str | None = None
-    """The first folder of which reports are left out, because there are more than a trace holds: it and all older."""
+    """The newest folder whose reports are left out because the trace is full; all older folders are left out too."""
 
 
 def trace_of(store: Store) -> Trace:
     """Return the trace of a checkpoint, or of every step of a run.
 
     Raises:
-        MissingError: There are no reports.
+        MissingError: No report is stored, or none can be read.
     """
     folders = [""] if exists(store, MANIFEST_FILE) else []
     folders = folders or [step_folder(step) for step in step_folders(store)] or [""]
@@ -67,30 +66,30 @@ def trace_of(store: Store) -> Trace:
     unreadable: list[tuple[str, CheckpointError]] = []
     events, left_out_from = 0, None
     for folder in reversed(folders):
-        for key, found in reports_in(store, folder):
+        for key, report in reports_in(store, folder):
             if events > EVENTS_MAX:
                 left_out_from = folder
                 break
             events += 1
-            if isinstance(found, RankReport):
-                reports.append(found)
-                events += len(found.phases)
+            if isinstance(report, RankReport):
+                reports.append(report)
+                events += len(report.phases)
             else:
-                unreadable.append((key, found))
+                unreadable.append((key, report))
         if left_out_from is not None:
             break
     if not reports:
-        damaged = f"; of {len(unreadable)} that are there none can be read: {unreadable[0][1]}" if unreadable else ""
+        damaged = f"; {len(unreadable)} are stored, none can be read: {unreadable[0][1]}" if unreadable else ""
         raise MissingError(
             f"{store.url}: no reports of a save or load; expected a checkpoint or the root of a run, with files under "
-            f"{REPORTS_FOLDER}{damaged}. They are left unless settings.reports is False, by Holdfast since format 1.2"
+            f"{REPORTS_FOLDER}{damaged}. Save or load with settings.reports=True (format 1.2 or later) to store some"
         )
-    operations = {(each.operation.verb, each.id) for each in reports}
+    operations = {(report.operation.verb, report.id) for report in reports}
     return Trace(
         document=trace_document(reports),
         saves=sum(verb == "save" for verb, _ in operations),
         loads=sum(verb == "load" for verb, _ in operations),
-        ranks=len({each.operation.rank for each in reports}),
+        ranks=len({report.operation.rank for report in reports}),
         unreadable=tuple(unreadable),
         left_out_from=left_out_from,
     )
@@ -99,15 +98,15 @@ def trace_of(store: Store) -> Trace:
 def trace_document(reports: Sequence[RankReport]) -> Fields:
     """Return reports as a trace: one process per rank, one track per phase, and the operations above them.
 
-    Ranks lie beside each other as the wall clocks of their machines say; within one operation of a rank all lengths
-    are of one monotonic clock. Times are in microseconds since the first report began.
+    The wall clocks of the hosts align the ranks with each other. Within one operation of a rank, one monotonic clock
+    gives all durations. Times are in microseconds since the first report began.
     """
-    first = min(each.began_unix_seconds for each in reports)
-    ordered = sorted(reports, key=lambda each: (each.operation.rank, each.began_unix_seconds))
+    first = min(report.began_unix_seconds for report in reports)
+    ordered = sorted(reports, key=lambda report: (report.operation.rank, report.began_unix_seconds))
     lanes = _Lanes()
-    events = [event for each in ordered for event in _events(each, first, lanes)]
+    events = [event for report in ordered for event in _events(report, first, lanes)]
     events.sort(key=_time_of)
-    ranks = {each.operation.rank: each.host for each in ordered}
+    ranks = {report.operation.rank: report.host for report in ordered}
     return {
         "displayTimeUnit": "ms",
         "otherData": {"began_unix_seconds": first},
@@ -119,12 +118,12 @@ def _events(report: RankReport, first: float, lanes: _Lanes) -> Iterator[Fields]
     operation = report.operation
     rank, verb = operation.rank, operation.verb
     start = report.began_unix_seconds - first
-    spans: Fields = {"cat": verb, "pid": rank, "tid": 0, "id2": {"local": f"{verb}-{report.id}"}}
-    told = {"id": report.id, "host": report.host, "pid": report.pid, "bytes": report.bytes}
-    # What is written in no time at all has no bandwidth that a number holds.
-    told |= {"bytes_per_second": round(min(report.bytes_per_second, 1e18)), **report.facts}
+    common: Fields = {"cat": verb, "pid": rank, "tid": 0, "id2": {"local": f"{verb}-{report.id}"}}
+    arguments = {"id": report.id, "host": report.host, "pid": report.pid, "bytes": report.bytes}
+    # An operation of zero seconds has infinite bandwidth, which JSON cannot hold.
+    arguments |= {"bytes_per_second": round(min(report.bytes_per_second, 1e18)), **report.facts}
     name = verb if operation.step is None else f"{verb} {operation.step}"
-    yield {"ph": "b", "name": name, "ts": _microseconds(start), **spans, "args": told}
+    yield {"ph": "b", "name": name, "ts": _microseconds(start), **common, "args": arguments}
     for phase in report.phases:
         yield {
             "ph": "X",
@@ -136,7 +135,7 @@ def _events(report: RankReport, first: float, lanes: _Lanes) -> Iterator[Fields]
             "dur": _microseconds(phase.seconds),
             "args": {"step": operation.step, "id": report.id},
         }
-    yield {"ph": "e", "name": name, "ts": _microseconds(start + report.seconds), **spans}
+    yield {"ph": "e", "name": name, "ts": _microseconds(start + report.seconds), **common}
 
 
 def _names(ranks: dict[int, str], lanes: _Lanes) -> Iterator[Fields]:
@@ -149,9 +148,9 @@ def _names(ranks: dict[int, str], lanes: _Lanes) -> Iterator[Fields]:
 
 
 class _Lanes:
-    """Which track a phase lies on: one for each phase of a rank, and more of them where two would overlap.
+    """Assigns tracks: one for each phase of a rank, and further ones if two phases of one name overlap.
 
-    Two saves of one rank are never in one phase at once; but a wall clock that was set back lays them so.
+    Two saves of one rank never run the same phase at once. A wall clock that was set back makes it look so.
     """
 
     def __init__(self) -> None:
@@ -162,23 +161,23 @@ class _Lanes:
         self._ends: dict[tuple[int, str, str], list[tuple[float, int]]] = {}
 
     def track(self, rank: int, verb: str, phase: Phase, start_seconds: float) -> int:
-        """Return the number of the track for a phase; phases of a rank are asked for as they began."""
+        """Return the number of the track for a phase. Call it for the phases of a rank in order of their start."""
         number = self._numbers.setdefault((verb, phase.name), len(self._numbers) + 1)
         ends = self._ends.setdefault((rank, verb, phase.name), [])
         begins = start_seconds + phase.start_seconds
         lane = len(ends)
-        # Half a microsecond: what the text of a trace can still tell apart.
+        # Half a microsecond of tolerance: the trace rounds times, and phases that only touch share a track.
         if ends and ends[0][0] <= begins + 5e-7:
             _, lane = heapq.heappop(ends)
         heapq.heappush(ends, (start_seconds + phase.stop_seconds, lane))
         return number + 1000 * lane
 
     def names(self) -> Iterator[tuple[int, str, int]]:
-        """Yield rank, name and number of every track that was used."""
+        """Yield rank, name and number of every track in use."""
         for (rank, verb, phase), ends in sorted(self._ends.items()):
             for lane in range(len(ends)):
-                again = f" ({lane + 1})" if lane else ""
-                yield rank, f"{verb}: {phase}{again}", self._numbers[verb, phase] + 1000 * lane
+                suffix = f" ({lane + 1})" if lane else ""
+                yield rank, f"{verb}: {phase}{suffix}", self._numbers[verb, phase] + 1000 * lane
 
 
 def _time_of(event: Fields) -> float:

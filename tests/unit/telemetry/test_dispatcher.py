@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.errors import InvalidError
-from holdfast.telemetry.dispatcher import WAITING_MAX, EventDispatcher
+from holdfast.telemetry.dispatcher import QUEUED_MAX, EventDispatcher
 from holdfast.types.events import Event, Progress
 from tests.unit.ranks import World, plain, saved
 
@@ -50,7 +50,7 @@ def test_everybody_hears_everything_in_order() -> None:
     ears = [Heard(), Heard()]
     audience = EventDispatcher(ears, SystemClock())
     for each in events(1000):
-        audience.tell(each)
+        audience.dispatch(each)
     audience.close()
     assert [ear.events for ear in ears] == [events(1000), events(1000)]
 
@@ -59,7 +59,8 @@ def test_events_of_many_threads_all_arrive() -> None:
     ear = Heard()
     audience = EventDispatcher([ear], SystemClock())
     threads = [
-        threading.Thread(target=lambda at=at: [audience.tell(Progress(at, n)) for n in range(200)]) for at in range(8)
+        threading.Thread(target=lambda at=at: [audience.dispatch(Progress(at, n)) for n in range(200)])
+        for at in range(8)
     ]
     for each in threads:
         each.start()
@@ -75,7 +76,7 @@ def test_one_that_raises_is_told_on_and_complained_of_once(caplog: pytest.LogCap
     audience = EventDispatcher([bad, good], SystemClock())
     with caplog.at_level(logging.WARNING):
         for each in events(5):
-            audience.tell(each)
+            audience.dispatch(each)
         audience.close()
     assert bad.events == good.events == events(5)
     (record,) = caplog.records
@@ -84,22 +85,22 @@ def test_one_that_raises_is_told_on_and_complained_of_once(caplog: pytest.LogCap
 
 def test_one_that_is_stuck_holds_nobody_up_and_what_it_missed_is_said(caplog: pytest.LogCaptureFixture) -> None:
     stuck, good = Stuck(), Heard()
-    audience = EventDispatcher([stuck, good], SystemClock(), farewell_seconds=0.2)
+    audience = EventDispatcher([stuck, good], SystemClock(), drain_timeout_seconds=0.2)
     start = time.monotonic()
     try:
         with caplog.at_level(logging.WARNING):
-            for each in events(3 * WAITING_MAX):
-                while len(good.events) < each.done_bytes - WAITING_MAX // 2:
+            for each in events(3 * QUEUED_MAX):
+                while len(good.events) < each.done_bytes - QUEUED_MAX // 2:
                     time.sleep(0.001)
-                audience.tell(each)
+                audience.dispatch(each)
             audience.close()
         assert time.monotonic() - start < 20.0
     finally:
         stuck.released.set()
-    assert good.events == events(3 * WAITING_MAX)
+    assert good.events == events(3 * QUEUED_MAX)
     (record,) = caplog.records
     assert "observer Stuck was too slow" in record.message
-    assert str(3 * WAITING_MAX - 1) in record.message, "it heard of one; the rest was lost to it"
+    assert str(3 * QUEUED_MAX - 1) in record.message, "it heard of one; the rest was lost to it"
 
 
 def test_an_observer_that_cannot_hear_is_refused() -> None:
@@ -111,9 +112,9 @@ def test_nothing_is_told_after_the_end() -> None:
     ear = Heard()
     audience = EventDispatcher([ear], SystemClock())
     audience.close()
-    audience.tell(Progress(1, 2))
+    audience.dispatch(Progress(1, 2))
     audience.close()
-    assert ear.events == [] and not audience.listens
+    assert ear.events == [] and not audience.has_observers
 
 
 def test_the_last_events_are_heard_where_nobody_closes() -> None:
@@ -126,7 +127,7 @@ def test_the_last_events_are_heard_where_nobody_closes() -> None:
         "    def on_event(self, event):\n"
         "        time.sleep(0.05); print(event.done_bytes, flush=True)\n"
         "audience = EventDispatcher([Slow()], SystemClock())\n"
-        "for number in range(10): audience.tell(Progress(number, 10))\n"
+        "for number in range(10): audience.dispatch(Progress(number, 10))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stderr == ""
@@ -154,7 +155,7 @@ def test_an_observer_that_wants_to_end_the_process_is_told_of_what_follows(caplo
     exits = Exits()
     audience = EventDispatcher([exits], SystemClock())
     for event in events(3):
-        audience.tell(event)
+        audience.dispatch(event)
     audience.close()
     assert exits.events == events(3)
     assert "observer Exits failed" in caplog.text and "SystemExit" in caplog.text

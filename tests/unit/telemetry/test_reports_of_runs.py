@@ -131,9 +131,10 @@ def test_a_report_that_cannot_be_written_is_a_warning_of_one_rank(caplog: pytest
     with caplog.at_level(logging.INFO):
         outcomes = world.play(lambda rank, run: saved(run, 1, {"w": sharded(2)}))
     assert [type(each) for each in outcomes] == [SaveReport, SaveReport]
-    said = [each for each in caplog.records if "no report is left beside the checkpoint" in each.message]
+    said = [each for each in caplog.records if "the report could not be stored beside the checkpoint" in each.message]
     assert sorted(each.levelno for each in said) == [logging.INFO, logging.WARNING]
-    assert "settings.reports=False asks for none: UnavailableError: " in said[0].message
+    assert "beside the checkpoint: UnavailableError: " in said[0].message
+    assert said[0].message.endswith("set settings.reports=False")
     assert reports_of(world, 1) == []
 
 

@@ -62,7 +62,7 @@ def test_without_reports_there_is_no_trace() -> None:
     with pytest.raises(MissingError, match=r"no reports of a save or load.*settings\.reports"):
         trace_of(store)
     store.put(f"reports/load-{'0' * 16}-r00000.json", b"half")
-    with pytest.raises(MissingError, match="of 1 that are there none can be read"):
+    with pytest.raises(MissingError, match="1 are stored, none can be read"):
         trace_of(store)
 
 
@@ -75,7 +75,7 @@ def test_numbers_that_no_trace_can_hold_are_damage(fact: str) -> None:
         assert new.encode() in body
         sealed_anew = body + b',\n "digest": "' + hex_digest_of(body).encode() + b'"\n}\n'
         store.put(f"reports/save-{number:016x}-r00000.json", sealed_anew)
-    with pytest.raises(MissingError, match="of 2 that are there none can be read"):
+    with pytest.raises(MissingError, match="2 are stored, none can be read"):
         trace_of(store)
 
 

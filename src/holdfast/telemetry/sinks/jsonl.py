@@ -1,4 +1,4 @@
-"""Saves and loads as lines of JSON in a file."""
+"""An observer that writes saves and loads as lines of JSON to a file."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from holdfast.types.events import Began, Ended, Event, Failed, Operation, Phase
 
 
 class JsonLines:
-    """Appends one line for the beginning of each save or load, and one for its end.
+    """Appends one line when a save or load begins, and one when it ends.
 
-    Each line is one write to a file that is opened for appending, so that ranks of one machine may share a file, and
-    whoever rotates logs may move it away.
+    Each line is one `write` to a file that is opened for this line, in append mode. So the ranks of one host may share
+    a file, and a log rotation may move it away.
     """
 
     def __init__(self, path: object) -> None:
-        """Remember where; the file is made with the first line.
+        """Check the path; the first line creates the file.
 
         Args:
-            path: The file; `{rank}` in it becomes the number of the rank.
+            path: The file. `{rank}` in it is replaced by the rank.
         Raises:
-            InvalidError: It is no path, or its folder is not there.
+            InvalidError: It is no path, or its folder does not exist.
         """
         if not isinstance(path, str | os.PathLike):
             raise InvalidError(f"jsonl: path is {type(path).__name__}; expected a file as str or Path")
         self._path = os.path.abspath(os.fspath(path))
         folder = os.path.dirname(self._path)
         if not os.path.isdir(folder):
-            raise InvalidError(f"jsonl: {self._path}: there is no folder {folder}; expected one. Make it first")
+            raise InvalidError(f"jsonl: {self._path}: there is no folder {folder}; expected one. Create it first")
 
     def on_event(self, event: Event) -> None:
-        """Write a line."""
+        """Write a line for a begin or an end; ignore other events."""
         if isinstance(event, Began):
             self._write(event.operation, "began", event.unix_seconds, {})
         elif isinstance(event, Ended):
             report = event.report
-            told: dict[str, object] = {
+            fields: dict[str, object] = {
                 "id": report.id,
                 "host": report.host,
                 "pid": report.pid,
@@ -48,26 +48,26 @@ class JsonLines:
                 **report.facts,
                 "phases": _seconds_of(report.phases),
             }
-            self._write(report.operation, "ended", report.began_unix_seconds + report.seconds, told)
+            self._write(report.operation, "ended", report.began_unix_seconds + report.seconds, fields)
         elif isinstance(event, Failed):
-            told = {
+            fields = {
                 "error": event.error,
                 "message": event.message,
                 "seconds": round(event.seconds, 6),
                 "phases": _seconds_of(event.phases),
             }
-            self._write(event.operation, "failed", event.began_unix_seconds + event.seconds, told)
+            self._write(event.operation, "failed", event.began_unix_seconds + event.seconds, fields)
 
-    def _write(self, operation: Operation, happened: str, unix_seconds: float, more: dict[str, object]) -> None:
+    def _write(self, operation: Operation, name: str, unix_seconds: float, fields: dict[str, object]) -> None:
         document = {
             "time": datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds"),
-            "event": happened,
+            "event": name,
             "verb": operation.verb,
             "step": operation.step,
             "rank": operation.rank,
             "world_size": operation.world_size,
             "url": operation.url,
-            **more,
+            **fields,
         }
         line = json.dumps(document, allow_nan=False).encode() + b"\n"
         path = self._path.replace("{rank}", str(operation.rank))
@@ -77,12 +77,14 @@ class JsonLines:
         finally:
             os.close(file)
         if written < len(line):
-            raise OSError(f"{path}: {written} of {len(line)} bytes of a line were written")
+            raise OSError(
+                f"{path}: {written} of {len(line)} bytes of a line were written; expected all. Free some space"
+            )
 
 
 def _seconds_of(phases: tuple[Phase, ...]) -> dict[str, float]:
-    """Return how long each phase took in all, by name."""
-    found: dict[str, float] = {}
-    for each in phases:
-        found[each.name] = round(found.get(each.name, 0.0) + each.seconds, 6)
-    return found
+    """Return the total seconds of each phase, by name."""
+    seconds: dict[str, float] = {}
+    for phase in phases:
+        seconds[phase.name] = round(seconds.get(phase.name, 0.0) + phase.seconds, 6)
+    return seconds

@@ -1,4 +1,4 @@
-"""Saves and loads as bars on a terminal."""
+"""An observer that shows saves and loads as progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from holdfast.types.events import Began, Ended, Entered, Event, Failed, Operatio
 
 
 class TerminalProgress:
-    """Shows what rank 0 has under way, each save and load on a line that goes when it ends.
+    """Shows the saves and loads of rank 0, each on a line that disappears when it ends.
 
-    Nothing is shown where nobody looks: the console is no terminal.
+    Shows nothing if the console is not a terminal.
     """
 
     def __init__(self, console: Console) -> None:
         """Show nothing yet.
 
         Args:
-            console: Where to; what is printed meanwhile to stdout and stderr appears above the lines.
+            console: The terminal. Output to stdout and stderr meanwhile appears above the lines.
         """
         self._console = console
         self._bars: Progress | None = None
         self._tasks: dict[Operation, TaskID] = {}
 
     def on_event(self, event: Event) -> None:
-        """Show it."""
+        """Update the line of the operation."""
         if not self._console.is_terminal:
             return
         operation = event.report.operation if isinstance(event, Ended) else event.operation
@@ -64,11 +64,11 @@ class TerminalProgress:
             return
         self._bars.remove_task(task)
         if not self._tasks:
-            # Between saves the terminal is as if nobody had been there, its cursor too.
+            # Between saves nothing of the display may remain: stop() also shows the cursor again.
             self._bars.stop()
             self._bars = None
 
 
 def on_stderr() -> TerminalProgress:
-    """Return what shows on this process's stderr."""
+    """Return an observer that shows progress on the stderr of this process."""
     return TerminalProgress(Console(stderr=True))

@@ -1,4 +1,4 @@
-"""Saves and loads as metrics of Prometheus."""
+"""An observer that counts saves and loads as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from holdfast.errors import InvalidError, UnavailableError
 from holdfast.types.events import Began, Ended, Event, Failed, Phase, RankReport
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Bounds of the histograms: a third of a power of ten apart, from a save of nothing to one that is being missed."""
+"""Bounds of the histograms, about half a power of ten apart: from an empty save to one far too slow."""
 
 
 class PrometheusMetrics:
-    """Keeps metrics in a registry; observers of one registry share them, told apart by rank."""
+    """Updates metrics in a registry. Observers of one registry share its metrics; the label `rank` separates them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Find the metrics of a registry, or put them there."""
+        """Find the metrics in a registry, or register them there."""
         self._metrics = _metrics_in(registry)
 
     def on_event(self, event: Event) -> None:
-        """Count it."""
+        """Update the metrics."""
         if isinstance(event, Began):
             self._metrics.under_way.labels(event.operation.verb, event.operation.rank).inc()
         elif isinstance(event, Ended):
@@ -71,7 +71,7 @@ class _Metrics:
         )  # fmt: skip
 
     def ended(self, report: RankReport) -> None:
-        """Count what has come to a good end."""
+        """Count a save that committed, or a load that filled its state."""
         verb, rank = report.operation.verb, report.operation.rank
         self.operations.labels(verb, rank, "done").inc()
         self.under_way.labels(verb, rank).dec()
@@ -86,7 +86,7 @@ class _Metrics:
         self._count(verb, rank, report.phases)
 
     def failed(self, event: Failed) -> None:
-        """Count what has failed."""
+        """Count a save or load that failed."""
         verb, rank = event.operation.verb, event.operation.rank
         self.operations.labels(verb, rank, "failed").inc()
         if event.has_begun:
@@ -94,15 +94,18 @@ class _Metrics:
         self._count(verb, rank, event.phases)
 
     def _count(self, verb: str, rank: int, phases: tuple[Phase, ...]) -> None:
-        for each in phases:
-            self.phase_seconds.labels(verb, rank, each.name).inc(each.seconds)
+        for phase in phases:
+            self.phase_seconds.labels(verb, rank, phase.name).inc(phase.seconds)
 
 
 def _held_seconds(report: RankReport) -> float:
-    """Return how long a save held training up; what is taken lazily does so at the fence only."""
-    lazily = report.facts.get("staging") == "lazy"
-    called = sum(phase.seconds for phase in report.phases if phase.name in ("collect", "agree", "plan", "compare"))
-    return called + float(report.facts["fence_seconds"]) if lazily else float(report.facts["staged_seconds"])
+    """Return how long a save blocked training."""
+    # A lazy save blocks in its call and at the fence; its copies run beside training.
+    is_lazy = report.facts.get("staging") == "lazy"
+    call_seconds = sum(
+        phase.seconds for phase in report.phases if phase.name in ("collect", "agree", "plan", "compare")
+    )
+    return call_seconds + float(report.facts["fence_seconds"]) if is_lazy else float(report.facts["staged_seconds"])
 
 
 _lock = threading.Lock()
@@ -110,7 +113,7 @@ _known: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKey
 
 
 def _metrics_in(registry: CollectorRegistry) -> _Metrics:
-    """Return the metrics in a registry, which takes each name once."""
+    """Return the metrics of a registry; a registry refuses a name that is registered twice."""
     with _lock:
         if registry not in _known:
             _known[registry] = _Metrics(registry)
@@ -118,14 +121,14 @@ def _metrics_in(registry: CollectorRegistry) -> _Metrics:
 
 
 def observer_in(registry: object) -> PrometheusMetrics:
-    """Return what keeps metrics in a registry; None: the default one.
+    """Return an observer for a registry; None is the default registry of prometheus-client.
 
     Raises:
-        InvalidError: It is no registry, or one that has metrics of these names of somebody else.
+        InvalidError: It is no registry, or it holds other metrics of the same names.
     """
-    found = _registry(registry)
+    checked = _registry(registry)
     try:
-        return PrometheusMetrics(found)
+        return PrometheusMetrics(checked)
     except ValueError as error:
         raise InvalidError(f"prometheus: {error}; expected a registry without metrics of these names") from error
 
@@ -134,8 +137,8 @@ def serve(port: object, address: object, registry: object) -> None:
     """Serve a registry over HTTP from now on.
 
     Raises:
-        InvalidError: The port or the address is none.
-        UnavailableError: It cannot be had.
+        InvalidError: The port or the address is invalid.
+        UnavailableError: The port is taken, or the address cannot be bound.
     """
     if type(port) is not int or not 1 <= port <= 65535:
         raise InvalidError(f"prometheus: port={port!r}; expected a whole number from 1 to 65535, or None")
@@ -147,13 +150,13 @@ def serve(port: object, address: object, registry: object) -> None:
         raise InvalidError(f"prometheus: address={address[:80]!r}: {error}; expected the name of a host") from error
     except OSError as error:
         raise UnavailableError(
-            f"prometheus: {address}:{port}: {error.strerror or error}; expected a port that is free. Processes of one "
-            "machine need one each, such as port=9464 + rank of the machine"
+            f"prometheus: {address}:{port}: {error.strerror or error}; expected a port that is free. Give each process "
+            "of a host its own, such as port=9464 + local rank"
         ) from error
 
 
 def _registry(registry: object) -> CollectorRegistry:
-    found = REGISTRY if registry is None else registry
-    if not isinstance(found, CollectorRegistry):
-        raise InvalidError(f"prometheus: registry is {type(found).__name__}; expected a CollectorRegistry, or None")
-    return found
+    chosen = REGISTRY if registry is None else registry
+    if not isinstance(chosen, CollectorRegistry):
+        raise InvalidError(f"prometheus: registry is {type(chosen).__name__}; expected a CollectorRegistry, or None")
+    return chosen
