@@ -15,6 +15,7 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
+from holdfast.format.names import require_step
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
 from holdfast.loading.load import LoadRequest, load_checkpoint
@@ -33,7 +34,6 @@ from holdfast.repository.verify import Damage
 from holdfast.runs.garbage_collection import CollectReport, collected
 from holdfast.runs.garbage_collection import planned as collection_planned
 from holdfast.runs.listing import RunRecord, StepRecord, run_record
-from holdfast.runs.run import require_step
 from holdfast.runs.tags import tag_step
 from holdfast.runs.tags import untag as remove_tag
 from holdfast.saving.handle import SaveHandle

@@ -1,20 +1,44 @@
-"""The manager of a run: what a training loop saves and loads its steps with."""
+"""The manager of a run: what a training loop saves and loads its steps with.
+
+It forwards to the features of `runs/`, and drives saving and loading with them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from holdfast import wiring
 from holdfast.arguments import Globs, policies_of, preemption_of, require_state, selection_of
-from holdfast.errors import InvalidError
-from holdfast.loading.load import LoadRequest
-from holdfast.policies import KeepPolicy, SavePolicy
+from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
+from holdfast.coordination.job import Job
+from holdfast.coordination.save_schedule import Schedule
+from holdfast.engine.write import PackWriter
+from holdfast.errors import CheckpointError, InvalidError
+from holdfast.format.names import require_step
+from holdfast.leases.writer import WriterLease
+from holdfast.loading.load import LoadRequest, load, load_attempt
+from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.observer import Observer
+from holdfast.ports.store import Packs, Store
+from holdfast.repository.catalog import committed_steps, read_run_id
+from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
+from holdfast.runs.position import RunPosition
+from holdfast.runs.preemption import PreemptionHandler, owed_bytes
+from holdfast.runs.step_metrics import WantedMetrics
+from holdfast.runs.step_request import RunParts, StepRequest, StepState
+from holdfast.runs.suspect_steps import SuspectSteps
+from holdfast.runs.tags import tag_step
+from holdfast.runs.tags import untag as remove_tag
 from holdfast.saving.handle import SaveHandle
+from holdfast.saving.save import begin_save
 from holdfast.settings import Preemption, Settings
-from holdfast.types.reports import LoadReport
+from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.types.reports import LoadReport, SaveReport
 
 
 class CheckpointManager:
@@ -55,7 +79,74 @@ class CheckpointManager:
                 `preemption` is given on a thread that hears no signals.
         """
         policies = policies_of(save, every, keep, keep_last)
-        self._run = wiring.run_at(root, process_group, settings, policies, observers, preemption_of(preemption))
+        wanted = preemption_of(preemption)
+        store = wiring.store_at(root, settings)
+        job = wiring.new_job(process_group, settings)
+        handler = None if wanted is None else wiring.preemption_handler(job, wanted)
+        self._open(store, job, wiring.references(settings), policies, observers, handler)
+
+    @classmethod
+    def over(
+        cls,
+        store: Store,
+        job: Job,
+        references: Packs = none_allowed,
+        policies: Policies = Policies(),  # noqa: B008 - frozen
+        observers: Sequence[Observer] = (),
+        preemption_handler: PreemptionHandler | None = None,
+    ) -> Self:
+        """Return a manager over a store and a job that the caller made; the manager closes the job.
+
+        Args:
+            store: The root.
+            job: The ranks.
+            references: Opens files elsewhere that imported steps refer to.
+            policies: When to save and what to keep.
+            observers: Receive events.
+            preemption_handler: Ends the loop on a signal; None for no preemption.
+        """
+        manager = cls.__new__(cls)
+        manager._open(store, job, references, policies, observers, preemption_handler)
+        return manager
+
+    def _open(
+        self,
+        store: Store,
+        job: Job,
+        references: Packs,
+        policies: Policies,
+        observers: Sequence[Observer],
+        preemption_handler: PreemptionHandler | None,
+    ) -> None:
+        require_no_checkpoint(store)
+        self._store, self._job, self._keep = store, job, policies.keep
+        self._dispatcher = EventDispatcher(observers, job.clock)
+        self._schedule = None if policies.save is None else Schedule(job, policies.save)
+        self._preemption = preemption_handler
+        self._pins = Pins()
+        self._position = RunPosition(
+            job, CheckpointLocation(store, "", None, references=references, root=store), self._pins
+        )
+        self._writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
+        self._collecting: Background | None = None
+        if policies.keep is not None and job.comm.rank == 0:
+            collector = CheckpointGC(store, job.clock, policies.keep, self._writer_lease, self._pins)
+            self._collecting = Background(collector, job.settings.collect_grace_seconds)
+        self._parts = RunParts(
+            job=job,
+            store=store,
+            writer=PackWriter(store, job.settings),
+            writer_lease=self._writer_lease,
+            last_committed=self._position.last_committed,
+            pins=self._pins,
+            metrics=WantedMetrics(store, policies.keep),
+            suspect_steps=SuspectSteps(store),
+            collecting=self._collecting,
+        )
+        self._pending: list[SaveHandle] = []
+        self._closed = False
+        self.load_report: LoadReport | None = None
+        """What the last load did."""
 
     def maybe_save(
         self,
@@ -78,9 +169,23 @@ class CheckpointManager:
             Preempted: A rank was told to end: all ranks leave their loops at this step, `code` says whether it is
                 saved. A `SystemExit`, not an `Exception`.
         """
-        _require_step_first(step, "maybe_save")
-        require_state(state, "maybe_save(step, state)")
-        return self._run.maybe_save(step, state, selection_of(only, skip, grads), metrics)
+        self._require_open(step, state, "maybe_save")
+        if self._schedule is None:
+            raise InvalidError(
+                f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
+                "save=…, as in CheckpointManager(root, every=100). save(step, state) saves at once"
+            )
+        passed = StepState(state, selection_of(only, skip, grads), metrics)
+        if self._preemption is not None and self._preemption.should_stop(step):
+            self._preemption.save_and_exit(
+                step,
+                self._position.location_of(step),
+                lambda: self._owed_bytes(passed),
+                lambda: self._begin_save(step, passed.as_last()),
+                is_there=self._position.is_loaded(step),
+            )
+        self._position.require_not_gone_back()
+        return self._begin_save(step, passed) if self._schedule.is_due(step) else None
 
     def request_save(self) -> None:
         """Ask `maybe_save` for a save soon: from any rank, any thread, or a signal handler.
@@ -90,7 +195,12 @@ class CheckpointManager:
         Raises:
             InvalidError: The policy has no `OnRequest()`.
         """
-        self._run.request_save()
+        if self._schedule is None or not self._schedule.takes_requests:
+            raise InvalidError(
+                f"{self._store.url}: the policy takes no requests, so nothing would come of it; expected every=…, or "
+                "save=AnyOf(…, OnRequest())"
+            )
+        self._schedule.request()
 
     def save(
         self,
@@ -111,9 +221,8 @@ class CheckpointManager:
             metrics: What to say of the step, numbers by name; rank 0's count.
             tags: Names that the step is given once it is committed, as `tag` does; rank 0's count.
         """
-        _require_step_first(step, "save")
-        require_state(state, "save(step, state)")
-        return self._run.save(step, state, selection_of(only, skip, grads), metrics, tags)
+        self._require_open(step, state, "save")
+        return self._begin_save(step, StepState(state, selection_of(only, skip, grads), metrics, tags))
 
     def load(
         self,
@@ -136,16 +245,27 @@ class CheckpointManager:
         going back within a root is not yet supported. The error says how to continue in a new root.
         """
         require_state(state, "load(state, step)")
-        return self._run.load(LoadRequest(state, selection_of(only, skip, grads), strict, cast), step)
-
-    @property
-    def load_report(self) -> LoadReport | None:
-        """What the last load did."""
-        return self._run.load_report
+        self._require_not_closed()
+        if step is not None:
+            require_step(step)
+        request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
+        selector = self._position.selector(step)
+        home = self._position.home
+        with load_attempt(self._job, home, selector, request, self._dispatcher) as attempt:
+            loaded = load(attempt)
+        if loaded is None:
+            return None
+        self.load_report = loaded.report
+        self._position.move_to(loaded)
+        if self._position.has_gone_back and self._preemption is not None:
+            self._preemption.forget_last()
+        if self._schedule is not None and loaded.location.step is not None:
+            self._schedule.note_loaded(loaded.location.step)
+        return loaded.location.step
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
-        return self._run.steps()
+        return committed_steps(self._store)
 
     @property
     def latest(self) -> int | None:
@@ -160,7 +280,8 @@ class CheckpointManager:
             MissingError: There is no such step.
             ConflictError: The tag names another step; it was not touched.
         """
-        self._run.tag(step, name)
+        require_step(step)
+        tag_step(self._store, self._job.clock, step, name)
 
     def untag(self, name: str) -> None:
         """Take a name away from its step, which stays as it is. One rank is enough.
@@ -168,7 +289,7 @@ class CheckpointManager:
         Raises:
             MissingError: There is no such tag.
         """
-        self._run.untag(name)
+        remove_tag(self._store, name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
         """Return the steps that stay as things are now, by `keep` or because they must, each with why. Removes nothing.
@@ -177,15 +298,35 @@ class CheckpointManager:
             InvalidError: It ranks by a metric that no step has.
             CorruptError: A tag cannot be read: it may name a step that must stay.
         """
-        return self._run.kept()
+        if read_run_id(self._store) is None:
+            return {}
+        reasons = CheckpointGC(self._store, self._job.clock, self._keep, None, self._pins).survey().reasons
+        return {step: reasons[step] for step in sorted(reasons)}
 
     def wait(self) -> None:
-        """Wait for every save under way; raise what failed and nobody was told."""
-        self._run.wait()
+        """Wait for every save in flight.
+
+        Raises:
+            CheckpointError: A save failed and its error was raised to nobody yet. If several failed, the first is
+                raised, and all are its cause, as a group.
+        """
+        failures: list[Exception] = []
+        for handle in self._pending:
+            try:
+                is_known = handle.was_awaited
+                handle.wait()
+            except CheckpointError as error:
+                if not is_known:
+                    failures.append(error)
+        self._pending.clear()
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
 
     def close(self) -> None:
-        """Wait for every save under way, then end; raise what failed and nobody was told."""
-        self._run.close()
+        """Wait for every save in flight, then end. Raises as `wait`."""
+        self._close(hand_on=True)
 
     def __enter__(self) -> Self:
         """Return the manager."""
@@ -194,15 +335,76 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; what close raises never hides an error of the block."""
+        """Close; an error of closing never hides an error of the block."""
         try:
-            self._run.close(hand_on=error is None)
+            self._close(hand_on=error is None)
         except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"closing the checkpoint manager also failed: {failure}")
 
+    def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
+        self._position.require_not_gone_back()
+        self._position.forget_loaded()
+        if self._schedule is not None:
+            self._schedule.note_saved(step)
+        request = StepRequest(self._parts, self._position.location_of(step), passed, self._position.lineage)
+        try:
+            handle = begin_save(self._job, request, self._dispatcher)
+        except BaseException:
+            self._pins.unpin(step, is_committed=False)
+            raise
+        handle.committed.add_done_callback(partial(_unpin_failed, self._pins, step, handle))
+        self._position.lineage = request.lineage
+        self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
+        self._pending.append(handle)
+        if self._preemption is not None:
+            self._preemption.note(step, handle)
+        return handle
 
-def _require_step_first(step: object, call: str) -> None:
-    if isinstance(step, Mapping):
-        raise InvalidError(f"{call}(step, state): step is a dict; the arguments are swapped, the step comes first")
+    def _close(self, *, hand_on: bool) -> None:
+        """Wait for every save in flight, then end.
+
+        Args:
+            hand_on: Whether a signal that no step answered does now what it would have done without us.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        # Last to first; each runs even if another raises.
+        with ExitStack() as ending:
+            if self._preemption is not None:
+                # A signal that no step answered may end the process here.
+                ending.callback(self._preemption.close, hand_on=hand_on)
+            ending.callback(self._dispatcher.close)
+            ending.callback(self._writer_lease.release)
+            if self._collecting is not None:
+                ending.callback(self._collecting.close)
+            ending.callback(self._job.close)
+            self.wait()
+
+    def _owed_bytes(self, passed: StepState) -> int:
+        """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
+        if self._parts.last_committed.base is not None and self._job.settings.deduplicate:
+            return 0  # Any of it may be unchanged.
+        collected = self._job.framework.collect(passed.state, passed.selection)
+        return owed_bytes(collected.shards, self._job.comm.world_size)
+
+    def _require_open(self, step: object, state: object, call: str) -> None:
+        if isinstance(step, Mapping):
+            raise InvalidError(f"{call}(step, state): step is a dict; the arguments are swapped, the step comes first")
+        require_state(state, f"{call}(step, state)")
+        self._require_not_closed()
+        require_step(step)
+
+    def _require_not_closed(self) -> None:
+        if self._closed:
+            raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
+
+
+def _unpin_failed(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveReport]) -> None:
+    """Unpin a step whose save has certainly failed. Holds no reference to the manager: the handle outlives it."""
+    if handle.may_come:
+        pins.note_unknown(step)
+    elif committed.exception() is not None:
+        pins.unpin(step, is_committed=False)

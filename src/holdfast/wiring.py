@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Sequence
 from functools import cache
 
 from holdfast.checkpoint.checkpoint import Checkpoint
@@ -17,14 +16,11 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
 from holdfast.offline.export.export import Export, WorkerPool
 from holdfast.offline.export.workers import worker_main, worker_pool
-from holdfast.policies import Policies
 from holdfast.ports.comm import Comm
 from holdfast.ports.foreign import Format, Writer
 from holdfast.ports.framework import Framework
-from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.runs.preemption import PreemptionHandler
-from holdfast.runs.run import Run
 from holdfast.settings import Preemption, Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles
@@ -118,22 +114,14 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
 
 
-def run_at(
-    root: object,
-    process_group: ProcessGroup,
-    settings: Settings,
-    policies: Policies,
-    observers: Sequence[Observer],
-    preemption: Preemption | None,
-) -> Run:
-    """Return the run at a root, saved and loaded by the ranks of a group; a collective of them."""
-    store = store_at(root, settings)
-    job = new_job(process_group, settings)
-    preemption_handler = None
-    if preemption is not None:
-        preemption_handler = PreemptionHandler(job, Signals(preemption.signals, job.clock), preemption.grace_seconds)
-    references = References(settings.allowed_roots)
-    return Run(store, job, references, policies, observers, preemption_handler)
+def preemption_handler(job: Job, preemption: Preemption) -> PreemptionHandler:
+    """Return what ends the loop of a job on a signal."""
+    return PreemptionHandler(job, Signals(preemption.signals, job.clock), preemption.grace_seconds)
+
+
+def references(settings: Settings) -> References:
+    """Return what opens files elsewhere, below the roots that the settings allow."""
+    return References(settings.allowed_roots)
 
 
 @cache

@@ -16,13 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
-from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
@@ -43,12 +42,12 @@ class StopAtTheManifest:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def run_over(root: str, lease_seconds: float, *, is_stopped: bool = False) -> Run:
+def run_over(root: str, lease_seconds: float, *, is_stopped: bool = False) -> CheckpointManager:
     settings = replace(SETTINGS, lease_seconds=lease_seconds)
     store: Store = LocalStore(root, settings=settings)
     if is_stopped:
         store = FaultyStore(store, Faults(StopAtTheManifest(), names={"put_if_absent"}, lasting=True))
-    return Run(store, Job(AloneComm(), SystemClock(), settings, NumpyFramework(0)))
+    return CheckpointManager.over(store, Job(AloneComm(), SystemClock(), settings, NumpyFramework(0)))
 
 
 def state_of(number: int) -> dict[str, object]:
@@ -56,11 +55,11 @@ def state_of(number: int) -> dict[str, object]:
     return {"weights": GlobalTensor("float32", np.full(5000, number, dtype=np.float32)), "by": number}
 
 
-def saved(run: Run, step: int) -> dict[str, object]:
+def saved(run: CheckpointManager, step: int) -> dict[str, object]:
     """Save a step; return what came of it."""
     start = time.monotonic()
     try:
-        run.save(step, state_of(os.getpid()), Selection()).wait()
+        run.save(step, state_of(os.getpid())).wait()
     except CheckpointError as error:
         return {"said": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
     return {"said": "committed", "seconds": time.monotonic() - start}

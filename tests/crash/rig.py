@@ -17,16 +17,14 @@ from typing import cast
 import torch
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.comm import SoloComm
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
-from holdfast.loading.load import LoadRequest
 from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
-from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
@@ -43,7 +41,6 @@ SETTINGS = tuned(
 LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, verify_lazy_copy=True)
 """Copies wait for writes, and writes for copies."""
 
-EVERYTHING = Selection()
 OLD, NEW, NEXT = 10, 20, 30
 """Steps: committed before the fault, saved under the fault, saved after it."""
 
@@ -117,26 +114,28 @@ def local_store(root: Path, faults: Faults | None = None) -> LocalStore:
     return LocalStore(root, settings=SETTINGS, syscalls=syscalls)
 
 
-def run_at(store: Store, board_faults: Faults | None = None, settings: Settings = SETTINGS) -> Run:
+def run_at(store: Store, board_faults: Faults | None = None, settings: Settings = SETTINGS) -> CheckpointManager:
     """Return a run as the manager builds it."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
-    return Run(store, Job(comm, SystemClock(), settings, TorchFramework(ranks)))
+    return CheckpointManager.over(store, Job(comm, SystemClock(), settings, TorchFramework(ranks)))
 
 
 def committed_at(root: Path, *steps: int) -> None:
     """Save steps without any fault."""
     run = run_at(local_store(root))
     for step in steps:
-        run.save(step, training_state(step), EVERYTHING).wait()
+        run.save(step, training_state(step)).wait()
     run.close()
 
 
-def attempted(run: Run, step: int, state: Mapping[str, object]) -> tuple[SaveHandle | None, BaseException | None]:
+def attempted(
+    run: CheckpointManager, step: int, state: Mapping[str, object]
+) -> tuple[SaveHandle | None, BaseException | None]:
     """Save a step and wait; return the handle, if any, and what was raised, if anything."""
     handle = None
     try:
-        handle = run.save(step, state, EVERYTHING)
+        handle = run.save(step, state)
         handle.wait()
     except BaseException as error:
         return handle, error
@@ -190,7 +189,7 @@ def require_whole(root: Path, steps: set[int]) -> None:
             assert damages == []
             loaded = training_state(step + 1)
             chosen = None if step == max(steps) else step
-            assert run.load(LoadRequest(loaded, EVERYTHING, strict=True, cast=False), chosen) == step
+            assert run.load(loaded, chosen) == step
             assert fingerprint(loaded) == expected_fingerprint(step)
     finally:
         run.close()

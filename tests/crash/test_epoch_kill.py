@@ -18,7 +18,6 @@ from holdfast.repository.epochs import current_fence, newest_epoch
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import (
-    EVERYTHING,
     NEW,
     NEXT,
     OLD,
@@ -63,7 +62,7 @@ def killed(root: Path) -> set[int]:
     committed_at(root, OLD)
 
     def save_and_die() -> None:
-        run_at(local_store(root)).save(NEW, training_state(NEW), EVERYTHING).wait()
+        run_at(local_store(root)).save(NEW, training_state(NEW)).wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(save_and_die).killed

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.loading.load import LoadRequest
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, fail_with
 from tests.crash.mounts import command, mounted, new_image, workplace
 from tests.crash.rig import (
-    EVERYTHING,
     LAZY,
     NEW,
     NEXT,
@@ -93,14 +91,14 @@ def template(in_memory: Path) -> Path:
     """A root with one committed step."""
     root = in_memory / "template"
     run = run_at(local_store(root), settings=replace(SETTINGS, lease_seconds=1.0))
-    run.save(OLD, small_state(OLD), EVERYTHING).wait()
+    run.save(OLD, small_state(OLD)).wait()
     run.close()
     return root
 
 
-def require_loads(run: Run, step: int) -> None:
+def require_loads(run: CheckpointManager, step: int) -> None:
     loaded = small_state(step + 1)
-    assert run.load(LoadRequest(loaded, EVERYTHING, strict=True, cast=False), step) == step
+    assert run.load(loaded, step) == step
     assert fingerprint(loaded) == fingerprint(small_state(step))
 
 
@@ -152,7 +150,7 @@ def require_errors_survived(
 
 
 def one_failed_save(
-    root: Path, run: Run, faults: Faults, action: Recorded, *, lasting: bool, names: set[str] | None
+    root: Path, run: CheckpointManager, faults: Faults, action: Recorded, *, lasting: bool, names: set[str] | None
 ) -> BaseException | None:
     before_files, before_paths, before = left_in(files_under(root)), left_in(paths_under(root)), content_under(root)
     handle, error = attempted(run, NEW, small_state(NEW))
@@ -204,7 +202,7 @@ def test_failed_fsync_is_met_by_data_and_by_folders(template: Path, in_memory: P
     shutil.copytree(template, root)
     faults = Faults(names={"fsync"})
     run = run_at(local_store(root, faults))
-    run.save(NEW, small_state(NEW), EVERYTHING).wait()
+    run.save(NEW, small_state(NEW)).wait()
     run.close()
     paths = [Path(operation.subject) for operation in faults.seen if operation.name == "fsync"]
     assert any(path.suffix == ".safetensors" for path in paths)
@@ -219,7 +217,7 @@ def test_every_operation_of_a_load_fails(template: Path, code: int) -> None:
         loaded = small_state(OLD + 1)
         try:
             run = run_at(local_store(template, faults))
-            assert run.load(LoadRequest(loaded, EVERYTHING, strict=True, cast=False), OLD) == OLD
+            assert run.load(loaded, OLD) == OLD
         except CheckpointError as error:
             assert faults.met, error
             assert not isinstance(error, holdfast.CorruptError), "an error of the machine says nothing of the bytes"
@@ -251,7 +249,7 @@ def full_file_system(root: Path) -> None:
     assert "free space" in str(error)
     assert content_under(root) == before, "only the attempt that failed was removed, and all of it"
     shutil.rmtree(step_path(root, 0))
-    run.save(saved, large, EVERYTHING).wait()
+    run.save(saved, large).wait()
     assert run.steps() == list(range(1, saved + 1))
     for step in run.steps():
         assert list(holdfast.open_checkpoint(step_path(root, step)).verify()) == []
@@ -275,7 +273,7 @@ def test_a_file_system_mounted_read_only() -> None:
         new_image(location / "image", 24)
         with mounted(location / "image", location / "m", options="loop") as mount:
             run = run_at(local_store(mount / "root"))
-            run.save(OLD, small_state(OLD), EVERYTHING).wait()
+            run.save(OLD, small_state(OLD)).wait()
             before = content_under(mount)
             command("mount", "-o", "remount,ro", mount)
             _, error = attempted(run, NEW, small_state(NEW))
@@ -284,7 +282,7 @@ def test_a_file_system_mounted_read_only() -> None:
             require_loads(run_at(local_store(mount / "root")), OLD)
             assert content_under(mount) == before
             command("mount", "-o", "remount,rw", mount)
-            run.save(NEW, small_state(NEW), EVERYTHING).wait()
+            run.save(NEW, small_state(NEW)).wait()
             require_loads(run, NEW)
             run.close()
 

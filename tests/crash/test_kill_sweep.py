@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from holdfast.errors import ConflictError
-from holdfast.loading.load import LoadRequest
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import (
-    EVERYTHING,
     LAZY,
     NEW,
     OLD,
@@ -42,14 +40,14 @@ Saver = Callable[[Path, Faults], None]
 def save_over_syscalls(root: Path, faults: Faults) -> None:
     """Every call to the operating system counts: open, fallocate, pwrite, ftruncate, fsync, link, mkdir, unlink …"""
     run = run_at(local_store(root, faults))
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.save(NEW, training_state(NEW)).wait()
 
 
 def save_lazily_over_store(root: Path, faults: Faults) -> None:
     """Every call to the store counts, while what is being saved is trained on."""
     run = run_at(FaultyStore(local_store(root), faults), settings=LAZY)
     state = training_state(NEW)
-    handle = run.save(NEW, state, EVERYTHING)
+    handle = run.save(NEW, state)
     optimizer = state["optimizer"]
     assert isinstance(optimizer, torch.optim.Optimizer)
     optimizer.step()
@@ -59,20 +57,20 @@ def save_lazily_over_store(root: Path, faults: Faults) -> None:
 def save_over_board(root: Path, faults: Faults) -> None:
     """Every call to the job's key-value store counts: set, get_many, add, compare_set …"""
     run = run_at(local_store(root), board_faults=faults)
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.save(NEW, training_state(NEW)).wait()
 
 
 def save_over_store(root: Path, faults: Faults) -> None:
     """Every call to the store counts, as where the store is not a file system."""
     run = run_at(FaultyStore(local_store(root), faults))
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.save(NEW, training_state(NEW)).wait()
 
 
 def save_what_is_partly_frozen_over_store(root: Path, faults: Faults) -> None:
     """Every call to the store counts, from a load on; what did not change since is left where it was loaded from."""
     run = run_at(FaultyStore(local_store(root), faults))
-    run.load(LoadRequest(training_state(NEW), EVERYTHING, strict=True, cast=False), OLD)
-    report = run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.load(training_state(NEW), OLD)
+    report = run.save(NEW, training_state(NEW)).wait()
     assert report is not None and report.unchanged_bytes == 12_000
 
 

@@ -19,14 +19,13 @@ import torch
 
 import holdfast
 from holdfast import ConflictError, MissingError, Settings, api
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import LatestN
-from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import committed_steps
 from holdfast.repository.epochs import RELEASED, current_fence, put_accepted, put_epoch, put_heartbeat, read_epoch
-from holdfast.runs.run import Run
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
@@ -199,8 +198,8 @@ def test_one_that_publishes_while_the_new_one_writes_the_same_step_does_not_win(
 
     faults = Faults(let_go_on, names={"upload"})
     store = FaultyStore(LocalStore(root, settings=SETTINGS), faults)
-    run = Run(store, Job(AloneComm(), SystemClock(), SETTINGS, NumpyFramework(0)))
-    run.save(LATE, writer_state(7), Selection()).wait()
+    run = CheckpointManager.over(store, Job(AloneComm(), SystemClock(), SETTINGS, NumpyFramework(0)))
+    run.save(LATE, writer_state(7)).wait()
     assert faults.met == 1
     assert run.steps() == [FIRST, LATE]
     run.close()

@@ -25,7 +25,6 @@ from tests.crash.mounts import (
     workplace,
 )
 from tests.crash.rig import (
-    EVERYTHING,
     NEW,
     NEXT,
     OLD,
@@ -87,7 +86,7 @@ def operations_of_a_save(location: Path, syscalls: Syscalls) -> int:
 
 def save(root: Path, syscalls: Syscalls, faults: Faults) -> None:
     store = LocalStore(root, settings=SETTINGS, syscalls=cast(Syscalls, FaultySyscalls(syscalls, faults)))
-    run_at(store).save(NEW, training_state(NEW), EVERYTHING).wait()
+    run_at(store).save(NEW, training_state(NEW)).wait()
 
 
 @pytest.mark.parametrize("syscalls", [Syscalls(), Buffered()], ids=["direct", "buffered"])

@@ -20,7 +20,6 @@ from holdfast.repository.epochs import RELEASED
 from holdfast.repository.tags import put_tag, read_tags
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, index_of, largest_pack_of, manifest_of, truncate
 from tests.crash.rig import (
-    EVERYTHING,
     NEW,
     NEXT,
     OLD,
@@ -238,7 +237,7 @@ def test_a_dry_run_tells_the_same_and_writes_nothing(root: Path, kind: str) -> N
 def test_an_index_that_was_split_otherwise_comes_as_one_file(in_memory: Path) -> None:
     root = in_memory / "root"
     run = run_at(local_store(root), settings=SPLIT)
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.save(NEW, training_state(NEW)).wait()
     run.close()
     step = step_path(root, NEW)
     indexes = sorted(step.glob("*/index-*.msgpack"))

@@ -11,14 +11,13 @@ import pytest
 
 import holdfast
 from holdfast.checkpoint.location import none_allowed
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.offline.repair.repair import Repair
-from holdfast.runs.run import Run
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image, workplace
 from tests.crash.rig import (
-    EVERYTHING,
     NEW,
     OLD,
     SETTINGS,
@@ -59,8 +58,8 @@ def rebuilt_with_index(step: Path) -> None:
 def split_otherwise(step: Path) -> None:
     """A file of a split index is gone, and the repair writes one file and a manifest that names it."""
     shutil.rmtree(step)
-    run: Run = run_at(local_store(step.parent), settings=SPLIT)
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run: CheckpointManager = run_at(local_store(step.parent), settings=SPLIT)
+    run.save(NEW, training_state(NEW)).wait()
     run.close()
     sorted(step.glob("*/index-*.msgpack"))[1].unlink()
 

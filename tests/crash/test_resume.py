@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.loading.load import LoadRequest
 from holdfast.runs.listing import run_record
-from holdfast.runs.run import Run
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, manifest_of
 from tests.crash.rig import (
-    EVERYTHING,
     NEW,
     NEXT,
     OLD,
@@ -31,10 +29,10 @@ from tests.crash.rig import (
 OTHER = 99
 
 
-def resumed(run: Run, step: int | None = None) -> tuple[int | None, str]:
+def resumed(run: CheckpointManager, step: int | None = None) -> tuple[int | None, str]:
     """Load into another state; return the step and what the state is then."""
     state = training_state(OTHER)
-    return run.load(LoadRequest(state, EVERYTHING, strict=True, cast=False), step), fingerprint(state)
+    return run.load(state, step), fingerprint(state)
 
 
 @pytest.mark.parametrize("damaged", [[NEXT], [NEXT, NEW]], ids=["newest", "newest-two"])
@@ -103,7 +101,7 @@ def test_a_run_goes_on_over_a_step_under_quarantine_and_keeps_what_lay_there(in_
     before = content_under(step_path(root, NEW))
     run = run_at(local_store(root))
     assert resumed(run)[0] == OLD
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.save(NEW, training_state(NEW)).wait()
     run.close()
     assert resumed(run_at(local_store(root))) == (NEW, expected_fingerprint(NEW))
     after = content_under(step_path(root, NEW))
@@ -156,8 +154,8 @@ def test_an_older_step_that_does_not_fit_tells_that_the_state_was_touched(in_mem
     root = in_memory / "root"
     run = run_at(local_store(root))
     state = training_state(OLD)
-    run.save(OLD, {"model": state["model"]}, EVERYTHING).wait()
-    run.save(NEW, state, EVERYTHING).wait()
+    run.save(OLD, {"model": state["model"]}).wait()
+    run.save(NEW, state).wait()
     damage_a_chunk(step_path(root, NEW))
     with pytest.raises(InvalidError, match="missing from the checkpoint") as caught:
         resumed(run)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import CheckpointManager
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, UnavailableError
@@ -22,15 +22,12 @@ from holdfast.frameworks.torch import containers
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.loading import step_choice as resume
-from holdfast.loading.load import LoadRequest
 from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, quarantine
-from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import FaultPoint, Faults
 from tests.crash.damages import damage_a_chunk, flip
 from tests.crash.rig import (
-    EVERYTHING,
     NEW,
     NEXT,
     OLD,
@@ -51,10 +48,10 @@ def resumed_by(*stores: Store) -> list[tuple[int | None, str] | Exception]:
 
     def rank(number: int) -> tuple[int | None, str] | Exception:
         framework = TorchFramework(Ranks(number, len(stores), lambda each: each))
-        run = Run(stores[number], Job(ThreadComm(group, number), SystemClock(), SETTINGS, framework))
+        run = CheckpointManager.over(stores[number], Job(ThreadComm(group, number), SystemClock(), SETTINGS, framework))
         state = training_state(99)
         try:
-            return run.load(LoadRequest(state, EVERYTHING, strict=True, cast=False), None), fingerprint(state)
+            return run.load(state), fingerprint(state)
         except Exception as error:
             return error
         finally:
@@ -125,8 +122,8 @@ def test_a_step_saved_anew_meanwhile_is_not_put_under_quarantine(
     def late(store: Store, step: int, identity: str, why: str, found: str) -> None:
         monkeypatch.setattr(resume, "quarantine", quarantine)
         other = run_at(local_store(root))
-        assert other.load(LoadRequest(training_state(99), EVERYTHING, strict=True, cast=False), None) == OLD
-        other.save(NEW, training_state(NEXT), EVERYTHING).wait()
+        assert other.load(training_state(99)) == OLD
+        other.save(NEW, training_state(NEXT)).wait()
         other.close()
         quarantine(store, step, identity, why, found)
 

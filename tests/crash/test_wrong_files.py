@@ -12,9 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.loading.load import LoadRequest
 from tests.crash.rig import (
-    EVERYTHING,
     MANIFEST,
     NEW,
     NEXT,
@@ -64,7 +62,7 @@ def files(in_memory: Path) -> Iterator[Files]:
 def load(files: Files, step: int | None = NEW) -> int | None:
     """Load a step, and require that what came is bit-exact."""
     loaded = training_state(NEXT)
-    found = run_at(local_store(files.root)).load(LoadRequest(loaded, EVERYTHING, strict=True, cast=False), step)
+    found = run_at(local_store(files.root)).load(loaded, step)
     assert found is None or fingerprint(loaded) == expected_fingerprint(found)
     return found
 

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 
 from holdfast.frameworks.torch.comm import TorchKeyValueStore
-from holdfast.loading.load import LoadRequest
-from holdfast.ports.framework import Selection
 from holdfast.testing.faults import FaultPoint
 from tests.distributed.faulty import SETTINGS, Trigger, run_with, state_of
 from tests.distributed.forked import write_whole
@@ -46,13 +44,13 @@ def main(root: Path, scratch: Path) -> None:
     trigger = Trigger(before_vote, ["set"], "/vote/")
     run = run_with(root, key_value_store=trigger, over=ours)
     state: dict[str, object] = {name: torch.zeros(30_000) for name in "abc"} | {"step": 0}
-    resumed = run.load(LoadRequest(state, Selection(), True, False), None)
+    resumed = run.load(state)
     if resumed is None:
-        run.save(1, state_of(1), Selection()).wait()
+        run.save(1, state_of(1)).wait()
     else:
         assert all(torch.equal(state[name], state_of(1)[name]) for name in "abc")  # type: ignore[arg-type]
     trigger.armed = True
-    report = run.save(2, state_of(2), Selection()).wait(timeout=60)
+    report = run.save(2, state_of(2)).wait(timeout=60)
     assert report is not None
     said = {"life": life, "resumed": resumed, "manifest_before_vote": seen_before_vote, "attempt": report.attempt}
     write_whole(scratch / f"life-{life}.{rank}.json", json.dumps(said))

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast
 from holdfast.errors import UnavailableError
-from holdfast.ports.framework import Selection
 from holdfast.testing.faults import FaultPoint, kill_process, raise_error
 from tests.distributed.faulty import (
     PATIENT,
@@ -86,7 +85,7 @@ def one_cannot_give_its_state(world: World, root: str, failing: int) -> dict[str
         else torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3)
     )
     start = time.monotonic()
-    failed = said_of(lambda: run.save(1, {"a": torch.ones(3), "loader": broken}, Selection()))
+    failed = said_of(lambda: run.save(1, {"a": torch.ones(3), "loader": broken}))
     waited = time.monotonic() - start
     return {"failed": failed, "waited": waited, "after": said_of_save(run, 2), "steps": run.steps()}
 
@@ -98,7 +97,7 @@ def all_refuse_at_once(world: World, root: str) -> dict[str, object]:
     for step in (1, 2):
         if world.rank:
             time.sleep(0.5)
-        refused.append(said_of(lambda step=step: run.save(step, {"a": object()}, Selection())))  # type: ignore[misc]
+        refused.append(said_of(lambda step=step: run.save(step, {"a": object()})))  # type: ignore[misc]
     return {"refused": refused, "after": said_of_save(run, 3), "steps": run.steps()}
 
 
@@ -106,7 +105,7 @@ def one_is_beyond_the_format(world: World, root: str) -> dict[str, object]:
     """One rank alone holds a tensor that no index may list."""
     run = run_with(root, settings=PATIENT)
     state = {"a": torch.ones(3), "t": torch.ones((1,) * (65 if world.rank else 1))}
-    refused = said_of(lambda: run.save(1, state, Selection()))
+    refused = said_of(lambda: run.save(1, state))
     return {"refused": refused, "after": said_of_save(run, 2), "steps": run.steps()}
 
 

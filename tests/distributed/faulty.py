@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 
 from holdfast import wiring
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
 from holdfast.ports.comm import Comm, KeyValueStore
-from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
-from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyKeyValueStore, FaultyStore
@@ -110,7 +109,7 @@ def run_with(
     over: KeyValueStore | None = None,
     process_group: object = None,
     settings: Settings = SETTINGS,
-) -> Run:
+) -> CheckpointManager:
     """Return a run over a root; making it is a collective.
 
     Args:
@@ -130,7 +129,7 @@ def run_with(
         if key_value_store is not None
         else real
     )
-    return Run(inner, Job(comm, SystemClock(), settings, wiring.framework_of(real)))
+    return CheckpointManager.over(inner, Job(comm, SystemClock(), settings, wiring.framework_of(real)))
 
 
 def state_of(step: int, elements: int = 30_000) -> dict[str, object]:
@@ -139,8 +138,8 @@ def state_of(step: int, elements: int = 30_000) -> dict[str, object]:
     return {name: torch.randn(elements, generator=random) for name in ("a", "b", "c")} | {"step": step}
 
 
-def save(run: Run, step: int) -> SaveHandle:
-    return run.save(step, state_of(step), Selection())
+def save(run: CheckpointManager, step: int) -> SaveHandle:
+    return run.save(step, state_of(step))
 
 
 def said_of(
@@ -162,6 +161,6 @@ def said_of(
     return {"said": "committed", "error": "", "message": ""}
 
 
-def said_of_save(run: Run, step: int) -> dict[str, object]:
+def said_of_save(run: CheckpointManager, step: int) -> dict[str, object]:
     patience = run._job.settings.commit_timeout_seconds + GRACE_SECONDS
     return said_of(lambda: save(run, step), patience)

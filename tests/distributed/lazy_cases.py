@@ -8,10 +8,8 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError
-from holdfast.loading.load import LoadRequest
-from holdfast.ports.framework import Selection
-from holdfast.runs.run import Run
 from holdfast.testing.faults import FaultPoint
 from holdfast.types.reports import SaveReport
 from tests.distributed.faulty import PATIENT, Trigger, run_with
@@ -22,7 +20,7 @@ LAZY = replace(PATIENT, staging="lazy", window_bytes=4096, arena_bytes_max=4096)
 """One buffer: while a write is held back nothing more can be copied."""
 
 
-def gated_run(root: str) -> tuple[Run, threading.Event]:
+def gated_run(root: str) -> tuple[CheckpointManager, threading.Event]:
     opened = threading.Event()
 
     def hold(operation: FaultPoint) -> None:
@@ -39,13 +37,13 @@ def train_on(world: World, kind: str, root: str) -> dict[str, object]:
     saved = built.digests()
     run, opened = gated_run(f"{root}/{kind}")
     threading.Timer(0.2, opened.set).start()
-    handle = run.save(1, built.state | {"batches": 2}, Selection())
+    handle = run.save(1, built.state | {"batches": 2})
     built.train([3])
     changed = built.digests() != saved
     report = handle.wait(timeout=60.0)
     assert isinstance(report, SaveReport)
     other = KINDS[kind].build(7)
-    run.load(LoadRequest(other.state | {"batches": 0}, Selection(), strict=True, cast=False), 1)
+    run.load(other.state | {"batches": 0}, 1)
     run.close()
     return {
         "staging": report.staging,
@@ -60,7 +58,7 @@ def change_behind_the_fence(world: World, kind: str, root: str) -> dict[str, obj
     built = KINDS[kind].build(1)
     built.train([1, 2])
     run, opened = gated_run(f"{root}/{kind}")
-    handle = run.save(1, built.state | {"batches": 2}, Selection())
+    handle = run.save(1, built.state | {"batches": 2})
     largest = max(_local_parameters(built), key=_local_numel)
     if world.rank == world.size - 1:
         with torch.no_grad():
@@ -74,7 +72,7 @@ def change_behind_the_fence(world: World, kind: str, root: str) -> dict[str, obj
     if world.rank == world.size - 1:
         with torch.no_grad():
             largest.div_(2.0)
-    after = run.save(2, built.state | {"batches": 2}, Selection()).wait(timeout=60.0)
+    after = run.save(2, built.state | {"batches": 2}).wait(timeout=60.0)
     steps = run.steps()
     run.close()
     return {"said": said, "after": after is not None, "steps": steps}

@@ -9,6 +9,7 @@ import torch
 
 from holdfast import wiring
 from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.framework import TorchFramework
@@ -16,8 +17,6 @@ from holdfast.frameworks.torch.held import Ranks
 from holdfast.geometry.sharded import Sharded
 from holdfast.offline.export.export import Export, ExportReport, ExportRequest, carry_out_export
 from holdfast.ports.foreign import Writer
-from holdfast.ports.framework import Selection
-from holdfast.runs.run import Run
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.local import LocalStore
@@ -88,7 +87,7 @@ def saved_by_ranks(path: Path, whole: Mapping[str, torch.Tensor], ranks: int) ->
 
     def work(comm: ThreadComm) -> None:
         framework = TorchFramework(Ranks(comm.rank, comm.world_size, lambda rank: rank))
-        run = Run(LocalStore(path, settings=SMALL), Job(comm, SystemClock(), SMALL, framework))
+        run = CheckpointManager.over(LocalStore(path, settings=SMALL), Job(comm, SystemClock(), SMALL, framework))
         state: dict[str, object] = {}
         for name, tensor in whole.items():
             if name.startswith("flat"):
@@ -99,7 +98,7 @@ def saved_by_ranks(path: Path, whole: Mapping[str, torch.Tensor], ranks: int) ->
                 bounds = [tensor.shape[1] * each // ranks for each in (comm.rank, comm.rank + 1)]
                 part = tensor[:, bounds[0] : bounds[1]].clone()
                 state[name] = Sharded(part, tuple(tensor.shape), start=(0, bounds[0], *(0,) * (tensor.dim() - 2)))
-        run.save(1, {"model": state}, Selection()).wait(timeout=25.0)
+        run.save(1, {"model": state}).wait(timeout=25.0)
         run.close()
 
     run_ranks(ranks, work)

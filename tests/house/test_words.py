@@ -117,13 +117,11 @@ ON_DISK = {
 
 PENDING = {
     "beat": "repository/epochs.py",
-    "distrusted": "saving/deduplication.py",
     "doomed": "runs/garbage_collection.py",
     "heads": "saving/unchanged.py",
     "heard": "coordination/announcements.py",
     "noted": "ports/destination.py, runs/garbage_collection.py",
     "Place": "foreign/deepspeed/folder.py",
-    "speaks": "saving/save.py",
     "spend": "foreign/pickles/constructors.py",
     "tenure": "offline/imports/copy.py",
 }

@@ -23,13 +23,11 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.format import digest, manifest
 from holdfast.format.index.index_file import encode_index
 from holdfast.format.values import values
-from holdfast.loading.load import LoadRequest
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, FaultySyscalls, raise_error
 from tests.crash.rig import (
-    EVERYTHING,
     MANIFEST,
     NEW,
     NEXT,
@@ -99,7 +97,7 @@ def test_an_old_step_survives_whatever_the_next_one_meets(tmp_path: Path) -> Non
     committed_at(root, OLD)
     faults = Faults()
     run = run_at(local_store(root, faults))
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.save(NEW, training_state(NEW)).wait()
     touching = ("unlink", "rmdir", "rename", "pwrite", "ftruncate", "fallocate", "link", "mkdir")
     old = step_path(root, OLD).name
     assert not [each for each in faults.seen if each.name in touching and old in each.subject]
@@ -129,7 +127,7 @@ def test_a_killed_save_is_never_chosen_on_resume(tmp_path: Path) -> None:
                 os.kill(os.getpid(), 9)
 
         faults = Faults(die, names={"put_if_absent"}, lasting=True)
-        run_at(FaultyStore(local_store(root), faults)).save(NEW, training_state(NEW), EVERYTHING).wait()
+        run_at(FaultyStore(local_store(root), faults)).save(NEW, training_state(NEW)).wait()
 
     assert in_child(save).killed
     assert list(step_path(root, NEW).rglob("*.safetensors")), "it came as far as it could"
@@ -145,7 +143,7 @@ def test_mixed_steps_are_never_loaded(tmp_path: Path, which: str) -> None:
     root = tmp_path / "root"
     run = run_at(local_store(root), settings=replace(SETTINGS, deduplicate=False))
     for step in (OLD, NEW):
-        run.save(step, training_state(step), EVERYTHING).wait()
+        run.save(step, training_state(step)).wait()
     run.close()
     old, new = (sorted(step_path(root, step).rglob("*.safetensors")) for step in (OLD, NEW))
     at = 0 if which == "first" else -1
@@ -363,10 +361,10 @@ def test_o_direct_save_works_on_this_filesystem(tmp_path: Path, total_bytes: int
     faults = Faults()
     store = LocalStore(tmp_path, settings=DEFAULTS, syscalls=cast(Syscalls, FaultySyscalls(Syscalls(), faults)))
     run = run_at(store)
-    run.save(1, {"data": data}, EVERYTHING).wait()
+    run.save(1, {"data": data}).wait()
     assert any(each.name == "set_direct" for each in faults.seen), "direct writing is what is tried by default"
     target = {"data": torch.zeros_like(data)}
-    assert run.load(LoadRequest(target, EVERYTHING, strict=True, cast=False), 1) == 1
+    assert run.load(target, 1) == 1
     assert torch.equal(target["data"], data)
 
 
@@ -392,7 +390,7 @@ def test_a_file_system_without_o_direct_is_written_through_the_cache(tmp_path: P
     for late in (False, True):
         syscalls = Refusing(late=late)
         run = run_at(LocalStore(tmp_path / str(late), settings=DEFAULTS, syscalls=syscalls))
-        run.save(NEW, training_state(NEW), EVERYTHING).wait()
+        run.save(NEW, training_state(NEW)).wait()
         assert syscalls.refused
         require_whole(tmp_path / str(late), {NEW})
 
@@ -405,7 +403,7 @@ def test_every_folder_on_the_way_is_synced_before_the_save_returns(tmp_path: Pat
     root = tmp_path / "made" / "now"
     faults = Faults()
     run = run_at(local_store(root, faults))
-    run.save(NEW, training_state(NEW), EVERYTHING).wait()
+    run.save(NEW, training_state(NEW)).wait()
     seen = [(each.name, each.subject) for each in faults.seen]
     published = next(at for at, (name, _) in enumerate(seen) if name == "link" and is_manifest(faults, at, root))
     synced = [subject for name, subject in seen[:published] if name == "fsync"]

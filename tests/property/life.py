@@ -15,20 +15,18 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import MANIFEST_FILE, epoch_key, step_folder
 from holdfast.frameworks.alone import AloneComm
-from holdfast.loading.load import LoadRequest
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
-from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, read_manifest
 from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import is_quarantined
-from holdfast.runs.run import Run
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
@@ -46,7 +44,6 @@ SETTINGS = tuned(
     ),
     unchanged_bytes_min=1,
 )
-EVERYTHING = Selection()
 CLOCK = SystemClock()
 SIZES = {"frozen": 2 * PAGE_BYTES + 100, "slow": PAGE_BYTES, "moving": PAGE_BYTES + 1, "small": 7}
 METRIC = "loss"
@@ -187,23 +184,23 @@ def kept_by(policy: KeepPolicy | SavePolicy, steps: Mapping[int, Held], tagged: 
     return tagged & set(steps)
 
 
-def run_on(store: Store, settings: Settings = SETTINGS) -> Run:
+def run_on(store: Store, settings: Settings = SETTINGS) -> CheckpointManager:
     """Return a manager of a process alone."""
-    return Run(store, Job(AloneComm(), CLOCK, settings, NumpyFramework(0)))
+    return CheckpointManager.over(store, Job(AloneComm(), CLOCK, settings, NumpyFramework(0)))
 
 
 def lived_by_another(store: Store, step: int, content: Content, loads: int | None) -> CheckpointError | None:
     """Have another process resume, save a step and end; return what that save met."""
     other = run_on(store)
     try:
-        request = LoadRequest(state_of(content), EVERYTHING, strict=True, cast=False)
+        state = state_of(content)
         with suppress(CheckpointError):
-            other.load(request, loads)
+            other.load(state, loads)
             if loads is not None and is_older(store, loads):
                 with pytest.raises(InvalidError, match="going back within a root is not yet supported"):
-                    other.save(step, state_of(content), EVERYTHING, {METRIC: 0.0})
-                other.load(request, None)
-        other.save(step, state_of(content), EVERYTHING, {METRIC: 0.0}).wait()
+                    other.save(step, state_of(content), metrics={METRIC: 0.0})
+                other.load(state)
+        other.save(step, state_of(content), metrics={METRIC: 0.0}).wait()
     except CheckpointError as error:
         return error
     finally:

@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Layout, Role
 from holdfast.ports.store import Buffers, OnBytes
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm
@@ -144,9 +144,9 @@ def empty(store: MemoryStore) -> None:
     store.delete([entry.key for entry in store.list()])
 
 
-def run_of(comm: ThreadComm, store: MemoryStore, settings: Settings = SETTINGS) -> Run:
+def run_of(comm: ThreadComm, store: MemoryStore, settings: Settings = SETTINGS) -> CheckpointManager:
     """A run as the public verbs would build it, over threads and numpy."""
-    return Run(store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)))
+    return CheckpointManager.over(store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)))
 
 
 def state_on(tensors: tuple[Tensor, ...], view: Callable[[Tensor], GlobalTensor]) -> Mapping[str, object]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CorruptError
@@ -25,11 +26,8 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import Region, region_boxes
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.loading.load import LoadRequest
 from holdfast.offline.imports.import_step import import_step
-from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.memory import MemoryStore
@@ -169,8 +167,8 @@ def require_equal(made: Made, store: Store, *roots: Path) -> None:
         for fqn, spec in made.listing.tensors.items()
     }
     job = Job(AloneComm(), SystemClock(), made.settings, NumpyFramework(0))
-    run = Run(store, job, References([str(root) for root in roots]))
-    assert run.load(LoadRequest(state, Selection(), strict=False, cast=False), None) == STEP
+    run = CheckpointManager.over(store, job, References([str(root) for root in roots]))
+    assert run.load(state, strict=False) == STEP
     run.close()
     for fqn, each in state.items():
         if isinstance(each, GlobalTensor):

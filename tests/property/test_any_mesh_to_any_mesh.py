@@ -15,9 +15,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.names import rank_of_pack, step_folder
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
-from holdfast.loading.load import LoadRequest
 from holdfast.plan.reads import WantedBoxes, load_plan
-from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
@@ -29,7 +27,6 @@ from holdfast.types.reports import LoadReport
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
 
 STEP = 7
-ANYTHING = Selection()
 
 
 @pytest.mark.timeout(600)
@@ -57,7 +54,7 @@ def test_saved_on_one_layout_loaded_on_another(job: Job2Job) -> None:
 def save(store: MemoryStore, job: Job2Job) -> None:
     def work(comm: ThreadComm) -> int:
         run = run_of(comm, store)
-        report = run.save(STEP, {**state_on(job.tensors, Tensor.for_save), "step": 7}, ANYTHING).wait()
+        report = run.save(STEP, {**state_on(job.tensors, Tensor.for_save), "step": 7}).wait()
         run.close()
         assert report is not None
         return report.bytes
@@ -142,7 +139,7 @@ def load(store: MemoryStore, job: Job2Job, index: Index) -> None:
     def work(comm: ThreadComm) -> tuple[dict[str, object], LoadReport]:
         run = run_of(comm, store)
         state = {**state_on(job.tensors, Tensor.for_load), "step": 0}
-        assert run.load(LoadRequest(state, ANYTHING, strict=True, cast=False), None) == STEP
+        assert run.load(state) == STEP
         run.close()
         assert run.load_report is not None
         return state, run.load_report

@@ -21,19 +21,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from holdfast.checkpoint.location import none_allowed
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.format.names import MANIFEST_FILE, step_folder
-from holdfast.loading.load import LoadRequest
 from holdfast.offline.repair.repair import Repair
 from holdfast.policies import KeepPolicy
-from holdfast.ports.framework import Selection
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
 from holdfast.runs.garbage_collection import CheckpointGC, CollectReport, collected
-from holdfast.runs.run import Run
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.syscalls import Syscalls
@@ -43,7 +41,6 @@ from tests.property.life import (
     CHANGES,
     CHOICES,
     CLOCK,
-    EVERYTHING,
     LOSSES,
     METRIC,
     MISHAPS,
@@ -105,7 +102,7 @@ class LifeOfARun(RuleBasedStateMachine):
         """Every file that was damaged; who refers to it later is harmed from the first."""
         self.unsure: dict[int, list[tuple[Content, float]]] = {}
         """Saves that ended in an error, by step: storage knows what became of them."""
-        self.run: Run | None = None
+        self.run: CheckpointManager | None = None
         self.content: Content = (0,) * len(SIZES)
         self.seeds = 0
         self.switch = Switch()
@@ -138,9 +135,8 @@ class LifeOfARun(RuleBasedStateMachine):
         self.end_run()
         self.run = run_on(self.faulty)
         state = state_of(self.next_content(frozenset(range(len(SIZES)))))
-        request = LoadRequest(state, EVERYTHING, strict=True, cast=False)
         run = self.run
-        step, error = self.attempted(mishap, lambda: run.load(request, None))
+        step, error = self.attempted(mishap, lambda: run.load(state))
         intact = self.intact()
         if isinstance(error, CorruptError):
             assert not intact, f"{error}, though {intact} are whole"
@@ -301,7 +297,7 @@ class LifeOfARun(RuleBasedStateMachine):
         try:
             if verb == "save":
                 self.unsure.setdefault(step, []).append((content, 0.0))
-                run.save(step, state_of(content), EVERYTHING, {METRIC: 0.0}).wait()
+                run.save(step, state_of(content), metrics={METRIC: 0.0}).wait()
             else:
                 may_go = set(self.held) - self.kept_for_certain(policy)
                 CheckpointGC(self.faulty, CLOCK, policy, run._writer_lease, run._pins).collect(0.0, lambda _: False)
@@ -324,7 +320,7 @@ class LifeOfARun(RuleBasedStateMachine):
             held = self.held[step]
             state = state_of(tuple(OTHER - seed for seed in held.content))
             try:
-                self.reader.load(LoadRequest(state, EVERYTHING, strict=True, cast=False), step)
+                self.reader.load(state, step)
             except CheckpointError as error:
                 assert held.harmed, f"step {step} is whole, and cannot be read: {error}"
             else:
@@ -346,7 +342,7 @@ class LifeOfARun(RuleBasedStateMachine):
         """Whether this process has an open manager that may write."""
         return self.run is not None and self.run._writer_lease.epoch > 0
 
-    def the_run(self) -> Run:
+    def the_run(self) -> CheckpointManager:
         if self.run is None:
             self.run = run_on(self.faulty)
         return self.run
@@ -389,7 +385,7 @@ class LifeOfARun(RuleBasedStateMachine):
             self.unsure.setdefault(step, []).append((content, loss))
         tags = () if tag is None else (tag,)
         report, error = self.attempted(
-            mishap, lambda: run.save(step, state_of(content), EVERYTHING, {METRIC: loss}, tags).wait()
+            mishap, lambda: run.save(step, state_of(content), metrics={METRIC: loss}, tags=tags).wait()
         )
         if error is None:
             assert report is not None
@@ -455,7 +451,7 @@ class LifeOfARun(RuleBasedStateMachine):
         self.spoilt.discard(step_folder(step) + MANIFEST_FILE)
         # Not from the tensors: they may lie in a pack that was damaged before this step came to refer to it.
         told: dict[str, object] = {"seeds": None}
-        self.reader.load(LoadRequest(told, Selection(only=("seeds",)), strict=True, cast=False), step)
+        self.reader.load(told, step, only="seeds")
         found = [attempt for attempt in attempts if list(attempt[0]) == told["seeds"]]
         assert found, f"step {step} is none of those that were saved there"
         self.held[step] = Held(*found[-1], None, frozenset())

@@ -13,8 +13,6 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.format.names import is_pack_name, step_folder, step_of_pack, step_pack_name
 from holdfast.geometry.dtype import DTYPES
-from holdfast.loading.load import LoadRequest
-from holdfast.ports.framework import Selection
 from holdfast.repository.catalog import committed_steps, read_manifest
 from holdfast.repository.publish import packs_named_by
 from holdfast.stores.memory import MemoryStore
@@ -23,7 +21,6 @@ from holdfast.testing.framework import GlobalTensor
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
 from tests.tuned import tuned
 
-EVERYTHING = Selection()
 ANY_SIZE = tuned(SETTINGS, unchanged_bytes_min=1)
 """The smallest pieces are compared too."""
 
@@ -66,8 +63,7 @@ def test_every_step_reads_as_it_was_saved(history: History) -> None:
     def first_job(comm: ThreadComm) -> list[tuple[int, int]]:
         run = run_of(comm, store, own)
         reports = [
-            run.save(step, state_on(content, Tensor.for_save), EVERYTHING).wait()
-            for step, content in enumerate(contents[:split])
+            run.save(step, state_on(content, Tensor.for_save)).wait() for step, content in enumerate(contents[:split])
         ]
         run.close()
         return [(each.bytes, each.unchanged_bytes) for each in reports if each is not None]
@@ -75,9 +71,9 @@ def test_every_step_reads_as_it_was_saved(history: History) -> None:
     def second_job(comm: ThreadComm) -> list[tuple[int, int]]:
         run = run_of(comm, store, own)
         target = state_on(contents[split - 1], Tensor.for_load)
-        assert run.load(LoadRequest(target, EVERYTHING, strict=True, cast=False), None) == split - 1
+        assert run.load(target) == split - 1
         reports = [
-            run.save(split + number, state_on(content, laid_out_anew), EVERYTHING).wait()
+            run.save(split + number, state_on(content, laid_out_anew)).wait()
             for number, content in enumerate(contents[split:])
         ]
         run.close()

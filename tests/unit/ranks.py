@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.format.names import step_folder
 from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps, read_index, read_manifest
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
@@ -25,7 +24,6 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import Piece
 
-ANYTHING = Selection()
 PATIENT = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
 HASTY = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=1.0)
 
@@ -36,8 +34,12 @@ def fresh_store() -> MemoryStore:
     return MemoryStore(uuid.uuid4().hex)
 
 
-def run_of(comm: ThreadComm, store: Store, settings: Settings = PATIENT, observers: Sequence[Observer] = ()) -> Run:
-    return Run(store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)), observers=observers)
+def run_of(
+    comm: ThreadComm, store: Store, settings: Settings = PATIENT, observers: Sequence[Observer] = ()
+) -> CheckpointManager:
+    return CheckpointManager.over(
+        store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)), observers=observers
+    )
 
 
 def plain(value: float, *, role: Role = Role.PARAMETER, count: int = 100) -> GlobalTensor:
@@ -68,7 +70,7 @@ class World:
     observers: Sequence[Observer] = ()
     """Who hears of every rank's saves and loads."""
 
-    def play(self, part: Callable[[int, Run], object]) -> list[object]:
+    def play(self, part: Callable[[int, CheckpointManager], object]) -> list[object]:
         """Return for each rank what its part returned or raised; every run is closed afterwards."""
 
         def work(comm: ThreadComm) -> object:
@@ -102,9 +104,9 @@ class World:
         return sorted(entry.key for entry in self.store.list())
 
 
-def saved(run: Run, step: int, state: State, selection: Selection = ANYTHING) -> object:
+def saved(run: CheckpointManager, step: int, state: State) -> object:
     """Save and wait; return the report or the error."""
     try:
-        return run.save(step, state, selection).wait(timeout=25.0)
+        return run.save(step, state).wait(timeout=25.0)
     except Exception as error:
         return error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from holdfast.errors import InvalidError
+
 RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
 OVERVIEW_FILE = "overview.msgpack"
@@ -126,3 +128,14 @@ def rank_of_pack(name: str) -> int:
     match = _STEP_PACK.fullmatch(name)
     assert match is not None, name
     return int(match[2])
+
+
+def require_step(step: object) -> None:
+    """Refuse what is no step.
+
+    Raises:
+        InvalidError: It is not a whole number, or out of range.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        kind = type(step).__name__
+        raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}")

@@ -88,6 +88,10 @@ class StepState:
     is_last: bool = False
     """Whether the job ends after this save: then metrics that the policy ranks by may be missing."""
 
+    def as_last(self) -> StepState:
+        """Return the same, for the last save of the job."""
+        return replace(self, is_last=True)
+
 
 class StepRequest:
     """A `SaveRequest` for one step of a run."""

@@ -9,13 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.geometry.tensor import Role
-from holdfast.loading.load import LoadRequest
-from holdfast.runs.run import Run
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import ANYTHING, HASTY, PATIENT, World, fresh_store, plain, saved, sharded
+from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 
 
 def require_all(outcomes: list[object], kind: type[CheckpointError], *said: str) -> None:
@@ -33,7 +32,7 @@ def require_reports(outcomes: list[object]) -> list[SaveReport]:
 def test_skewed_steps_are_refused_on_every_rank_naming_ranks_and_steps() -> None:
     world = World(3)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         refused = saved(run, 11 if rank == 1 else 10, {"w": sharded(3)})
         return refused, saved(run, 12, {"w": sharded(3)})
 
@@ -44,9 +43,9 @@ def test_skewed_steps_are_refused_on_every_rank_naming_ranks_and_steps() -> None
 
 
 def test_the_refusal_of_a_call_is_raised_at_once_not_kept_in_the_handle() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         with pytest.raises(InvalidError):
-            run.save(10 + rank, {"w": sharded(2)}, ANYTHING)
+            run.save(10 + rank, {"w": sharded(2)})
         return None
 
     assert World(2).play(part) == [None, None]
@@ -64,7 +63,7 @@ def test_a_rank_that_never_calls_is_named_and_the_next_save_works(silent: int) -
     world = World(4, settings=HASTY)
     failed = threading.Barrier(4, timeout=20.0)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         first = None if rank == silent else saved(run, 1, {"w": sharded(4)})
         failed.wait()
         return first, saved(run, 2, {"w": sharded(4)}), saved(run, 3, {"w": sharded(4)})
@@ -83,7 +82,7 @@ def test_who_never_called_is_named_even_if_rank_0_itself_came_late() -> None:
     """The others lose patience before rank 0 does: they must not blame it."""
     world = World(3, settings=HASTY)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         if rank == 2:
             return None
         # Within the patience of rank 1 and its grace, but so late that rank 0's own ends after them.
@@ -98,7 +97,7 @@ def test_ranks_that_missed_many_saves_find_their_place_again() -> None:
     world = World(2, settings=HASTY)
     done = threading.Barrier(2, timeout=30.0)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         alone = [saved(run, step, {"w": sharded(2)}) for step in range(4)] if rank == 0 else []
         done.wait()
         return alone, saved(run, 10, {"w": sharded(2)})
@@ -113,7 +112,7 @@ def test_ranks_that_missed_many_saves_find_their_place_again() -> None:
 def test_plain_tensors_that_must_agree_and_differ_are_refused_naming_fqn_and_ranks(role: Role) -> None:
     world = World(3)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         state = {"same": plain(1.0, role=role), "half": plain(2.0 if rank == 1 else 3.0, role=role)}
         return saved(run, 1, state)
 
@@ -127,7 +126,7 @@ def test_plain_parameters_that_come_apart_later_are_refused_then() -> None:
     """Hand-written tensor-parallel halves are equal while they are zeros."""
     world = World(2)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {"half": plain(0.0)}), saved(run, 2, {"half": plain(float(rank))})
 
     outcomes = world.play(part)
@@ -137,14 +136,14 @@ def test_plain_parameters_that_come_apart_later_are_refused_then() -> None:
 
 
 def test_plain_parameters_of_different_shapes_are_refused() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {"half": plain(0.0, count=10 + rank)})
 
     require_all(World(2).play(part), InvalidError, "half", "[10]", "[11]")
 
 
 def test_a_name_that_is_a_buffer_here_and_a_parameter_there_is_refused() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {"w": plain(0.0, role=Role.BUFFER if rank else Role.PARAMETER), "v": plain(1.0)})
 
     require_all(World(2).play(part), InvalidError, "w")
@@ -153,7 +152,7 @@ def test_a_name_that_is_a_buffer_here_and_a_parameter_there_is_refused() -> None
 def test_buffers_that_differ_come_from_the_lowest_rank_and_are_listed() -> None:
     world = World(3)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         state = {
             "mean": plain(float(rank), role=Role.BUFFER),
             "count": plain(5.0, role=Role.BUFFER),
@@ -162,7 +161,7 @@ def test_buffers_that_differ_come_from_the_lowest_rank_and_are_listed() -> None:
         }
         report = saved(run, 1, state)
         into = {"mean": plain(-1.0, role=Role.BUFFER), "count": plain(-1.0, role=Role.BUFFER), "rng": -1, "lr": -1.0}
-        run.load(LoadRequest(into, ANYTHING, strict=True, cast=False), 1)
+        run.load(into, 1)
         return report, into
 
     outcomes = world.play(part)
@@ -180,7 +179,7 @@ def test_ranks_that_hold_different_names_save_their_union() -> None:
     """As the stages of a pipeline do; what two stages share is written once."""
     world = World(4)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         stage = (0, 1) if rank < 2 else (2, 3)
         state: dict[str, object] = {
             f"stage{stage[0]}.w": sharded(0, ranks=stage),
@@ -198,7 +197,7 @@ def test_ranks_that_hold_different_names_save_their_union() -> None:
         }
         for name in ("stage0.w", "stage2.w"):
             into[name].array[:] = -1.0  # type: ignore[attr-defined]
-        run.load(LoadRequest(into, ANYTHING, strict=False, cast=False), 1)
+        run.load(into, 1, strict=False)
         return report, into
 
     outcomes = world.play(part)
@@ -214,7 +213,7 @@ def test_ranks_that_hold_different_names_save_their_union() -> None:
 
 
 def test_plain_parameters_shared_by_two_classes_must_agree_too() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {f"stage{rank}": plain(1.0), "tied": plain(float(rank))})
 
     require_all(World(2).play(part), InvalidError, "tied", "ranks [0] ≠ ranks [1]")
@@ -223,7 +222,7 @@ def test_plain_parameters_shared_by_two_classes_must_agree_too() -> None:
 def test_a_sharded_name_on_two_disjoint_meshes_is_refused_as_covered_twice() -> None:
     world = World(4)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         mesh = (0, 1) if rank < 2 else (2, 3)
         return saved(run, 1, {"w": sharded(0, ranks=mesh)})
 
@@ -234,7 +233,7 @@ def test_a_sharded_name_on_two_disjoint_meshes_is_refused_as_covered_twice() -> 
 
 
 def test_a_sharded_name_of_which_a_rank_is_missing_is_refused() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {"w": sharded(0, ranks=(0, 1))} if rank == 0 else {"other": plain(1.0)})
 
     require_all(World(2).play(part), InvalidError, "w", "exactly once")
@@ -244,7 +243,7 @@ def test_a_sharded_name_of_which_a_rank_is_missing_is_refused() -> None:
 def test_what_one_rank_cannot_save_is_refused_on_all(failing: int) -> None:
     world = World(3)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         state: dict[str, object] = {"w": sharded(3)}
         if rank == failing:
             state["bad"] = InvalidError("bad: of a type that cannot be saved")
@@ -258,7 +257,7 @@ def test_what_one_rank_cannot_save_is_refused_on_all(failing: int) -> None:
 
 
 def test_a_value_outside_the_closed_set_is_refused_on_all_ranks() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {"w": sharded(2), "v": object() if rank else 1})
 
     require_all(World(2).play(part), InvalidError, "v", "object")
@@ -266,7 +265,7 @@ def test_a_value_outside_the_closed_set_is_refused_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("failing", (0, 1))
 def test_a_state_that_fails_in_its_own_code_is_refused_on_all(failing: int) -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         state: dict[str, object] = {"w": sharded(2)}
         if rank == failing:
             state["bad"] = RuntimeError("state_dict broke")
@@ -278,7 +277,7 @@ def test_a_state_that_fails_in_its_own_code_is_refused_on_all(failing: int) -> N
 
 
 def test_a_name_that_is_no_text_is_refused_on_all_ranks() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {"\ud800" if rank else "w": plain(1.0)})
 
     require_all(World(2, settings=PATIENT).play(part), InvalidError)
@@ -287,7 +286,7 @@ def test_a_name_that_is_no_text_is_refused_on_all_ranks() -> None:
 def test_saving_onto_a_checkpoint_is_a_conflict_on_every_rank_and_touches_nothing() -> None:
     world = World(2)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         first = saved(run, 1, {"w": sharded(2)})
         return first, saved(run, 1, {"w": sharded(2)})
 
@@ -310,7 +309,7 @@ def test_the_board_does_not_grow_with_the_number_of_saves(world_size: int) -> No
 
     world = World(world_size, boards={0: keep})  # type: ignore[dict-item]
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         found = []
         for step in range(12):
             found.append(saved(run, step, {"w": sharded(world_size), "b": plain(float(rank), role=Role.BUFFER)}))
@@ -337,7 +336,7 @@ def test_the_same_step_tried_again_is_joined_by_a_rank_that_skipped_it() -> None
     world = World(3, settings=HASTY)
     retrying = threading.Event()
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         if rank == 2:
             assert retrying.wait(20.0)
             return saved(run, 1, {"w": sharded(3)})

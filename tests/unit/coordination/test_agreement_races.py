@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError
 from holdfast.ports.comm import KeyValueStore
-from holdfast.runs.run import Run
 from holdfast.types.reports import SaveReport
 from tests.unit.ranks import World, saved, sharded
 
@@ -33,7 +33,7 @@ class LateBoard:
 def test_a_refusal_that_comes_between_two_looks_at_the_board(looks: int) -> None:
     world = World(2, boards={1: lambda key_value_store: LateBoard(key_value_store, looks)})  # type: ignore[dict-item, return-value]
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         # Every rank refuses the first by itself; only one of them can have closed it.
         refused = saved(run, 1, {"w": object()})
         return refused, saved(run, 2, {"w": sharded(2)})

@@ -9,18 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.format.names import step_folder
-from holdfast.loading.load import LoadRequest
-from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error, stall_until
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import ANYTHING, HASTY, PATIENT, World, plain, saved, sharded
+from tests.unit.ranks import HASTY, PATIENT, World, plain, saved, sharded
 
 VOTE = Vote(1, "0" * 32)
 
@@ -169,10 +168,10 @@ def require_whole(world: World, step: int) -> None:
         assert world.store.size(f"{step_folder(step)}{manifest.attempt}/{record.name}") == record.bytes
     fresh = World(1, store=world.store)
 
-    def load(_: int, run: Run) -> object:
+    def load(_: int, run: CheckpointManager) -> object:
         into = {"w": sharded(1), "b": plain(-1.0)}
         into["w"].array[:] = -1.0
-        assert run.load(LoadRequest(into, ANYTHING, strict=True, cast=False), step) == step
+        assert run.load(into, step) == step
         return (into["w"].array == sharded(1).array).all() and (into["b"].array == 2.0).all()
 
     assert fresh.play(load) == [True]
@@ -206,7 +205,7 @@ def test_a_board_that_fails_at_any_operation_leaves_every_rank_with_the_truth(
         )
         healed = threading.Barrier(2, action=faults.heal, timeout=20.0)
 
-        def part(rank: int, run: Run) -> object:
+        def part(rank: int, run: CheckpointManager) -> object:
             first = saved(run, 1, {"w": sharded(2), "b": plain(2.0)})
             healed.wait()
             return first, saved(run, 2, {"w": sharded(2), "b": plain(2.0)})
@@ -240,7 +239,7 @@ def test_a_store_that_fails_at_any_operation_leaves_every_rank_with_the_truth(fa
         world = World(2, settings=HASTY, store=world.store, stores={faulty: FaultyStore(world.store, faults)})
         here = threading.Barrier(2, action=faults.heal, timeout=20.0)
 
-        def part(rank: int, run: Run) -> object:
+        def part(rank: int, run: CheckpointManager) -> object:
             first = saved(run, 1, {"w": sharded(2), "b": plain(2.0)})
             here.wait()
             return first, saved(run, 2, {"w": sharded(2), "b": plain(2.0)})
@@ -276,10 +275,10 @@ def test_a_committer_slower_than_the_deadline_and_later_saves_never_loses_its_fi
     slow = FaultyStore(world.store, Stalled())
     world = World(2, settings=HASTY, store=world.store, stores={0: slow, 1: slow})
 
-    def part(rank: int, run: Run) -> object:
-        first = run.save(1, {"w": sharded(2), "b": plain(2.0)}, ANYTHING)
+    def part(rank: int, run: CheckpointManager) -> object:
+        first = run.save(1, {"w": sharded(2), "b": plain(2.0)})
         assert stalled.wait(10.0)
-        later = [run.save(step, {"w": sharded(2), "b": plain(2.0)}, ANYTHING) for step in (2, 3, 4, 5)]
+        later = [run.save(step, {"w": sharded(2), "b": plain(2.0)}) for step in (2, 3, 4, 5)]
         time.sleep(3 * HASTY.commit_timeout_seconds)
         release.set()
         found = []
@@ -316,10 +315,10 @@ def test_a_rank_whose_commit_thread_sleeps_through_later_saves_loses_nothing() -
     )
     state = {"w": sharded(2), "b": plain(2.0)}
 
-    def part(rank: int, run: Run) -> object:
-        handles = [run.save(1, state, ANYTHING)]
+    def part(rank: int, run: CheckpointManager) -> object:
+        handles = [run.save(1, state)]
         assert held.wait(10.0)
-        handles += [run.save(step, state, ANYTHING) for step in (2, 3, 4, 5)]
+        handles += [run.save(step, state) for step in (2, 3, 4, 5)]
         time.sleep(3 * HASTY.commit_timeout_seconds)
         release.set()
         found = []
@@ -344,7 +343,7 @@ def test_a_rank_that_cannot_write_aborts_everywhere_and_only_its_attempt_is_remo
     here = threading.Barrier(3, timeout=20.0)
     state = {"w": sharded(3), "b": plain(2.0)}
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         if rank == 0:
             faults.heal()
         here.wait()
@@ -405,7 +404,7 @@ def test_an_older_job_at_the_same_step_is_a_conflict_and_loses_only_its_own() ->
     found: dict[int, list[object]] = {}
 
     def play(number: int, world: World) -> None:
-        def part(rank: int, run: Run) -> object:
+        def part(rank: int, run: CheckpointManager) -> object:
             both.wait()
             return saved(run, 1, state)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.geometry.sharded import Sharded
-from holdfast.loading.load import LoadRequest
-from holdfast.ports.framework import Selection
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
@@ -28,9 +26,9 @@ def declared(tensor: object, shape: Sequence[int], **layout: object) -> Sharded:
     return Sharded(tensor, shape, **layout)  # type: ignore[arg-type]
 
 
-def run_of(comm: ThreadComm, store: MemoryStore) -> Run:
+def run_of(comm: ThreadComm, store: MemoryStore) -> CheckpointManager:
     framework = TorchFramework(Ranks(comm.rank, comm.world_size, lambda rank: rank))
-    return Run(store, Job(comm, SystemClock(), SMALL, framework))
+    return CheckpointManager.over(store, Job(comm, SystemClock(), SMALL, framework))
 
 
 def save_on(world_size: int, store: MemoryStore, step: int, state_of: Callable[[int], State]) -> list[object]:
@@ -39,7 +37,7 @@ def save_on(world_size: int, store: MemoryStore, step: int, state_of: Callable[[
     def work(comm: ThreadComm) -> object:
         run = run_of(comm, store)
         try:
-            return run.save(step, state_of(comm.rank), Selection()).wait(timeout=25.0)
+            return run.save(step, state_of(comm.rank)).wait(timeout=25.0)
         except InvalidError as error:
             return error
         finally:
@@ -55,7 +53,7 @@ def load_on(world_size: int, store: MemoryStore, step: int, state_of: Callable[[
     def work(comm: ThreadComm) -> State:
         run = run_of(comm, store)
         state = state_of(comm.rank)
-        assert run.load(LoadRequest(state, Selection(), strict=True, cast=False), step) == step
+        assert run.load(state, step) == step
         run.close()
         return state
 

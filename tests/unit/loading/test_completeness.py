@@ -8,16 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
-from holdfast.loading.load import LoadRequest
 from holdfast.ports.framework import Catalog, Restoration, Selection
 from holdfast.ports.store import Store
-from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, plain, run_of, sharded
+from tests.unit.ranks import PATIENT, fresh_store, plain, run_of, sharded
 
 
 class Forgetful(NumpyFramework):
@@ -37,7 +36,7 @@ def saved_by_two() -> Store:
 
     def save(comm: ThreadComm) -> None:
         run = run_of(comm, store)
-        run.save(1, {"a": plain(1.0), "b": sharded(2)}, ANYTHING).wait()
+        run.save(1, {"a": plain(1.0), "b": sharded(2)}).wait()
         run.close()
 
     run_ranks(2, save)
@@ -51,9 +50,9 @@ def test_a_byte_that_no_plan_fills_is_refused_everywhere() -> None:
         state["b"].array[:] = -1
 
     def load(comm: ThreadComm) -> None:
-        run = Run(store, Job(comm, SystemClock(), PATIENT, Forgetful(comm.rank)))
+        run = CheckpointManager.over(store, Job(comm, SystemClock(), PATIENT, Forgetful(comm.rank)))
         try:
-            run.load(LoadRequest(states[comm.rank], ANYTHING, strict=True, cast=False), None)
+            run.load(states[comm.rank])
         finally:
             run.close()
 
@@ -73,7 +72,7 @@ def test_each_rank_reports_what_it_holds(ranks: int) -> None:
         state: dict[str, object] = {"a": plain(0.0), "b": sharded(ranks)}
         assert isinstance(state["b"], GlobalTensor)
         state["b"].array[:] = np.nan
-        run.load(LoadRequest(state, ANYTHING, strict=True, cast=False), None)
+        run.load(state)
         run.close()
         assert run.load_report is not None
         return run.load_report.tensors, run.load_report.tensor_bytes, run.load_report.loaded_bytes

@@ -21,7 +21,6 @@ from holdfast.format.names import step_folder
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import Role
 from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
-from holdfast.loading.load import LoadRequest
 from holdfast.plan.reads import WantedBoxes, load_plan
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store, packs_under
@@ -36,7 +35,7 @@ from holdfast.types.manifest import Manifest
 from holdfast.types.plan import LoadPlan
 from holdfast.types.reports import LoadReport
 from tests.tuned import tuned
-from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, run_of, sharded
+from tests.unit.ranks import PATIENT, fresh_store, run_of, sharded
 
 RANKS = 3
 ALWAYS = tuned(replace(PATIENT, share_reads="always"), exchange_bytes_max=256 << 10)
@@ -70,7 +69,7 @@ def store() -> MemoryStore:
 
     def save(comm: ThreadComm) -> None:
         run = run_of(comm, store)
-        run.save(1, copies(1.0), ANYTHING).wait()
+        run.save(1, copies(1.0)).wait()
         run.close()
 
     run_ranks(RANKS, save)
@@ -120,7 +119,7 @@ def loaded(
         watched.said.clear()
         target = state()
         try:
-            run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), step)
+            run.load(target, step)
         except Exception as error:
             return error, target, watched.said
         finally:
@@ -173,7 +172,7 @@ def test_all_memory_of_a_load_is_within_the_setting(store: MemoryStore, monkeypa
 
     def save(comm: ThreadComm) -> None:
         run = run_of(comm, tensors)
-        run.save(1, small(), ANYTHING).wait()
+        run.save(1, small()).wait()
         run.close()
 
     run_ranks(2, save)
@@ -182,7 +181,7 @@ def test_all_memory_of_a_load_is_within_the_setting(store: MemoryStore, monkeypa
     def load(comm: ThreadComm) -> LoadReport | None:
         run = run_of(Watched(group, comm.rank), tensors, ALWAYS)
         state = dict(list(small().items())[::2])
-        run.load(LoadRequest(state, ANYTHING, strict=False, cast=False), None)
+        run.load(state, strict=False)
         run.close()
         return run.load_report
 
@@ -197,7 +196,7 @@ def test_where_nothing_is_wanted_twice_nothing_is_said_twice(store: MemoryStore)
 
     def save(comm: ThreadComm) -> None:
         run = run_of(comm, rows)
-        run.save(1, {"w": sharded(RANKS, rows=30_000)}, ANYTHING).wait()
+        run.save(1, {"w": sharded(RANKS, rows=30_000)}).wait()
         run.close()
 
     run_ranks(RANKS, save)

@@ -21,14 +21,13 @@ from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.names import OVERVIEW_FILE, is_index_name, step_folder
 from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.geometry.region import FlatRange
-from holdfast.loading.load import LoadRequest
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from tests.tuned import tuned
-from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, plain, run_of, sharded
+from tests.unit.ranks import PATIENT, fresh_store, plain, run_of, sharded
 
 SPLIT = tuned(PATIENT, index_chunks_max=8)
 FOLDER = step_folder(1)
@@ -54,7 +53,7 @@ def state(world_size: int, *, filled: bool) -> dict[str, Any]:
 def save(store: Store, settings: Settings = SPLIT) -> None:
     def work(comm: ThreadComm) -> None:
         run = run_of(comm, store, settings)
-        run.save(1, state(WRITERS, filled=True), ANYTHING).wait()
+        run.save(1, state(WRITERS, filled=True)).wait()
         run.close()
 
     run_ranks(WRITERS, work)
@@ -79,7 +78,7 @@ def load(stores: Sequence[Store]) -> tuple[list[object], list[dict[str, Any]]]:
     def work(comm: ThreadComm) -> object:
         run = run_of(comm, stores[comm.rank])
         try:
-            return run.load(LoadRequest(states[comm.rank], ANYTHING, strict=True, cast=False), None)
+            return run.load(states[comm.rank])
         finally:
             run.close()
 
@@ -311,15 +310,15 @@ def test_a_short_pack_under_thousands_of_tensors_is_told_in_the_time_of_a_load()
     def work(comm: ThreadComm) -> None:
         run = run_of(comm, store, settings)
         saved = {name: plain(1.0, count=4) for name in names}
-        run.save(1, saved, ANYTHING).wait()
+        run.save(1, saved).wait()
         start = time.process_time()
-        run.load(LoadRequest(saved, ANYTHING, strict=True, cast=False), None)
+        run.load(saved)
         whole_seconds = time.process_time() - start
         ((pack, *_),) = document_of(store)["packs"]
         cut_last_byte(store, pack)
         start = time.process_time()
         with pytest.raises(CorruptError, match=r"layers\.3999: .*expected"):
-            run.load(LoadRequest(saved, ANYTHING, strict=True, cast=False), 1)
+            run.load(saved, 1)
         short_seconds = time.process_time() - start
         run.close()
         # Merging what is asked for anew for every name took forty times as long as loading.

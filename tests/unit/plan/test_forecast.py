@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, MissingError
@@ -21,11 +22,8 @@ from holdfast.geometry.chunking import chunk_count
 from holdfast.geometry.mesh import DescribedMesh, described_mesh
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import Placement, TensorSpec
-from holdfast.loading.load import LoadRequest
 from holdfast.plan.forecast import forecast
 from holdfast.plan.reads import WantedBoxes, load_plan
-from holdfast.ports.framework import Selection
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
@@ -102,8 +100,8 @@ def arrays() -> dict[str, np.ndarray]:
     return {fqn: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) for fqn, shape in shapes.items()}
 
 
-def run_on(comm: ThreadComm, store: MemoryStore) -> Run:
-    return Run(store, Job(comm, SystemClock(), SETTINGS, NumpyFramework(comm.rank)))
+def run_on(comm: ThreadComm, store: MemoryStore) -> CheckpointManager:
+    return CheckpointManager.over(store, Job(comm, SystemClock(), SETTINGS, NumpyFramework(comm.rank)))
 
 
 def laid_out(mesh: DescribedMesh) -> dict[str, object]:
@@ -123,7 +121,7 @@ def saved() -> MemoryStore:
 
     def work(comm: ThreadComm) -> None:
         run = run_on(comm, store)
-        run.save(1, laid_out(described_mesh("fsdp=3")), Selection()).wait()
+        run.save(1, laid_out(described_mesh("fsdp=3"))).wait()
         run.close()
 
     run_ranks(3, work)
@@ -143,7 +141,7 @@ def test_real_loads_read_what_was_forecast(saved: MemoryStore, text: str) -> Non
 
     def work(comm: ThreadComm) -> int:
         run = run_on(comm, saved)
-        run.load(LoadRequest(laid_out(mesh), Selection(), strict=True, cast=False), None)
+        run.load(laid_out(mesh))
         run.close()
         assert run.load_report is not None
         return run.load_report.bytes

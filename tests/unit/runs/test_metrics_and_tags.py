@@ -6,36 +6,36 @@ from itertools import cycle
 
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import ConflictError, CorruptError, InvalidError
 from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Policies, Tagged
 from holdfast.ports.store import Store
 from holdfast.repository.tags import read_tags
-from holdfast.runs.run import Run
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import NumpyFramework
-from tests.unit.ranks import ANYTHING, PATIENT, World, fresh_store, plain
+from tests.unit.ranks import PATIENT, World, fresh_store, plain
 
 STATE = {"a": plain(1.0)}
 
 
-def run_at(store: Store, keep: KeepPolicy | None = None, comm: ThreadComm | None = None) -> Run:
+def run_at(store: Store, keep: KeepPolicy | None = None, comm: ThreadComm | None = None) -> CheckpointManager:
     comm = comm or ThreadComm(ThreadGroup(1), 0)
     job = Job(comm, SystemClock(), PATIENT, NumpyFramework(comm.rank))
-    return Run(store, job, policies=Policies(keep=keep))
+    return CheckpointManager.over(store, job, policies=Policies(keep=keep))
 
 
 def test_tags_come_with_the_commit_and_a_taken_one_refuses_the_save() -> None:
     store = fresh_store()
     run = run_at(store)
-    run.save(1, STATE, ANYTHING, tags="first").wait()
-    run.save(2, STATE, ANYTHING, tags=["second", "other"]).wait()
+    run.save(1, STATE, tags="first").wait()
+    run.save(2, STATE, tags=["second", "other"]).wait()
     assert {tag.name: tag.step for tag in read_tags(store).whole.values()} == {"first": 1, "second": 2, "other": 2}
     with pytest.raises(ConflictError, match="tag 'first' names step 1"):
-        run.save(3, STATE, ANYTHING, tags=["third", "first"]).wait()
+        run.save(3, STATE, tags=["third", "first"]).wait()
     assert run.steps() == [1, 2] and "third" not in read_tags(store).whole
-    run.save(3, STATE, ANYTHING, tags=["third"]).wait()
+    run.save(3, STATE, tags=["third"]).wait()
     run.close()
 
 
@@ -46,7 +46,7 @@ def test_what_one_rank_says_wrong_is_refused_on_all(bad: dict[str, object]) -> N
     def work(comm: ThreadComm) -> object:
         run = run_at(store, comm=comm)
         try:
-            run.save(1, STATE, ANYTHING, **(bad if comm.rank == 1 else {})).wait()  # type: ignore[arg-type]
+            run.save(1, STATE, **(bad if comm.rank == 1 else {})).wait()  # type: ignore[arg-type]
         except InvalidError as error:
             return str(error)
         finally:
@@ -64,11 +64,11 @@ def test_a_tag_that_is_taken_while_the_save_runs_costs_the_tag_not_the_step(
 
     store = fresh_store()
     run = run_at(store)
-    run.save(1, STATE, ANYTHING).wait()
+    run.save(1, STATE).wait()
     tagging.tag_step(store, SystemClock(), 1, "paper")
     # As if the tag had been free when the save began.
     tagging.tag_saved(store, SystemClock(), 1, ["paper"])
-    run.save(2, STATE, ANYTHING).wait()
+    run.save(2, STATE).wait()
     tagging.tag_saved(store, SystemClock(), 2, ["paper", "mine"])
     assert "step 2 is saved, but not tagged paper" in caplog.text
     assert {tag.name: tag.step for tag in read_tags(store).whole.values()} == {"paper": 1, "mine": 2}
@@ -81,14 +81,14 @@ def test_a_metric_that_no_step_has_refuses_the_save_and_an_old_one_serves() -> N
     first = run_at(store, policy)
     for metrics in (None, {}, {"los": 1.0}):
         with pytest.raises(InvalidError, match="'loss'"):
-            first.save(1, STATE, ANYTHING, metrics)
+            first.save(1, STATE, metrics=metrics)
     assert first.steps() == []
-    first.save(1, STATE, ANYTHING, {"loss": 0.5}).wait()
-    first.save(2, STATE, ANYTHING).wait()
+    first.save(1, STATE, metrics={"loss": 0.5}).wait()
+    first.save(2, STATE).wait()
     first.close()
     # After a restart the steps that are there tell that the metric exists.
     again = run_at(store, policy)
-    again.save(3, STATE, ANYTHING).wait()
+    again.save(3, STATE).wait()
     again.close()
     assert World(1, store=store).manifest(1).metrics == {"loss": 0.5}
     assert World(1, store=store).manifest(3).metrics == {}
@@ -108,8 +108,8 @@ def test_a_wall_clock_that_is_set_changes_nothing() -> None:
     store = fresh_store()
     job = Job(ThreadComm(ThreadGroup(1), 0), WanderingClock(), PATIENT, NumpyFramework(0))
     policies = Policies(AnyOf(EveryNSteps(2), EverySeconds(3600)), AnyOf(LatestN(2), Tagged()))
-    run = Run(store, job, policies=policies)
-    saved = [step for step in range(1, 13) if run.maybe_save(step, STATE, ANYTHING) is not None]
+    run = CheckpointManager.over(store, job, policies=policies)
+    saved = [step for step in range(1, 13) if run.maybe_save(step, STATE) is not None]
     run.wait()
     assert saved == [2, 4, 6, 8, 10, 12] == run.steps()
     run.tag(4, "early")
@@ -123,7 +123,7 @@ def test_what_is_kept_follows_metrics_tags_and_damage() -> None:
     store = fresh_store()
     run = run_at(store, AnyOf(BestN(1, "loss"), LatestN(2), Tagged()))
     for step in range(1, 7):
-        run.save(step, STATE, ANYTHING, {"loss": abs(step - 2.0)}).wait()
+        run.save(step, STATE, metrics={"loss": abs(step - 2.0)}).wait()
     run.tag(1, "paper")
     assert list(run.kept()) == [1, 2, 5, 6]
     assert run.kept()[2] == ("min loss",) and run.kept()[1] == ("tag paper",)

@@ -16,23 +16,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.location import none_allowed
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.coordination.signals import Signals
 from holdfast.errors import InvalidError, Preempted, UnavailableError
-from holdfast.loading.load import LoadRequest
 from holdfast.policies import BestN, EveryNSteps, KeepPolicy, Policies
 from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import committed_steps
 from holdfast.runs.preemption import PreemptionHandler
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
 from holdfast.testing.framework import NumpyFramework
-from tests.unit.ranks import ANYTHING, PATIENT, fresh_store, plain, sharded
+from tests.unit.ranks import PATIENT, fresh_store, plain, sharded
 
 
 class Told(Signals):
@@ -54,7 +53,7 @@ class Rank:
 
     number: int
     size: int
-    run: Run
+    run: CheckpointManager
     signals: Told
 
     def train(
@@ -65,7 +64,7 @@ class Rank:
             pause(step)
             if step == told:
                 self.signals.tell()
-            self.run.maybe_save(step, state_of(step, self.size), ANYTHING)
+            self.run.maybe_save(step, state_of(step, self.size))
 
 
 def state_of(step: int, world_size: int) -> dict[str, object]:
@@ -92,7 +91,7 @@ class World:
             job = Job(comm, SystemClock(), self.settings, NumpyFramework(comm.rank))
             signals = Told()
             departure = PreemptionHandler(job, signals, self.grace_seconds)
-            run = Run(
+            run = CheckpointManager.over(
                 self.stores.get(comm.rank, self.store),
                 job,
                 none_allowed,
@@ -122,9 +121,9 @@ class World:
         """Return the newest step, and what its tensor holds, as one process finds it."""
 
         def work(comm: ThreadComm) -> tuple[int | None, float]:
-            run = Run(self.store, Job(comm, SystemClock(), self.settings, NumpyFramework(comm.rank)))
+            run = CheckpointManager.over(self.store, Job(comm, SystemClock(), self.settings, NumpyFramework(comm.rank)))
             state = {"p": plain(0.0, count=3000)}
-            step = run.load(LoadRequest(state, ANYTHING, False, False), None)
+            step = run.load(state, strict=False)
             run.close()
             array = state["p"].array
             assert np.all(array == array[0])
@@ -179,7 +178,7 @@ def test_before_any_save_a_state_too_large_for_the_grace_is_not_begun() -> None:
         large = {"p": plain(1.0, count=50_000), "q": plain(1.0, count=50_000)}
         rank.signals.tell()
         for step in range(1, 100):
-            rank.run.maybe_save(step, large, ANYTHING)
+            rank.run.maybe_save(step, large)
 
     outcomes = world.play(part)
     ((code, _),) = ends(outcomes)
@@ -195,7 +194,7 @@ def test_a_save_that_takes_longer_than_those_before_it_is_abandoned_in_time() ->
     world = World(3, grace_seconds=3.0, store=store, stores={1: FaultyStore(store, stalled)})
 
     def part(rank: Rank) -> float:
-        rank.run.save(1, state_of(1, rank.size), ANYTHING).wait()
+        rank.run.save(1, state_of(1, rank.size)).wait()
         if rank.number == 1:
             armed.set()
         start = time.monotonic()
@@ -216,11 +215,11 @@ def test_a_save_under_way_of_that_very_step_is_waited_for_and_no_other_begun() -
     world = World(2)
 
     def part(rank: Rank) -> None:
-        rank.run.maybe_save(1, state_of(1, rank.size), ANYTHING)
+        rank.run.maybe_save(1, state_of(1, rank.size))
         rank.signals.tell()
-        handle = rank.run.save(2, state_of(2, rank.size), ANYTHING)
+        handle = rank.run.save(2, state_of(2, rank.size))
         try:
-            rank.run.maybe_save(2, state_of(2, rank.size), ANYTHING)
+            rank.run.maybe_save(2, state_of(2, rank.size))
         finally:
             assert handle.committed.done() and handle.failure is None
 
@@ -235,17 +234,17 @@ def test_after_going_back_no_exit_code_says_that_a_step_is_saved(told: int) -> N
     def part(rank: Rank) -> None:
         # Step 2 is loaded, 6 was saved last and is of another history, 3 is neither.
         for step in (1, 2, 6):
-            rank.run.save(step, state_of(step, rank.size), ANYTHING).wait()
-        rank.run.maybe_save(7, state_of(7, rank.size), ANYTHING)
+            rank.run.save(step, state_of(step, rank.size)).wait()
+        rank.run.maybe_save(7, state_of(7, rank.size))
         state = {"p": plain(0.0, count=3000)}
-        assert rank.run.load(LoadRequest(state, ANYTHING, False, False), 2) == 2
+        assert rank.run.load(state, 2, strict=False) == 2
         with pytest.raises(InvalidError, match="going back"):
-            rank.run.maybe_save(3, state_of(3, rank.size), ANYTHING)
+            rank.run.maybe_save(3, state_of(3, rank.size))
         rank.signals.tell()
         # The loop goes on in spite of the refusal, and takes the signal all the same.
         for _ in range(10_000):
             with suppress(InvalidError):
-                rank.run.maybe_save(told, state_of(told, rank.size), ANYTHING)
+                rank.run.maybe_save(told, state_of(told, rank.size))
 
     outcomes = world.play(part)
     assert ends(outcomes) == {(86, told)}
@@ -281,9 +280,9 @@ def test_whoever_is_publishing_when_time_is_up_is_not_interrupted() -> None:
     world = World(2, grace_seconds=10.0, store=store, stores={0: slow, 1: slow})
 
     def part(rank: Rank) -> None:
-        rank.run.save(1, state_of(1, rank.size), ANYTHING).wait()
+        rank.run.save(1, state_of(1, rank.size)).wait()
         rank.signals.tell()
-        rank.run.maybe_save(2, state_of(2, rank.size), ANYTHING)
+        rank.run.maybe_save(2, state_of(2, rank.size))
 
     assert ends(world.play(part)) == {(85, 2)}
     assert world.loaded() == (2, 2.0)
@@ -297,7 +296,7 @@ def test_a_loop_that_goes_on_after_its_end_is_told_so_again() -> None:
         codes: list[object] = []
         for step in (1, 2):
             with pytest.raises(Preempted) as caught:
-                rank.run.maybe_save(step, state_of(step, rank.size), ANYTHING)
+                rank.run.maybe_save(step, state_of(step, rank.size))
             codes.append((caught.value.code, caught.value.step))
         return codes
 
@@ -309,13 +308,13 @@ def test_at_a_step_that_was_just_loaded_nothing_is_saved_and_it_is_there() -> No
     world = World(2)
 
     def part(rank: Rank) -> None:
-        rank.run.maybe_save(1, state_of(1, rank.size), ANYTHING)
-        rank.run.save(2, state_of(2, rank.size), ANYTHING).wait()
-        rank.run.maybe_save(3, state_of(3, rank.size), ANYTHING)
-        step = rank.run.load(LoadRequest(state_of(0, rank.size), ANYTHING, False, False), None)
+        rank.run.maybe_save(1, state_of(1, rank.size))
+        rank.run.save(2, state_of(2, rank.size)).wait()
+        rank.run.maybe_save(3, state_of(3, rank.size))
+        step = rank.run.load(state_of(0, rank.size), strict=False)
         assert step == 2
         rank.signals.tell()
-        rank.run.maybe_save(2, state_of(2, rank.size), ANYTHING)
+        rank.run.maybe_save(2, state_of(2, rank.size))
 
     assert ends(world.play(part)) == {(85, 2)}
     assert committed_steps(world.store) == [2]
@@ -329,15 +328,15 @@ def test_a_metric_that_no_step_has_yet_does_not_cost_the_last_save() -> None:
 def test_what_may_be_stored_already_does_not_count_against_the_grace() -> None:
     store = fresh_store()
     state = {"frozen": plain(1.0, count=3_000_000), "p": plain(1.0, count=3000)}
-    World(1, store=store).play(lambda rank: rank.run.save(1, state, ANYTHING).wait())
+    World(1, store=store).play(lambda rank: rank.run.save(1, state).wait())
     faults = slowed(0.05)
     world = World(1, grace_seconds=6.0, store=store, stores={0: FaultyStore(store, faults)})
 
     def part(rank: Rank) -> None:
-        rank.run.load(LoadRequest(state, ANYTHING, False, False), None)
-        rank.run.maybe_save(2, state, ANYTHING)
+        rank.run.load(state, strict=False)
+        rank.run.maybe_save(2, state)
         rank.signals.tell()
-        rank.run.maybe_save(3, state, ANYTHING)
+        rank.run.maybe_save(3, state)
 
     assert ends(world.play(part)) == {(85, 3)}
 
@@ -362,8 +361,8 @@ def test_where_ranks_cannot_agree_a_save_under_way_does_not_outlast_the_grace() 
     seconds: list[float] = []
 
     def part(rank: Rank) -> None:
-        rank.run.maybe_save(1, state_of(1, rank.size), ANYTHING)
-        rank.run.save(2, state_of(2, rank.size), ANYTHING)
+        rank.run.maybe_save(1, state_of(1, rank.size))
+        rank.run.save(2, state_of(2, rank.size))
         if rank.number == 1:
             frozen.set()
             thawed.wait(30.0)
@@ -372,7 +371,7 @@ def test_where_ranks_cannot_agree_a_save_under_way_does_not_outlast_the_grace() 
         start = time.monotonic()
         try:
             rank.signals.tell()
-            rank.run.maybe_save(3, state_of(3, rank.size), ANYTHING)
+            rank.run.maybe_save(3, state_of(3, rank.size))
         finally:
             with suppress(UnavailableError):
                 rank.run.close()

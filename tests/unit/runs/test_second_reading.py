@@ -12,14 +12,13 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.geometry.tensor import Layout, Placement
-from holdfast.loading.load import LoadRequest
-from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor
-from tests.unit.ranks import ANYTHING, HASTY, World, fresh_store, saved
+from tests.unit.ranks import HASTY, World, fresh_store, saved
 
 
 def copied() -> GlobalTensor:
@@ -44,7 +43,7 @@ def test_a_tensor_that_no_rank_wrote_is_missed() -> None:
     """Two ranks see different tensors of one replica group, so each leaves some to the other."""
     world = World(2, settings=HASTY)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         state = {"a": copied()} | ({"z": copied()} if rank == 0 else {})
         return saved(run, 1, state)
 
@@ -114,13 +113,13 @@ def test_an_error_that_is_none_of_ours_reaches_every_rank() -> None:
     state: dict[str, object] = {"a": copied()}
     assert not any(isinstance(each, Exception) for each in world.play(lambda _, run: saved(run, 1, state)))
 
-    def save(rank: int, run: Run) -> object:
+    def save(rank: int, run: CheckpointManager) -> object:
         broken.broken |= rank == 0
         return saved(run, 2, state)
 
-    def load(rank: int, run: Run) -> object:
+    def load(rank: int, run: CheckpointManager) -> object:
         broken.broken |= rank == 0
-        return run.load(LoadRequest(state, ANYTHING, strict=True, cast=False), 1)
+        return run.load(state, 1)
 
     for part in (save, load):
         broken.broken = False

@@ -341,7 +341,7 @@ def test_a_pack_removed_while_a_save_is_under_way_fails_it_and_the_next_is_whole
     with manager_at(tmp_path) as manager:
         saved(manager, 1, state)
         gate = threading.Event()
-        blocked = manager._run._job.commits.submit(lambda: gate.wait(30.0))
+        blocked = manager._job.commits.submit(lambda: gate.wait(30.0))
         handle = manager.save(2, state)
         shutil.rmtree(step_path(tmp_path, 1))
         gate.set()
@@ -358,7 +358,7 @@ def test_two_saves_on_their_way_at_once_refer_to_the_last_that_is_committed(tmp_
     with manager_at(tmp_path) as manager:
         saved(manager, 1, state)
         gate = threading.Event()
-        manager._run._job.commits.submit(lambda: gate.wait(30.0))
+        manager._job.commits.submit(lambda: gate.wait(30.0))
         state["w0"].add_(1)
         handles = [manager.save(step, state) for step in (2, 3)]
         gate.set()

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CorruptError, InvalidError, UnavailableError
-from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import ANYTHING, World, plain, saved
+from tests.unit.ranks import World, plain, saved
 
 REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 0, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())
 
@@ -118,12 +118,12 @@ def broken_run() -> tuple[World, Faults]:
 def test_wait_and_close_raise_what_nobody_was_told() -> None:
     world, faults = broken_run()
 
-    def part(rank: int, run: Run) -> object:
-        run.save(1, {"w": plain(1.0)}, ANYTHING)
+    def part(rank: int, run: CheckpointManager) -> object:
+        run.save(1, {"w": plain(1.0)})
         with pytest.raises(UnavailableError, match="upload"):
             run.wait()
         run.wait()
-        lost = run.save(2, {"w": plain(1.0)}, ANYTHING)
+        lost = run.save(2, {"w": plain(1.0)})
         wait([lost.committed], timeout=20.0)
         faults.heal()
         good = saved(run, 3, {"w": plain(1.0)})
@@ -139,7 +139,7 @@ def test_wait_and_close_raise_what_nobody_was_told() -> None:
 def test_what_was_told_is_not_raised_again() -> None:
     world, _ = broken_run()
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         assert isinstance(saved(run, 1, {"w": plain(1.0)}), UnavailableError)
         run.wait()
         run.close()
@@ -151,9 +151,9 @@ def test_what_was_told_is_not_raised_again() -> None:
 def test_several_failures_are_raised_as_one_with_all_as_its_cause() -> None:
     world, _ = broken_run()
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         for step in (1, 2, 3):
-            run.save(step, {"w": plain(1.0)}, ANYTHING)
+            run.save(step, {"w": plain(1.0)})
         with pytest.raises(UnavailableError) as raised:
             run.close()
         return raised.value.__cause__
@@ -164,10 +164,10 @@ def test_several_failures_are_raised_as_one_with_all_as_its_cause() -> None:
 
 
 def test_a_closed_run_saves_and_loads_no_more() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         run.close()
         with pytest.raises(InvalidError, match="closed"):
-            run.save(1, {"w": plain(1.0)}, ANYTHING)
+            run.save(1, {"w": plain(1.0)})
         return "refused"
 
     assert World(1).play(part) == ["refused"]
@@ -175,9 +175,9 @@ def test_a_closed_run_saves_and_loads_no_more() -> None:
 
 @pytest.mark.parametrize("step", (-1, True, 1.0, "1", None, 10**12))
 def test_a_step_that_is_no_step_is_invalid(step: object) -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         with pytest.raises(InvalidError, match="step="):
-            run.save(step, {"w": plain(1.0)}, ANYTHING)  # type: ignore[arg-type]
+            run.save(step, {"w": plain(1.0)})  # type: ignore[arg-type]
         return "refused"
 
     assert World(1).play(part) == ["refused"]
@@ -186,8 +186,8 @@ def test_a_step_that_is_no_step_is_invalid(step: object) -> None:
 def test_close_waits_for_saves_under_way() -> None:
     world = World(2)
 
-    def part(rank: int, run: Run) -> object:
-        handles = [run.save(step, {"w": plain(1.0)}, ANYTHING) for step in range(5)]
+    def part(rank: int, run: CheckpointManager) -> object:
+        handles = [run.save(step, {"w": plain(1.0)}) for step in range(5)]
         run.close()
         return [handle.committed.done() for handle in handles]
 

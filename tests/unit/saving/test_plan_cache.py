@@ -8,19 +8,18 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import Layout, Placement, Role
-from holdfast.loading.load import LoadRequest
-from holdfast.runs.run import Run
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import ANYTHING, World, plain, saved, sharded
+from tests.unit.ranks import World, plain, saved, sharded
 
 RANKS = 3
 
 
-def report_of(run: Run, step: int, state: Mapping[str, object]) -> SaveReport:
+def report_of(run: CheckpointManager, step: int, state: Mapping[str, object]) -> SaveReport:
     report = saved(run, step, state)
     assert isinstance(report, SaveReport), report
     return report
@@ -33,7 +32,7 @@ def declared(rows: Mapping[int, tuple[int, int]], value: float = 1.0) -> GlobalT
 
 
 def test_an_unchanged_layout_is_planned_once() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         reports = [
             report_of(run, step, {"w": sharded(RANKS), "a": plain(float(step)), "n": plain(0.0, role=Role.BUFFER)})
             for step in range(4)
@@ -41,14 +40,14 @@ def test_an_unchanged_layout_is_planned_once() -> None:
         assert len({(each.bytes, each.tensors) for each in reports}) == 1
         target = {"w": sharded(RANKS), "a": plain(0.0), "n": plain(1.0, role=Role.BUFFER)}
         target["w"].array[:] = 0.0
-        run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), 2)
+        run.load(target, 2)
         return [each.planned for each in reports], target["a"].array.tolist()
 
     assert World(RANKS).play(part) == [([True, False, False, False], [2.0] * 100)] * RANKS
 
 
 def test_layouts_saved_in_turn_are_each_planned_once() -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         whole = {"w": sharded(RANKS), "a": plain(1.0)}
         return [report_of(run, step, whole if step % 2 else {"a": whole["a"]}).planned for step in range(6)]
 
@@ -87,7 +86,7 @@ CHANGES: dict[str, tuple[object, object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_layout_is_planned_anew_and_saved_right(change: str) -> None:
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         planned = []
         for step, state in enumerate(CHANGES[change]):
             assert isinstance(state, dict)
@@ -98,12 +97,12 @@ def test_a_changed_layout_is_planned_anew_and_saved_right(change: str) -> None:
     assert World(RANKS).play(part) == [[True, True]] * RANKS
 
 
-def require_loaded(run: Run, step: int, state: Mapping[str, GlobalTensor]) -> None:
+def require_loaded(run: CheckpointManager, step: int, state: Mapping[str, GlobalTensor]) -> None:
     target = {
         name: GlobalTensor(each.dtype, np.zeros_like(each.array), each.layout, each.role, each.declared)
         for name, each in state.items()
     }
-    run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), step)
+    run.load(target, step)
     for name, each in state.items():
         for region in each.regions_on(run._job.comm.rank):
             found, expected = (
@@ -118,7 +117,7 @@ def require_loaded(run: Run, step: int, state: Mapping[str, GlobalTensor]) -> No
 def test_what_changes_on_another_rank_is_noticed_here() -> None:
     """Rank 0 states the same both times; who else holds its tensor decides what it must write."""
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         both = {"a": plain(1.0), "b": plain(2.0)}
         planned = [report_of(run, 1, both).planned]
         mine = both if rank == 0 else {"c": plain(3.0)}
@@ -146,7 +145,7 @@ def test_any_sequence_of_layouts_is_saved_as_it_is(seed: int) -> None:
             found.append(state)
         return found
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         planned = []
         for step, state in enumerate(states()):
             own = {name: each for name, each in state.items() if each.names_on(rank)}

@@ -14,15 +14,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.loading.load import LoadRequest
 from holdfast.ports.store import Store
-from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import ANYTHING, PATIENT, World, fresh_store, plain, saved
+from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
 
 WINDOW = PATIENT.window_bytes
 ONE_SAVE = replace(PATIENT, arena_bytes_max=3 * WINDOW)
@@ -52,9 +51,9 @@ def gated(settings: Settings, ranks: int = 1) -> tuple[World, Gate]:
     return World(ranks, settings=settings, store=store, stores=dict.fromkeys(range(ranks), slow)), gate
 
 
-def loaded(run: Run, step: int | None) -> float:
+def loaded(run: CheckpointManager, step: int | None) -> float:
     target = state(0.0)
-    run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), step)
+    run.load(target, step)
     values = set(target["w"].array.tolist())  # type: ignore[attr-defined]
     assert len(values) == 1
     return float(values.pop())
@@ -65,9 +64,9 @@ def test_training_goes_on_while_windows_are_written(ranks: int) -> None:
     world, gate = gated(PATIENT, ranks)
     changed = threading.Barrier(ranks)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         live = state(1.0)
-        handle = run.save(1, live, ANYTHING)
+        handle = run.save(1, live)
         assert handle.staged.done() and not handle.committed.done()
         live["w"].array[:] = 2.0  # type: ignore[attr-defined]
         changed.wait(20.0)
@@ -83,8 +82,8 @@ def test_training_goes_on_while_windows_are_written(ranks: int) -> None:
 def test_saves_in_flight_keep_their_order_and_their_parents() -> None:
     world, gate = gated(PATIENT)
 
-    def part(rank: int, run: Run) -> object:
-        handles = [run.save(step, state(float(step)), ANYTHING) for step in (1, 2, 3)]
+    def part(rank: int, run: CheckpointManager) -> object:
+        handles = [run.save(step, state(float(step))) for step in (1, 2, 3)]
         assert all(handle.staged.done() for handle in handles)
         gate.open.set()
         for handle in handles:
@@ -100,12 +99,12 @@ def test_saves_in_flight_keep_their_order_and_their_parents() -> None:
 def test_a_load_while_a_save_is_under_way_does_not_change_its_parent() -> None:
     world, gate = gated(PATIENT)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         gate.open.set()
         for step in (80, 90):
             assert isinstance(saved(run, step, state(float(step))), SaveReport)
         gate.open.clear()
-        pending = run.save(100, state(100.0), ANYTHING)
+        pending = run.save(100, state(100.0))
         # Step 90, as rank 0 finds it: step 100 is not there yet.
         assert loaded(run, None) == 90.0
         gate.open.set()
@@ -127,8 +126,8 @@ def test_a_save_whose_predecessor_failed_continues_what_that_one_did() -> None:
     slow: Store = FaultyStore(store, Faults(fail, names={"upload"}, lasting=True))
     world = World(1, store=store, stores={0: slow})
 
-    def part(rank: int, run: Run) -> object:
-        handles = [run.save(step, state(float(step)), ANYTHING) for step in (1, 2, 3)]
+    def part(rank: int, run: CheckpointManager) -> object:
+        handles = [run.save(step, state(float(step))) for step in (1, 2, 3)]
         with pytest.raises(UnavailableError, match="full"):
             handles[1].wait(timeout=20.0)
         return [handles[number].wait(timeout=20.0) for number in (0, 2)]
@@ -141,11 +140,11 @@ def test_a_save_whose_predecessor_failed_continues_what_that_one_did() -> None:
 def test_a_save_that_finds_no_memory_waits_and_says_so() -> None:
     world, gate = gated(ONE_SAVE)
 
-    def part(rank: int, run: Run) -> object:
-        first = run.save(1, state(1.0), ANYTHING)
+    def part(rank: int, run: CheckpointManager) -> object:
+        first = run.save(1, state(1.0))
         assert gate.reached.wait(20.0)
         threading.Timer(0.2, gate.open.set).start()
-        second = run.save(2, state(2.0), ANYTHING)
+        second = run.save(2, state(2.0))
         reports = [handle.wait(timeout=20.0) for handle in (first, second)]
         assert all(report is not None and report.staging == "copy" for report in reports)
         return [report.waited_seconds for report in reports if report is not None], loaded(run, 1), loaded(run, 2)
@@ -160,9 +159,9 @@ def test_a_state_larger_than_the_arena_is_written_before_the_call_returns(budget
     world, gate = gated(replace(PATIENT, arena_bytes_max=budget))
     gate.open.set()
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         live = state(1.0)
-        handle = run.save(1, live, ANYTHING)
+        handle = run.save(1, live)
         assert gate.reached.is_set()
         live["w"].array[:] = 2.0  # type: ignore[attr-defined]
         report = handle.wait(timeout=20.0)
@@ -182,7 +181,7 @@ def test_a_write_that_fails_behind_the_call_gives_its_memory_back() -> None:
     store = fresh_store()
     world = World(1, settings=ONE_SAVE, store=store, stores={0: FaultyStore(store, faults)})
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         for step in range(5):
             outcome = saved(run, step, state(1.0))
             assert isinstance(outcome, UnavailableError) and "full" in str(outcome)
@@ -199,7 +198,7 @@ def test_a_save_that_is_not_handed_on_is_lost_at_once(error: BaseException) -> N
     """What ends the call after the copy must not leave memory lent, the handle open or the other ranks waiting."""
     world = World(2, settings=ONE_SAVE)
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         submit = run._job.commits.submit
 
         def refuse(*_: object) -> object:
@@ -211,7 +210,7 @@ def test_a_save_that_is_not_handed_on_is_lost_at_once(error: BaseException) -> N
                 failed = saved(run, 1, state(1.0))
             else:
                 with pytest.raises(KeyboardInterrupt):
-                    run.save(1, state(1.0), ANYTHING)
+                    run.save(1, state(1.0))
                 failed = run._pending
             run._job.commits.submit = submit  # type: ignore[method-assign]
         else:

@@ -12,18 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.format.names import step_folder
-from holdfast.loading.load import LoadRequest
 from holdfast.repository.reports import reports_in
-from holdfast.runs.run import Run
 from holdfast.telemetry.trace import trace_of
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.events import Began, Ended, Entered, Event, Failed, Phase, Progress, RankReport
 from holdfast.types.reports import LoadReport, SaveReport
 from tests.tuned import tuned
-from tests.unit.ranks import ANYTHING, HASTY, PATIENT, World, plain, saved, sharded
+from tests.unit.ranks import HASTY, PATIENT, World, plain, saved, sharded
 from tests.unit.telemetry.traced import require_sound
 
 SAVED = {"collect", "agree", "plan", "compare", "copy", "queue", "write", "part", "vote"}
@@ -47,8 +46,8 @@ class Heard:
         ]
 
 
-def loaded(run: Run, target: dict[str, GlobalTensor]) -> LoadReport:
-    run.load(LoadRequest(target, ANYTHING, strict=True, cast=False), None)
+def loaded(run: CheckpointManager, target: dict[str, GlobalTensor]) -> LoadReport:
+    run.load(target)
     assert run.load_report is not None
     return run.load_report
 
@@ -72,7 +71,7 @@ def test_every_rank_reports_a_save_and_a_load() -> None:
     heard = Heard()
     world = World(3, observers=(heard,))
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 7, {"w": sharded(3)}), loaded(run, target(3))
 
     outcomes = world.play(part)
@@ -111,7 +110,7 @@ def test_bytes_that_ranks_pass_on_are_told_of_and_timed() -> None:
     heard = Heard()
     world = World(2, tuned(replace(PATIENT, share_reads="always"), exchange_bytes_max=16384), observers=(heard,))
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         saved(run, 1, {"w": plain(3.0, count=50_000)})
         return loaded(run, {"w": plain(0.0, count=50_000)})
 
@@ -141,7 +140,7 @@ def test_a_report_that_cannot_be_written_is_a_warning_of_one_rank(caplog: pytest
 def test_none_is_left_where_none_is_asked_for() -> None:
     world = World(2, replace(PATIENT, reports=False))
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, {"w": sharded(2)}), loaded(run, target(2))
 
     outcomes = world.play(part)
@@ -170,7 +169,7 @@ def test_a_call_that_is_refused_is_told_of_once() -> None:
     heard = Heard()
     world = World(1, observers=(heard,))
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         error = saved(run, 1, {"w": object()})
         wrong = {"v": plain(1.0)}
         saved(run, 2, {"w": plain(1.0)})
@@ -191,7 +190,7 @@ def test_a_load_that_goes_on_with_an_older_step_is_told_of_as_both() -> None:
     heard = Heard()
     world = World(2, observers=(heard,))
 
-    def part(rank: int, run: Run) -> object:
+    def part(rank: int, run: CheckpointManager) -> object:
         saved(run, 1, {"w": sharded(2)}), saved(run, 2, {"w": sharded(2)})
         if rank == 0:
             key = next(name for name in world.files() if "step-000000000002" in name and name.endswith("1.safetensors"))

@@ -9,13 +9,12 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
-from holdfast.format.names import step_folder
+from holdfast.format.names import require_step, step_folder
 from holdfast.leases.writer import WriterLease
 from holdfast.offline.imports.copy import saved_again
 from holdfast.offline.imports.reference import referenced
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
-from holdfast.runs.run import require_step
 
 logger = logging.getLogger(__name__)
 

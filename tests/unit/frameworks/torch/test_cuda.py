@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.engine.arena import Arena
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import InvalidError, UnavailableError
@@ -22,7 +23,6 @@ from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.side_stream import SideStream, side_stream
 from holdfast.frameworks.torch.state.collect import collect
 from holdfast.ports.framework import Selection
-from holdfast.runs.run import Run
 from holdfast.types.reports import SaveReport
 from tests.unit.frameworks.torch.test_lazy import LAZY, Gate, in_place, rebinding, require_equal, run_at, through_data
 
@@ -112,7 +112,7 @@ def test_the_step_waits_for_what_a_small_arena_has_not_taken(tmp_path: Path, gat
     training = Training()
     run = run_at(tmp_path, gate)
     expected = training.values()
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     training.backward()
     assert not handle.staged.done()
     gate.open_after(0.2)
@@ -129,8 +129,8 @@ def test_a_change_behind_the_fence_aborts_the_save(
     tmp_path: Path, gate: Gate, change: Callable[[object], None], verify_lazy_copy: bool
 ) -> None:
     training = Training()
-    run: Run = run_at(tmp_path, gate, verify_lazy_copy=verify_lazy_copy)
-    handle = run.save(1, training.state, Selection())
+    run: CheckpointManager = run_at(tmp_path, gate, verify_lazy_copy=verify_lazy_copy)
+    handle = run.save(1, training.state)
     change(training)
     gate.opened.set()
     if change is not rebinding:  # What it binds lies on the host.
@@ -189,7 +189,7 @@ def test_memory_for_copies_is_pinned_and_let_go(tmp_path: Path, device: torch.de
     manager = manager_at(tmp_path, "copy")
     with manager:
         manager.save(1, training.state).wait()
-        arena: Arena = manager._run._job.arena  # type: ignore[attr-defined]
+        arena: Arena = manager._job.arena  # type: ignore[attr-defined]
         blocks = [torch.frombuffer(block, dtype=torch.uint8) for block in arena._blocks]
         assert blocks and all(block.is_pinned() for block in blocks)
         assert side_stream(device)._stream.priority == torch.cuda.Stream.priority_range()[0]
@@ -199,7 +199,7 @@ def test_memory_for_copies_is_pinned_and_let_go(tmp_path: Path, device: torch.de
 def test_a_state_in_host_memory_pins_nothing(tmp_path: Path, device: torch.device) -> None:
     with manager_at(tmp_path, "copy") as manager:
         manager.save(1, {"weights": torch.ones(1 << 20)}).wait()
-        assert manager._run._job.arena._pinned == []  # type: ignore[attr-defined]
+        assert manager._job.arena._pinned == []  # type: ignore[attr-defined]
 
 
 def test_memory_that_cannot_be_pinned_is_copied_into_all_the_same(device: torch.device) -> None:
@@ -336,7 +336,7 @@ def test_a_forked_child_leaves_pinned_memory_alone(tmp_path: Path, gate: Gate) -
     training = Training()
     run = run_at(tmp_path, gate, arena_bytes_max=1 << 20)
     expected = training.values()
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     handle.wait("staged", timeout=60.0)
     child = os.fork()
     if child == 0:

@@ -20,13 +20,11 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.torch.fence import FencedObjects
 from holdfast.frameworks.torch.tensors import TorchSource
 from holdfast.frameworks.torch.tickets import Unsure
-from holdfast.loading.load import LoadRequest
-from holdfast.ports.framework import Selection
-from holdfast.runs.run import Run
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.transfer import Transfer
 from holdfast.testing.faults import FaultPoint
@@ -93,7 +91,7 @@ def gate() -> Iterator[Gate]:
     gate.opened.set()
 
 
-def run_at(root: Path, gate: Gate, **settings: object) -> Run:
+def run_at(root: Path, gate: Gate, **settings: object) -> CheckpointManager:
     return run_with(root, store=gate.trigger, process_group=False, settings=replace(LAZY, **settings))  # type: ignore[arg-type]
 
 
@@ -142,7 +140,7 @@ def test_forward_and_backward_go_on_and_the_step_waits(tmp_path: Path, gate: Gat
     training = Training()
     run = run_at(tmp_path, gate)
     expected = training.values()
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     assert not handle.staged.done()
     training.backward()
     assert not handle.staged.done(), "forward and backward wait for nothing"
@@ -195,7 +193,7 @@ def test_a_change_behind_the_fence_aborts_the_save(
 ) -> None:
     training = Training()
     run = run_at(tmp_path, gate, verify_lazy_copy=verify_lazy_copy)
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     change(training)
     gate.opened.set()
     training.step()
@@ -204,7 +202,7 @@ def test_a_change_behind_the_fence_aborts_the_save(
     assert run.steps() == []
     assert list(tmp_path.rglob("*.safetensors")) == []
     expected = training.values()
-    assert isinstance(run.save(2, training.state, Selection()).wait(timeout=60.0), SaveReport)
+    assert isinstance(run.save(2, training.state).wait(timeout=60.0), SaveReport)
     if change is not in_place_on_a_moment:
         require_equal(loaded(tmp_path, 2), expected)
     run.close()
@@ -214,7 +212,7 @@ def test_a_change_once_all_is_copied_is_nobodys_business(tmp_path: Path, gate: G
     training = Training()
     run = run_at(tmp_path, gate, arena_bytes_max=1 << 20, verify_lazy_copy=True)
     expected = training.values()
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     handle.wait("staged", timeout=60.0)
     for change in (in_place, through_data, through_numpy, rebinding):
         change(training)
@@ -228,14 +226,14 @@ def test_a_change_before_it_is_known_that_all_is_copied_aborts_the_save(tmp_path
     """An operation that was writing while the last copy was made is counted only when it is over."""
     training = Training()
     run = run_at(tmp_path, gate, arena_bytes_max=1 << 20)
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     transfer_of(handle)._windows.wait()
     in_place(training)
     training.step()
     gate.opened.set()
     with pytest.raises(InvalidError, match="changed while being taken lazily"):
         handle.wait(timeout=60.0)
-    handle = run.save(2, training.state, Selection())
+    handle = run.save(2, training.state)
     transfer_of(handle)._windows.wait()
     in_place(training)
     with pytest.raises(InvalidError, match="changed while being taken lazily"):
@@ -254,7 +252,7 @@ def test_who_is_told_that_all_is_staged_may_step_at_once(tmp_path: Path, gate: G
     training = Training()
     run = run_at(tmp_path, gate)
     expected = training.values()
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     handle.staged.add_done_callback(lambda _: training.optimizer.step())
     gate.opened.set()
     assert isinstance(handle.wait(timeout=60.0), SaveReport)
@@ -275,10 +273,10 @@ def test_ctrl_c_in_the_midst_of_closing_the_fence_holds_nobody_up(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(FencedObjects, "close", interrupted)
-        run.save(1, training.state, Selection())
+        run.save(1, training.state)
     training.step()
     gate.opened.set()
-    assert isinstance(run.save(2, training.state, Selection()).wait(timeout=60.0), SaveReport)
+    assert isinstance(run.save(2, training.state).wait(timeout=60.0), SaveReport)
     run.close()
 
 
@@ -289,7 +287,7 @@ def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path: Path) -> None:
     training = Training()
     trigger = Trigger(fail, ["upload.write"], at=None, armed=True)
     run = run_with(tmp_path, store=trigger, process_group=False, settings=LAZY)
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     with pytest.raises(UnavailableError):
         handle.wait(timeout=60.0)
     held = weakref.ref(training.model[0].weight)
@@ -301,36 +299,36 @@ def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path: Path) -> None:
     run.close()
 
 
-def load_model(training: Training, run: Run, state: dict[str, dict[str, torch.Tensor]]) -> None:
+def load_model(training: Training, run: CheckpointManager, state: dict[str, dict[str, torch.Tensor]]) -> None:
     training.model.load_state_dict(state["model"])
 
 
-def load_optimizer(training: Training, run: Run, state: dict[str, dict[str, torch.Tensor]]) -> None:
+def load_optimizer(training: Training, run: CheckpointManager, state: dict[str, dict[str, torch.Tensor]]) -> None:
     training.optimizer.load_state_dict(state["optimizer"])
 
 
-def load_part(training: Training, run: Run, state: dict[str, dict[str, torch.Tensor]]) -> None:
+def load_part(training: Training, run: CheckpointManager, state: dict[str, dict[str, torch.Tensor]]) -> None:
     inner = {name.removeprefix("2."): each for name, each in state["model"].items() if name.startswith("2.")}
     training.model[2].load_state_dict(inner)
 
 
-def load_checkpoint(training: Training, run: Run, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    assert run.load(LoadRequest(training.state, Selection(), strict=True, cast=False), 0) == 0
+def load_checkpoint(training: Training, run: CheckpointManager, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    assert run.load(training.state, 0) == 0
 
 
 @pytest.mark.parametrize("load", [load_model, load_part, load_optimizer, load_checkpoint])
 def test_loading_waits_for_the_copies(
-    tmp_path: Path, gate: Gate, load: Callable[[Training, Run, dict[str, dict[str, torch.Tensor]]], None]
+    tmp_path: Path, gate: Gate, load: Callable[[Training, CheckpointManager, dict[str, dict[str, torch.Tensor]]], None]
 ) -> None:
     training = Training()
     run = run_at(tmp_path, gate)
     gate.opened.set()
-    run.save(0, training.state, Selection()).wait(timeout=60.0)
+    run.save(0, training.state).wait(timeout=60.0)
     gate.opened.clear()
     earlier = copy.deepcopy({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
     training.step()
     expected = training.values()
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     assert not handle.staged.done()
     gate.open_after(0.1)
     load(training, run, earlier)
@@ -409,7 +407,7 @@ def test_tensors_that_no_optimizer_guards_are_copied_at_the_call(tmp_path: Path,
     was = {"model.2.weight": average[2].weight.detach().clone(), "variance": variance.clone()}
     # The buffer comes under a name in a dict before the module's own, which is then its alias.
     state = {"a": {"variance": variance}, **training.state, "average": average}
-    handle = run.save(1, {**state, "metric": metric, "counts": counts, "in": [metric.total]}, Selection())
+    handle = run.save(1, {**state, "metric": metric, "counts": counts, "in": [metric.total]})
     metric.total += 1
     counts += 1
     training.backward()
@@ -429,10 +427,10 @@ def test_while_storage_stalls_training_runs_on_until_a_save_must_wait(tmp_path: 
     state_bytes = sum(each.nbytes for each in training.values().values())
     budget = (state_bytes // WINDOW + 8) * WINDOW
     run = run_at(tmp_path, gate, arena_bytes_max=budget)
-    handles = [run.save(1, training.state, Selection())]
+    handles = [run.save(1, training.state)]
     for _ in range(5):
         training.step()
-    handles.append(run.save(2, training.state, Selection()))
+    handles.append(run.save(2, training.state))
     training.backward()
     assert handles[0].staged.done() and not handles[1].staged.done()
     gate.open_after(STALL_SECONDS)
@@ -454,13 +452,13 @@ def test_a_write_that_fails_lets_training_through(tmp_path: Path) -> None:
     trigger = Trigger(fail, ["upload.write"], at=None, armed=True)
     run = run_with(tmp_path, store=trigger, process_group=False, settings=LAZY)
     for step in range(4):
-        handle = run.save(step, training.state, Selection())
+        handle = run.save(step, training.state)
         training.step()
         with pytest.raises(UnavailableError, match="full"):
             handle.wait(timeout=60.0)
     trigger.armed = False
     expected = training.values()
-    handle = run.save(9, training.state, Selection())
+    handle = run.save(9, training.state)
     training.step()
     assert isinstance(handle.wait(timeout=60.0), SaveReport)
     require_equal(loaded(tmp_path, 9), expected)
@@ -504,7 +502,7 @@ def test_where_waiting_for_copies_fails_nobody_says_that_all_is_staged(
 def test_a_model_that_is_being_saved_can_be_copied_pickled_and_trained_in_a_fork(tmp_path: Path, gate: Gate) -> None:
     training = Training()
     run = run_at(tmp_path, gate)
-    handle = run.save(1, training.state, Selection())
+    handle = run.save(1, training.state)
     twin = copy.deepcopy(training.model)
     pickled = pickle.dumps(training.model)
     assert b"holdfast" not in pickled, "whoever loads it may not have it installed"
@@ -533,7 +531,7 @@ def test_a_compiled_step_waits_and_is_not_compiled_anew(tmp_path: Path, gate: Ga
         training.backward()
         gate.opened.clear()
         expected = training.values()
-        handle = run.save(number, training.state, Selection())
+        handle = run.save(number, training.state)
         gate.open_after(0.05)
         step()
         assert handle.staged.done()

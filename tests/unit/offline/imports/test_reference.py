@@ -10,20 +10,19 @@ import pytest
 from safetensors.numpy import save_file
 
 from holdfast import wiring
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
 from holdfast.geometry.tensor import Layout, Placement
-from holdfast.loading.load import LoadRequest
 from holdfast.offline.imports.import_step import import_step
-from holdfast.runs.run import Run
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.references import References
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from tests.unit.ranks import ANYTHING, PATIENT, fresh_store
+from tests.unit.ranks import PATIENT, fresh_store
 
 RANKS = 3
 STEP = 5
@@ -60,9 +59,9 @@ def played(store: MemoryStore, settings: Settings, roots: dict[int, list[str]]) 
             "model.tiny": GlobalTensor("uint8", np.zeros(3, np.uint8)),
         }
         job = Job(comm, SystemClock(), settings, NumpyFramework(comm.rank))
-        run = Run(store, job, References(roots.get(comm.rank, [])))
+        run = CheckpointManager.over(store, job, References(roots.get(comm.rank, [])))
         try:
-            assert run.load(LoadRequest(state, ANYTHING, strict=False, cast=False), None) == STEP
+            assert run.load(state, strict=False) == STEP
         finally:
             run.close()
         for name, expected in ARRAYS.items():

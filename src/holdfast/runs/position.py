@@ -1,0 +1,128 @@
+"""The position of a process in a run: the step it loaded, the newer steps, and what the next save continues."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.coordination.job import Job
+from holdfast.errors import CheckpointError, InvalidError, MissingError, first_three
+from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.loading.load import Loaded
+from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
+from holdfast.repository.catalog import committed_steps, step_folders
+from holdfast.repository.epochs import current_fence, fenced_error, is_valid
+from holdfast.repository.quarantine import identity_at, list_records
+from holdfast.runs.garbage_collection import Pins
+from holdfast.runs.step_request import LastCommitted, Lineage
+from holdfast.saving.deduplication import previous_of
+from holdfast.types.manifest import Parent
+
+
+class RunPosition:
+    """The position of this process in a run, on one rank."""
+
+    def __init__(self, job: Job, home: CheckpointLocation, pins: Pins) -> None:
+        """Start before the first step.
+
+        Args:
+            job: The ranks.
+            home: The root of the run.
+            pins: Steps that garbage collection must leave alone.
+        """
+        self._job, self.home, self._store, self._pins = job, home, home.store, pins
+        self.last_committed = LastCommitted()
+        """What the next save may refer to."""
+        self.lineage = Lineage(None, None)
+        """What the next save continues."""
+        self._loaded: int | None = None
+        self._newer: tuple[int, ...] = ()
+
+    def location_of(self, step: int) -> CheckpointLocation:
+        """Return the location of a step."""
+        return replace(self.home, folder=step_folder(step), step=step)
+
+    def selector(self, step: int | None) -> StepSelector:
+        """Return what chooses the step of a load: the one asked for, or the newest valid one."""
+        # The load may fail because of damage in this very step: then the next save must not refer to it.
+        self.last_committed.base = None
+        if step is None:
+            return NewestValid(self.home, self._job.clock, self._job.is_news)
+        return ExactStep(partial(self._choose, step), partial(self._newer_than, step))
+
+    def move_to(self, loaded: Loaded) -> None:
+        """Stand at a step that was loaded."""
+        step, manifest = loaded.location.step, loaded.manifest
+        if step is None:
+            return
+        self._loaded, self._newer = step, loaded.newer
+        self._pins.has_gone_back = self.has_gone_back
+        self._pins.current_step = step
+        self.last_committed.base = previous_of(manifest, loaded.index, loaded.filled)
+        self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
+
+    def forget_loaded(self) -> None:
+        """Take note that the state is no longer that of the step that was loaded."""
+        self._loaded = None
+
+    @property
+    def has_gone_back(self) -> bool:
+        """Whether the last load asked for a step by number although newer ones exist."""
+        return bool(self._newer)
+
+    def is_loaded(self, step: int) -> bool:
+        """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
+        return step == self._loaded and not self._newer
+
+    def require_not_gone_back(self) -> None:
+        """Refuse to save after going back: a resume would load a newer step, and retention delete the saved one.
+
+        Raises:
+            InvalidError: On every rank alike, for all know it from the load.
+        """
+        if not self._newer:
+            return
+        assert self._loaded is not None, "nothing is saved in between"
+        url = self.location_of(self._loaded).url
+        newer = "a newer step exists" if len(self._newer) == 1 else f"{len(self._newer)} newer steps exist"
+        raise InvalidError(
+            f"{self._store.url}: step {self._loaded} was loaded, and {newer} ({first_three(self._newer)}); going back "
+            f"within a root is not yet supported. Nothing was saved. To continue from step {self._loaded}, make a "
+            f'CheckpointManager(new_root), call holdfast.load("{url}", state), and save with that manager. To continue '
+            "from the newest step, call manager.load(state)"
+        )
+
+    def _choose(self, step: int) -> CheckpointLocation:
+        require_no_checkpoint(self._store)
+        location = self.location_of(step)
+        try:
+            is_fenced = not is_valid(self._store, current_fence(self._store), step)
+        except MissingError as missing:
+            newest = first_three(reversed(committed_steps(self._store))) or "none"
+            raise MissingError(
+                f"{self._store.url}: no committed step {step}; committed, newest first: {newest}. Choose one of them "
+                "(holdfast ls lists all)"
+            ) from missing
+        if is_fenced:
+            raise fenced_error(f"{location.url}/{MANIFEST_FILE}")
+        return location
+
+    def _newer_than(self, step: int) -> tuple[int, ...]:
+        """Return the steps that a resume would prefer to this one, and those that a save may still commit."""
+        fence, damaged = current_fence(self._store), list_records(self._store)
+
+        def is_candidate(newer: int) -> bool:
+            identities = [identity for damaged_step, identity in damaged if damaged_step == newer]
+            try:
+                return is_valid(self._store, fence, newer) and not (
+                    identities and identity_at(self._store, newer) in identities
+                )
+            except (MissingError, InvalidError):
+                return False  # A resume passes it over as well.
+            except CheckpointError:
+                # An unreadable newer step must not fail the load of this one. Saves are then refused.
+                return True
+
+        candidates = {newer for newer in step_folders(self._store) if newer > step and is_candidate(newer)}
+        return tuple(sorted(candidates | {newer for newer in self._pins.under_way() if newer > step}))
