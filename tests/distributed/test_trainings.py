@@ -317,7 +317,7 @@ def test_own_values_on_another_number_of_ranks(worlds: Worlds) -> None:
         assert value["again"] == value["draws"], "a rank that is new is seeded the same each time"
         assert value["first"] == 100
         assert value["made"] == [[[0, "text"], [1, "text"]], rank, 3]
-        assert "InvalidError" in value["refused"] and "shard: kept by each of 2 ranks" in value["refused"]
+        assert "InvalidError" in value["refused"] and "shard: each of 2 ranks saved a value" in value["refused"]
 
 
 def test_gradients_load_on_any_layout(worlds: Worlds) -> None:

@@ -1,4 +1,4 @@
-"""The comm of one process that saves or loads alone; needs no framework."""
+"""The `Comm` of a process that saves or loads alone; needs no framework."""
 
 from __future__ import annotations
 

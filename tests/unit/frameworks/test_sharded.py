@@ -149,8 +149,11 @@ def test_a_tensor_without_dimensions(tmp_path: Path) -> None:
 
 
 BAD: Mapping[str, tuple[Callable[[], holdfast.Sharded], str]] = {
-    "neither start": (lambda: declared(torch.zeros(SHAPE)), "either start or flat_start"),
-    "both starts": (lambda: declared(torch.zeros(SHAPE), start=(0, 0), flat_start=0), "either start or flat_start"),
+    "neither start": (lambda: declared(torch.zeros(SHAPE)), "both or neither of start and flat_start; expected one"),
+    "both starts": (
+        lambda: declared(torch.zeros(SHAPE), start=(0, 0), flat_start=0),
+        "both or neither of start and flat_start; expected one",
+    ),
     "start of one dimension": (lambda: declared(torch.zeros(4, 4), start=(4,)), r"start=\(4,\)"),
     "start is a number": (lambda: declared(torch.zeros(4, 4), start=4), "start=4"),
     "start is a fraction": (lambda: declared(torch.zeros(4, 4), start=(1.5, 0)), r"start=\(1\.5, 0\)"),

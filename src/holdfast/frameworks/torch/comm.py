@@ -1,4 +1,4 @@
-"""Ranks of a process group: c10d's store as the board, tensor collectives for the caller's thread."""
+"""The ranks of a process group: c10d's store as the key-value store, collectives on the caller's thread."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.alone import AloneComm
 
 _CONNECT_SECONDS_MAX = 10.0
-"""Longest try to reach the store's host; c10d takes up to about twice what it is told."""
+"""Longest attempt to reach the store's host; c10d takes up to twice the timeout that it is given."""
 
 _TAG = 0x686F6C64
-"""Keeps what ranks pass each other apart from messages that the training script has under way."""
+"""Tag that separates these messages from point-to-point messages of the training script."""
 
 
 class TorchKeyValueStore:
-    """A c10d store, seen by every thread through a connection of its own.
+    """A c10d store with one connection for each thread.
 
-    A blocking wait holds a c10d connection for its whole length, so threads must not share one.
+    A blocking wait occupies a c10d connection until it ends, so threads must not share one.
     """
 
     def __init__(self, store: Store) -> None:
-        # Ours from the start, so that its timeout may be set: a clone is given its parent's, and tries that long to
-        # reach a host that is gone.
-        self._given = store  # A host lives only as long as somebody holds it, and a clone does not count.
+        # A clone inherits its parent's timeout, and retries that long if the host is gone. The timeout of the given
+        # store is not ours to change, so all connections are cloned from a clone.
+        self._given = store  # The host process serves only while this object lives; clones do not keep it alive.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._local = threading.local()
         self._cloning = threading.Lock()
@@ -53,7 +53,7 @@ class TorchKeyValueStore:
             return [bytes(store.get(key)) for key in keys]
 
     def present(self, key: str) -> bool:
-        """Return whether a key is set, without waiting for it."""
+        """Return whether a key is set, without waiting."""
         with self._call("check", key, 60.0) as store:
             return bool(store.check([key]))
 
@@ -63,9 +63,9 @@ class TorchKeyValueStore:
             return int(store.add(key, amount))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
-        """Set `key` to `desired` if it holds `expected` (empty: if it is not set); return what it holds then."""
+        """Set `key` to `desired` if it is `expected` (empty: if it is not set); return its value afterwards."""
         with self._call("compare_set", key, timeout_seconds) as store:
-            # c10d takes text here, so callers keep to ASCII.
+            # c10d takes str here, so callers pass ASCII.
             return bytes(store.compare_set(key, expected.decode("ascii"), desired.decode("ascii")))
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
@@ -75,14 +75,14 @@ class TorchKeyValueStore:
                 store.wait(list(keys), timedelta(seconds=max(timeout_seconds, 0.001)))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forget keys; absent ones are no error."""
+        """Delete keys; absent ones are no error."""
         for key in keys:
             with self._call("delete", key, 60.0) as store:
                 store.delete_key(key)
 
     @contextmanager
     def _call(self, verb: str, key: str, timeout_seconds: float) -> Iterator[Store]:
-        """Lend this thread's connection and translate what c10d raises."""
+        """Yield this thread's connection, and translate errors of c10d."""
         start = self._clock.monotonic_seconds()
         try:
             store = getattr(self._local, "store", None)
@@ -95,10 +95,10 @@ class TorchKeyValueStore:
             store.set_timeout(timedelta(seconds=max(timeout_seconds, 0.001)))
             yield store
         except RuntimeError as error:
-            # A connection that failed once may hold half a reply: the next call opens another.
+            # A failed connection may hold half a reply, so the next call opens a new one.
             self._local.store = None
             if self._clock.monotonic_seconds() - start >= 0.9 * timeout_seconds:
-                raise TimeoutError(f"{verb} {key}: nothing within {timeout_seconds:.1f} s") from error
+                raise TimeoutError(f"{verb} {key}: no answer within {timeout_seconds:.1f} s") from error
             raise UnavailableError(
                 f"the job's key-value store failed at {verb} {key} ({error}). "
                 "The rank or agent that hosts it may be gone: restart the job"
@@ -106,13 +106,13 @@ class TorchKeyValueStore:
 
 
 def comm_of(process_group: object) -> ProcessGroupComm | SoloComm:
-    """Return the ranks a call is made by.
+    """Return the `Comm` of a process group.
 
     Args:
         process_group: None for the default group (or one process, if torch.distributed is not initialised),
             False for this process alone, or a group.
     Raises:
-        InvalidError: It is none of these.
+        InvalidError: It is of another type, or this rank is not a member.
     """
     if process_group is False:
         return SoloComm()
@@ -125,7 +125,7 @@ def comm_of(process_group: object) -> ProcessGroupComm | SoloComm:
 
 
 def group_of(process_group: object) -> object:
-    """Return the object that stands for a group as long as it lives."""
+    """Return the object that identifies a group during its life."""
     return dist.group.WORLD if process_group is None else process_group
 
 
@@ -134,15 +134,15 @@ class ProcessGroupComm:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and dist.get_rank(group) < 0:
-            raise InvalidError("process_group: this rank is not a member; only members may call")
+            raise InvalidError("process_group: this rank is not a member; expected calls by members only")
         self._group = group
-        # Asked once: a commit may still be under way when the process group is destroyed. The store is held for
-        # the same reason, for on the rank that hosts it the host lives only as long as somebody holds it.
+        # Read once: a commit may still run when the process group is destroyed. The store is kept for the same reason:
+        # on the rank that hosts it, the server stops with the last reference.
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._default_store = dist.distributed_c10d._get_default_store()
         self._key_value_store = TorchKeyValueStore(PrefixStore("holdfast", self._default_store))
         members = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
-        self._rank_of_global = {each: number for number, each in enumerate(members)}
+        self._rank_of_global = {member: number for number, member in enumerate(members)}
         self._first = 0 if group is None else dist.get_global_rank(group, 0)
 
     @property
@@ -185,36 +185,37 @@ class ProcessGroupComm:
         gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.world_size)]
         dist.all_gather(gathered, _tensor_of(payload, longest, device), group=self._group)
         return [
-            each.cpu().numpy()[: int(length.item())].tobytes() for each, length in zip(gathered, lengths, strict=True)
+            padded.cpu().numpy()[: int(length.item())].tobytes()
+            for padded, length in zip(gathered, lengths, strict=True)
         ]
 
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
-        """Give other ranks bytes and take theirs."""
+        """Send bytes to other ranks and receive theirs."""
         device = self._device()
-        # By place: what goes to several ranks is brought to the device once.
+        # By address and length: a buffer for several ranks is copied to the device once.
         staged: dict[tuple[int, int], torch.Tensor] = {}
         arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
         moves = []
         for rank, buffers in sorted(gives.items()):
             for buffer in filter(len, buffers):
                 host = torch.frombuffer(buffer, dtype=torch.uint8)
-                place = host.data_ptr(), len(buffer)
-                if place not in staged:
-                    staged[place] = host.to(device)
-                moves.append(self._move(dist.isend, staged[place], rank))
+                key = host.data_ptr(), len(buffer)
+                if key not in staged:
+                    staged[key] = host.to(device)
+                moves.append(self._move(dist.isend, staged[key], rank))
         for rank, buffers in sorted(takes.items()):
             for buffer in filter(len, buffers):
                 host = torch.frombuffer(buffer, dtype=torch.uint8)
-                there = host if device.type == "cpu" else torch.empty_like(host, device=device)
-                arriving.append((host, there))
-                moves.append(self._move(dist.irecv, there, rank))
+                received = host if device.type == "cpu" else torch.empty_like(host, device=device)
+                arriving.append((host, received))
+                moves.append(self._move(dist.irecv, received, rank))
         if not moves:
             return
-        for each in dist.batch_isend_irecv(moves):
-            each.wait()
-        for host, there in arriving:
-            if there is not host:
-                host.copy_(there)
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+        for host, received in arriving:
+            if received is not host:
+                host.copy_(received)
 
     def _move(self, verb: Callable[..., object], data: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(verb, data, group=self._group, tag=_TAG, group_peer=rank)
@@ -228,7 +229,7 @@ class ProcessGroupComm:
 
 
 class SoloComm(AloneComm):
-    """One process alone, which may yet be a rank of a process group."""
+    """One process alone, even if it is a rank of a process group."""
 
     def rank_of_global(self, rank: int) -> int | None:
         """Return 0 for this process's own global rank, None for any other."""

@@ -1,4 +1,4 @@
-"""Containers taken apart into neutral values and put together again."""
+"""Converts containers with torch objects to neutral values and back."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ _DEPTH_MAX = 100
 
 
 def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) -> Value:
-    """Return a value with every torch object in it replaced by a neutral one.
+    """Return a value with neutral values in place of torch objects.
 
     Args:
-        value: Any value; containers are copied, other leaves pass unchanged (their encoder judges them).
+        value: Any value. Containers are copied; other leaves stay as they are, and the encoder checks them later.
         path: Dotted name of the value.
-        on_tensor: Called with path and tensor for each tensor; what it returns stands in its place.
+        on_tensor: Called with path and tensor for each tensor; returns its substitute.
     Raises:
-        InvalidError: Nested beyond reason, which a container that holds itself is.
+        InvalidError: Nested too deeply, as a container that contains itself is.
     """
     if depth > _DEPTH_MAX:
-        raise InvalidError(f"{path[:200]}…: containers nested deeper than {_DEPTH_MAX}; a container may hold itself")
+        raise InvalidError(
+            f"{path[:200]}…: containers nested deeper than {_DEPTH_MAX}; it may contain itself, skip= it"
+        )
     if isinstance(value, torch.Tensor):
         return on_tensor(path, value)
     if isinstance(value, torch.dtype):
@@ -39,45 +41,45 @@ def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) ->
     if isinstance(value, torch.device):
         return FrameworkValue("torch.device", str(value))
     if is_plain_dict(value):
-        items = ((key, take_apart(each, f"{path}.{key}", on_tensor, depth + 1)) for key, each in value.items())
+        items = ((key, take_apart(entry, f"{path}.{key}", on_tensor, depth + 1)) for key, entry in value.items())
         return dict_like(value, items)
     if type(value) is list or type(value) is tuple:
-        parts = (take_apart(each, f"{path}.{number}", on_tensor, depth + 1) for number, each in enumerate(value))
+        parts = (take_apart(item, f"{path}.{number}", on_tensor, depth + 1) for number, item in enumerate(value))
         return type(value)(parts)
     return value
 
 
 def put_together(value: Value, on_leaf: Callable[[Value], object]) -> object:
-    """Return a neutral value with its torch objects back in place; the inverse of `take_apart`.
+    """Return a value with torch objects for its neutral values; the inverse of `take_apart`.
 
     Args:
         value: A neutral value.
-        on_leaf: Called for every noun that stands for something else (`TensorRef`, `Skipped`); returns it.
+        on_leaf: Called for every other leaf; returns the object that a `TensorRef` or `Skipped` refers to.
     """
     if isinstance(value, FrameworkValue):
         return _built(value)
     if is_plain_dict(value):
-        return dict_like(value, ((key, put_together(each, on_leaf)) for key, each in value.items()))
+        return dict_like(value, ((key, put_together(entry, on_leaf)) for key, entry in value.items()))
     if type(value) is list or type(value) is tuple:
-        return type(value)(put_together(each, on_leaf) for each in value)
+        return type(value)(put_together(item, on_leaf) for item in value)
     return on_leaf(value)
 
 
 def is_plain_dict(value: object) -> TypeGuard[dict[Any, object]]:
-    """Return whether a value is a dict of a type that is stored."""
+    """Return whether a value is a dict of a type that Holdfast stores."""
     return type(value) is dict or type(value) is OrderedDict
 
 
 def holds_tensor(value: object, depth: int = 0) -> bool:
-    """Return whether a tensor lies anywhere in a value."""
+    """Return whether a value contains a tensor at any depth."""
     if isinstance(value, torch.Tensor):
         return True
     if depth > _DEPTH_MAX:
         return False
     if isinstance(value, dict):
-        return any(holds_tensor(each, depth + 1) for each in value.values())
+        return any(holds_tensor(item, depth + 1) for item in value.values())
     if isinstance(value, list | tuple):
-        return any(holds_tensor(each, depth + 1) for each in value)
+        return any(holds_tensor(item, depth + 1) for item in value)
     return False
 
 
@@ -85,13 +87,13 @@ def small_tensor(path: str, tensor: torch.Tensor, numel_max: int = 1024) -> Fram
     """Return a tensor of a few elements as a value: a learning rate kept as a tensor, a random state.
 
     Raises:
-        InvalidError: It has over `numel_max` elements or cannot be stored.
+        InvalidError: It has more than `numel_max` elements, or cannot be stored.
     """
     require_storable(tensor, path)
     if tensor.numel() > numel_max:
         raise InvalidError(
             f"{path}: a tensor of {tensor.numel()} elements as a value; expected at most {numel_max}. "
-            "Let it stand in the state as a tensor"
+            "Put it into a dict of the state"
         )
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return FrameworkValue(
@@ -100,7 +102,7 @@ def small_tensor(path: str, tensor: torch.Tensor, numel_max: int = 1024) -> Fram
 
 
 def dict_like(value: dict[Any, object], items: Iterable[tuple[object, object]]) -> dict[Any, object]:
-    """Return a dict of the same type; a module's state dict keeps the versions it carries as `_metadata`."""
+    """Return a dict of the same type. The copy of a module's state dict keeps its `_metadata` (versions)."""
     copy = type(value)(items)
     if isinstance(copy, OrderedDict) and hasattr(value, "_metadata"):
         copy._metadata = value._metadata  # type: ignore[attr-defined]
@@ -126,15 +128,15 @@ def _built(value: FrameworkValue) -> object:
     raise InvalidError(f"a value of kind {value.kind[:80]!r} was saved by a newer Holdfast; load it with that version")
 
 
-_DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-"""By name: what is stored is looked up here, never as an attribute of torch."""
+_DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""Dtypes by name. A stored name is looked up here, never as an attribute of torch."""
 
 
 def _dtype(name: object) -> torch.dtype:
     if not isinstance(name, str):
-        raise CorruptError(f"a dtype that is {type(name).__name__}; expected its name. Read another copy")
+        raise CorruptError(f"a stored dtype is {type(name).__name__}; expected its name. Read another copy")
     if name not in _DTYPES:
-        # What says so has passed its check: it is what was saved, and every other step says the same.
+        # Not damage: the bytes match their digest, so other copies hold the same name.
         raise InvalidError(
             f"dtype {name[:80]!r}: this torch has none of this name; expected one that it has. Load with the torch "
             "that it was saved with, or leave the name out with skip="
@@ -143,19 +145,21 @@ def _dtype(name: object) -> torch.dtype:
 
 
 def _shape(content: object) -> tuple[int, ...]:
-    if not isinstance(content, tuple) or not all(type(each) is int and 0 <= each < 1 << 63 for each in content):
-        raise CorruptError("a torch.Size that is no tuple of lengths; read another copy")
+    if not isinstance(content, tuple) or not all(type(length) is int and 0 <= length < 1 << 63 for length in content):
+        raise CorruptError("a stored torch.Size is not a tuple of lengths; read another copy")
     return content
 
 
 def _tensor(content: object) -> torch.Tensor:
     if not isinstance(content, dict) or content.keys() != {"dtype", "shape", "data"}:
-        raise CorruptError("a small tensor without dtype, shape and data; read another copy")
+        raise CorruptError("a stored small tensor lacks dtype, shape or data; read another copy")
     dtype, shape, data = _dtype(content["dtype"]), _shape(content["shape"]), content["data"]
-    # Nothing is allocated that the bytes at hand do not fill, and no stride can pass what torch can count.
+    # Allocate only what the stored bytes fill. The padded size keeps strides within the integers of torch.
     padded_bytes = math.prod(length or 1 for length in shape) * dtype.itemsize
     if not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data) or padded_bytes >= 1 << 62:
-        raise CorruptError(f"a small tensor of {dtype} {list(shape)[:64]} whose data does not fit; read another copy")
+        raise CorruptError(
+            f"a small tensor of {dtype} {list(shape)[:64]} whose data has another size; read another copy"
+        )
     if len(shape) > _DIMENSIONS_MAX or dtype not in _STORABLE:
         raise CorruptError(f"a small tensor of {dtype} with {len(shape)} dimensions; read another copy")
     if not data:

@@ -1,8 +1,8 @@
-"""The fence of lazy saves: what trains waits here before it changes what is still being copied.
+"""The fence of lazy saves: training waits here before it changes a tensor that is still to be copied.
 
-One hook for every optimizer's step, torch's own global one, and hooks on the modules and optimizers that are saved
-lazily, for `load_state_dict`. They stay: adding and removing them would have compiled steps compiled anew. With no save
-under way they return at once.
+Two kinds of hooks wait: torch's global hook of every optimizer step, and `load_state_dict` hooks on the modules and
+optimizers of a lazy save. They are never removed, because that would recompile compiled steps. Without a lazy save they
+return at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.frameworks.torch.wrappers import unwrapped
 
 _settling: dict[int, Callable[[], None]] = {}
-"""By identity, what waits for one save's copies. Without a lock, so that a signal handler may save or step at any time:
-each use is one operation of the dict."""
+"""Functions that wait for one save's copies, by identity. No lock, so that a signal handler may save or step at any
+time: each access is one atomic operation of the dict."""
 
 
 def steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether parameters have hooks that run in the midst of backward, as optimizers that step there set.
+    """Return whether parameters have hooks that run during backward, as optimizers that step in backward set.
 
-    Such a hook may write to a parameter without an optimizer's step that the fence could see.
+    Such a hook may change a parameter without an optimizer step, so the fence does not see it.
     """
-    return any(getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
+    return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
 class FencedObjects:
@@ -37,26 +37,26 @@ class FencedObjects:
         self._objects: list[torch.nn.Module | torch.optim.Optimizer] = []
 
     def add(self, fenced: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Add one."""
+        """Add a module or optimizer."""
         self._objects.append(fenced)
 
     def close(self, settle: Callable[[], None]) -> None:
-        """Have `settle` run before any optimizer steps and any of these is loaded, until it has run to its end once."""
+        """Call `settle` before any optimizer steps or any of these objects is loaded, until one call has returned."""
         _hook_every_step()
-        for each in self._objects:
-            _hook_loading(each)
+        for fenced in self._objects:
+            _hook_loading(fenced)
         _settling[id(settle)] = settle
 
 
 def wait_for_all_copies() -> None:
-    """Wait until nothing more is read from any state."""
+    """Wait until no lazy save reads from any state."""
     for key, settle in list(_settling.items()):
         settle()
         _settling.pop(key, None)
 
 
 class _Hook:
-    """Settles, whatever it is called with; one object, which copies and pickles of a module do not multiply."""
+    """Waits, whatever its arguments. A single object: copies of a module share it."""
 
     def __init__(self) -> None:
         self.settle: Callable[[], None] = wait_for_all_copies
@@ -72,8 +72,8 @@ class _Hook:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A module that is pickled whole must load where Holdfast is not installed: what comes back does nothing,
-        # whatever it is called with.
+        # A pickled module must load without Holdfast. The hook comes back as the class `operator.itemgetter`: part of
+        # the standard library, callable with any arguments, without effect.
         return type, (operator.itemgetter(0),)
 
 
@@ -82,36 +82,36 @@ _HOOK = _Hook()
 
 @cache
 def _hook_every_step() -> None:
-    # A compiled step is not to trace the waiting, nor what tells of changes. Only now, since it loads the compiler.
+    # torch.compile must not trace the wait. Disabled only here, since this call imports the compiler.
     _HOOK.settle = torch.compiler.disable(wait_for_all_copies)  # type: ignore[no-untyped-call]
     handle = register_optimizer_step_pre_hook(_HOOK)
     hooks = handle.hooks_dict_ref()
     if hooks is not None:
-        # Before the user's own, which may change parameters.
+        # First of all hooks: the user's hooks may change parameters.
         hooks.move_to_end(handle.id, last=False)
 
 
-def _hook_loading(each: torch.nn.Module | torch.optim.Optimizer) -> None:
-    if isinstance(each, torch.optim.Optimizer):
-        _hook_once(each, getattr(each, "_optimizer_load_state_dict_pre_hooks", None))
+def _hook_loading(fenced: torch.nn.Module | torch.optim.Optimizer) -> None:
+    if isinstance(fenced, torch.optim.Optimizer):
+        _hook_once(fenced, getattr(fenced, "_optimizer_load_state_dict_pre_hooks", None))
         return
-    if _hook_once(each, each._load_state_dict_pre_hooks):
-        # `load_state_dict` of a part, or of what a wrapper holds, asks the hooks of that part alone.
-        for part in (*each.modules(), *unwrapped(each)[0].modules()):
+    if _hook_once(fenced, fenced._load_state_dict_pre_hooks):
+        # `load_state_dict` of a submodule runs the hooks of that submodule only.
+        for part in (*fenced.modules(), *unwrapped(fenced)[0].modules()):
             _hook_once(part, part._load_state_dict_pre_hooks)
 
 
-def _hook_once(each: torch.nn.Module | torch.optim.Optimizer, hooks: Mapping[int, object] | None) -> bool:
-    """Hook an object that has no such hook yet; return whether it was."""
+def _hook_once(fenced: torch.nn.Module | torch.optim.Optimizer, hooks: Mapping[int, object] | None) -> bool:
+    """Add the hook to an object without it; return whether it was added."""
     if hooks is None or any(getattr(hook, "hook", hook) is _HOOK for hook in hooks.values()):
-        # An optimizer that wraps another has no hooks of its own, but passes the loading on.
+        # An optimizer that wraps another has no hooks, but calls load_state_dict of the inner one.
         return False
     try:
-        each.register_load_state_dict_pre_hook(_HOOK)
+        fenced.register_load_state_dict_pre_hook(_HOOK)
     except RuntimeError:
-        return False  # A ScriptModule takes none. Addresses and counters tell when it was loaded.
+        return False  # A ScriptModule takes no hooks. Addresses and version counters reveal a load of it.
     return True
 
 
 os.register_at_fork(after_in_child=_settling.clear)
-"""In a child nothing is under way: the threads that copy are its parent's, and so is the memory they read."""
+"""A forked child has no copies to wait for: the copying threads exist in the parent only."""

@@ -1,4 +1,4 @@
-"""PyTorch behind the framework port."""
+"""The `Framework` of PyTorch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from holdfast.ports.framework import Catalog, Collected, Restoration, Selection
 
 
 class TorchFramework:
-    """Takes states of torch objects apart and fills them."""
+    """Collects and fills states of torch objects."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def collect(self, state: Mapping[str, object], selection: Selection) -> Collected:
-        """Take a state apart, touching nothing."""
+        """Split a state into shards and values; changes nothing in it."""
         return collect(state, selection, self._ranks)
 
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> Restoration:
-        """Work out what a state wants of a checkpoint, touching no value of it."""
-        # What is about to be filled may still be being saved.
+        """Compare a state with a checkpoint; changes no value of it."""
+        # A lazy save may still read the tensors that this load will fill.
         wait_for_all_copies()
         return TorchRestoration(state, catalog, selection, self._ranks)

@@ -1,7 +1,7 @@
-"""FSDP1: what a rank holds of each parameter is one run of it, read off the shard of the flat parameter it went into.
+"""FSDP1: reads which run of each parameter this rank holds off the shard of the flat parameter.
 
 With `use_orig_params=True` every parameter is a 1-d view of this rank's shard, and so is its optimizer state. FSDP1's
-own sharded state dict gathers and re-cuts all of it; here nothing moves and no collective runs.
+own sharded state dict gathers and splits all of it again; here nothing moves and no collective runs.
 """
 
 from __future__ import annotations
@@ -43,55 +43,55 @@ class _Handle(Protocol):
 
 
 class _Wrapper(Protocol):
-    """A `FullyShardedDataParallel` module, as far as it is looked into."""
+    """The attribute of a `FullyShardedDataParallel` module that is read here."""
 
     _handle: _Handle | None
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is a `FullyShardedDataParallel`; by name, so that nobody pays for its import."""
-    return any(each.__name__ == "FullyShardedDataParallel" for each in type(module).__mro__)
+    """Return whether a module is a `FullyShardedDataParallel`; by name, to avoid its slow import."""
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
 def declarations(module: nn.Module, path: str, rank_of_global: RankOfGlobal) -> dict[int, Sharded]:
-    """Return what this rank holds of each parameter that FSDP1 shards, by the identity of the parameter.
+    """Return this rank's part of each parameter that FSDP1 shards, by the parameter's identity.
 
-    Padding belongs to no parameter and is never named. Parameters that are brought together for the moment (after
-    an evaluation under SHARD_GRAD_OP, say) go back to their shards first, as FSDP2's do.
+    Padding belongs to no parameter. Parameters that are gathered now (for example after an evaluation under
+    SHARD_GRAD_OP) are resharded first, as FSDP2 does.
 
     Args:
         module: Any module; wrappers are found at every depth.
-        path: Where it stands in the state.
-        rank_of_global: Numbers ranks within the group that saves.
+        path: Its path in the state.
+        rank_of_global: Returns the rank in the saving group for a global rank.
     Raises:
-        InvalidError: `use_orig_params=False`, a forward or backward under way, or a layout that is not one run.
+        InvalidError: `use_orig_params=False`, a forward or backward is running, or a layout is not one run.
     """
-    found: dict[int, Sharded] = {}
-    for name, each in module.named_modules():
-        if not is_wrapper(each):
+    declared: dict[int, Sharded] = {}
+    for name, wrapper in module.named_modules():
+        if not is_wrapper(wrapper):
             continue
-        handle = cast("_Wrapper", each)._handle
+        handle = cast("_Wrapper", wrapper)._handle
         if handle is None:
             continue
         where = f"{path}.{name}" if name else path
-        _require_usable(each, handle, where)
+        _require_usable(wrapper, handle, where)
         if not handle.uses_sharded_strategy:
-            # NO_SHARD, or a single rank: parameters are whole and have their own shape.
+            # NO_SHARD, or a single rank: every rank holds whole parameters of their own shape.
             continue
-        replicas = _replicas(each, handle, where, rank_of_global)
-        _bring_back(each, handle)
+        replicas = _replicas(wrapper, handle, where, rank_of_global)
+        _drop_gathered(wrapper, handle)
         flat = handle.flat_param
         for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             start = info.intra_param_start_idx or 0
-            found[id(parameter)] = Sharded(parameter, tuple(shape), flat_start=start, replicas=replicas)
-    return found
+            declared[id(parameter)] = Sharded(parameter, tuple(shape), flat_start=start, replicas=replicas)
+    return declared
 
 
 def holds_any(declared: Sharded) -> bool:
     """Return whether this rank has any element of a parameter that FSDP1 shards.
 
-    Where it has none, the parameter gets no gradient and the optimizer passes it by: a step count that it carries
-    nevertheless stands still, and is no copy of the one that counts.
+    Without one, the parameter gets no gradient and the optimizer never steps it. Its step count does not advance, so
+    it is not a copy of the other ranks' count.
     """
     return isinstance(declared.tensor, torch.Tensor) and declared.tensor.numel() > 0
 
@@ -99,7 +99,7 @@ def holds_any(declared: Sharded) -> bool:
 def state_entries(module: nn.Module) -> dict[str, object]:
     """Return the entries of a module's state dict, the module's own objects, without FSDP1's hooks.
 
-    Those would gather every parameter. All other hooks run as they would.
+    FSDP1's hooks would gather every parameter. All other hooks run.
     """
     if not any(map(is_wrapper, module.modules())):
         return dict(module.state_dict(keep_vars=True))
@@ -109,7 +109,7 @@ def state_entries(module: nn.Module) -> dict[str, object]:
 
 
 def load_extra_state(module: nn.Module, entries: Mapping[str, object], names: Mapping[str, nn.Module]) -> None:
-    """Give modules their extra state back without `load_state_dict`, whose FSDP1 hooks would gather parameters.
+    """Load extra state of modules without `load_state_dict`, whose FSDP1 hooks would gather parameters.
 
     Args:
         module: The wrapped module.
@@ -121,7 +121,7 @@ def load_extra_state(module: nn.Module, entries: Mapping[str, object], names: Ma
     for fqn, value in entries.items():
         if fqn not in names:
             raise InvalidError(
-                f"{fqn}: was made by a state-dict hook inside {type(module).__name__}, which cannot take it back under "
+                f"{fqn}: was made by a state-dict hook inside {type(module).__name__}, which cannot load it under "
                 "FSDP1; leave it out with skip=, or use fully_shard (FSDP2)"
             )
         names[fqn].set_extra_state(value)
@@ -158,24 +158,24 @@ def _replicas(module: nn.Module, handle: _Handle, where: str, rank_of_global: Ra
     strategy = getattr(module, "sharding_strategy", None)
     hybrid = "HYBRID" in getattr(strategy, "name", "")
     copies = dist.get_process_group_ranks(module._inter_node_pg) if hybrid else []  # type: ignore[arg-type]
-    numbers = {each: rank_of_global(each) for each in (*members, *copies)}
-    for each, number in numbers.items():
-        if number is None:
+    ranks = {member: rank_of_global(member) for member in (*members, *copies)}
+    for member, rank in ranks.items():
+        if rank is None:
             raise InvalidError(
-                f"{where}: FSDP1 shards it over rank {each}, which is not in process_group; "
+                f"{where}: FSDP1 shards it over rank {member}, which is not in process_group; "
                 "expected every rank of its groups to take part. Pass the group that holds them all"
             )
-    return tuple(sorted(number for each in copies if (number := numbers[each]) is not None)) or None
+    return tuple(sorted(rank for copy in copies if (rank := ranks[copy]) is not None)) or None
 
 
-def _bring_back(module: nn.Module, handle: _Handle) -> None:
-    """Let go of parameters that are whole; local, no rank waits for another.
+def _drop_gathered(module: nn.Module, handle: _Handle) -> None:
+    """Drop gathered copies of parameters; local, without a collective.
 
-    SHARD_GRAD_OP keeps the gathered copy beside the shard and takes it for the next forward unseen: what is loaded
-    into the shard would not be used.
+    SHARD_GRAD_OP keeps the gathered copy beside the shard and uses it in the next forward without a check. Values
+    loaded into the shard would have no effect.
     """
     if not hasattr(handle.flat_param, "_local_shard"):
-        # No forward has run yet: there is nothing but the shard.
+        # No forward has run yet, so only the shard exists.
         return
     from torch.distributed.fsdp._runtime_utils import _reshard
 
@@ -183,18 +183,18 @@ def _bring_back(module: nn.Module, handle: _Handle) -> None:
 
 
 def _enter(module: nn.Module, prefix: str, entries: dict[str, object]) -> None:
-    """Add a module's entries as `Module.state_dict` does, but for hooks of FSDP1 wrappers."""
+    """Add a module's entries as `Module.state_dict` does, without hooks of FSDP1 wrappers."""
     if not any(map(is_wrapper, module.modules())):
         module.state_dict(destination=entries, prefix=prefix, keep_vars=True)
         return
-    own = not is_wrapper(module)
-    for before in module._state_dict_pre_hooks.values() if own else ():
+    runs_hooks = not is_wrapper(module)
+    for before in module._state_dict_pre_hooks.values() if runs_hooks else ():
         before(module, prefix, True)
     module._save_to_state_dict(entries, prefix, True)
     for name, child in module._modules.items():
         if child is not None:
             _enter(child, f"{prefix}{name}.", entries)
-    for after in module._state_dict_hooks.values() if own else ():
+    for after in module._state_dict_hooks.values() if runs_hooks else ():
         result = after(module, entries, prefix, {})
         if isinstance(result, dict) and result is not entries:
             entries.clear()

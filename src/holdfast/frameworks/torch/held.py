@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor: which regions, and the memory of each."""
+"""The part of a tensor that this rank holds: regions, and the memory of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.geometry.box import Box
 from holdfast.geometry.placement import held_boxes, held_boxes_in_shard_order, replica_ranks
 from holdfast.geometry.region import FlatRange, Region
@@ -23,7 +23,7 @@ RankOfGlobal = Callable[[int], int | None]
 
 
 class ShardOfTensorMetadata(Protocol):
-    """Where a local shard of a `ShardedTensor` lies."""
+    """Position of a local shard in a `ShardedTensor`."""
 
     shard_offsets: Sequence[int]
 
@@ -49,45 +49,45 @@ class Ranks:
     """The group's rank of a global rank, or None if it is not a member."""
 
     known: dict[object, _OnMesh] = field(default_factory=dict, repr=False, compare=False)
-    """How DTensors lie, by mesh, placements and shapes: thousands of tensors lie in a few ways."""
+    """Cached layouts of DTensors by mesh, placements and shapes; thousands of tensors share a few layouts."""
 
 
-@dataclass(slots=True)  # Not frozen: made for every tensor at every save, and frozen fields take twice the time.
+@dataclass(slots=True)  # Not frozen: one for every tensor of every save, and frozen is half as fast.
 class HeldPart:
     """One region and its memory."""
 
     region: Region
-    """Which part of the tensor."""
+    """Region of the tensor."""
 
     local: torch.Tensor
-    """Its elements: of the box's shape, or 1-d for a flat range; a view, so that filling it fills the tensor."""
+    """A view of its elements, so that filling it fills the tensor: of the box's shape, or 1-d for a flat range."""
 
 
 @dataclass(slots=True)
 class Held:
-    """What this rank holds of one tensor."""
+    """The part of one tensor that this rank holds."""
 
     global_shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
     layout: Layout | None
-    """Mesh and placements, where there are any."""
+    """Mesh and placements; None without a mesh."""
 
     holders: tuple[int, ...] | None
-    """Ranks stated to hold the same; None for a plain tensor."""
+    """Ranks that hold the same part; None for a plain tensor."""
 
     parts: tuple[HeldPart, ...]
-    """Regions and memory; empty where the split leaves nothing."""
+    """Regions and memory; empty if the split leaves nothing for this rank."""
 
     on_mesh: bool = True
-    """Whether this rank has any part in the tensor at all."""
+    """Whether this rank belongs to the tensor's mesh."""
 
 
 def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ranks) -> Held:
-    """Return what this rank holds of a tensor.
+    """Return the part of a tensor that this rank holds.
 
     Raises:
-        InvalidError: The layout cannot be kept, or the local tensor is not as large as it says.
+        InvalidError: The layout cannot be stored, or the local tensor does not have the size that it states.
     """
     if declared is not None:
         return _declared(declared, fqn, ranks)
@@ -97,31 +97,31 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     if shards is None:
         return _whole(tensor)
     shape = tuple(tensor.shape)
-    starts = [tuple(each.metadata.shard_offsets) for each in shards]
-    local_tensors = [each.tensor for each in shards]
+    starts = [tuple(shard.metadata.shard_offsets) for shard in shards]
+    local_tensors = [shard.tensor for shard in shards]
     if not shards:
         return Held(shape, None, (ranks.rank,), ())
     return _declared(Sharded(local_tensors, shape, starts), fqn, ranks)
 
 
 def held_if_plain(tensor: torch.Tensor) -> Held | None:
-    """Return what this rank holds of an ordinary tensor that says nothing of a layout, all of it; None of any other.
+    """Return all of an ordinary tensor without a layout; None for any other tensor.
 
-    Asked first of every tensor of which nothing is declared: there may be a hundred thousand, nearly all of them such.
+    The fast path for tensors without a declaration: a state may have 100,000, nearly all of them ordinary.
     """
     return None if type(tensor) is DTensor or not is_ordinary(tensor) else _whole(tensor)
 
 
 def _whole(tensor: torch.Tensor) -> Held:
-    """Return what is held of a tensor of which this rank holds all."""
+    """Return all of a tensor that this rank holds whole."""
     shape = tuple(tensor.shape)
     return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor, or what a DTensor holds here, is a dense one with memory: nearly all are.
+    """Return whether a tensor, or a DTensor's local tensor, is dense and has memory.
 
-    Of these nothing else need be asked, to know that they can be stored and filled.
+    Such a tensor can be stored and filled; no other check is needed.
     """
     if type(tensor) is DTensor:
         tensor = tensor._local_tensor
@@ -135,12 +135,12 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _OnMesh:
-    """How DTensors of one mesh, placements and shape lie on this rank."""
+    """Layout on this rank of all DTensors with one mesh, placements and shape."""
 
     layout: Layout
     holders: tuple[int, ...]
     boxes: tuple[tuple[Box, Box], ...]
-    """What is held, and where each box lies in the local tensor."""
+    """Held boxes, each with its box in the local tensor."""
 
     on_mesh: bool = True
 
@@ -148,7 +148,7 @@ class _OnMesh:
 def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
     shape, local = tuple(tensor.shape), local_of(tensor)
     placements = tensor.placements
-    # Of two kinds placements can be equal, and yet split otherwise.
+    # The types too: placements of two types can compare equal and split differently.
     key = (tensor.device_mesh, placements, tuple(map(type, placements)), shape, local.shape)
     known = ranks.known.get(key)
     if known is None:
@@ -157,12 +157,12 @@ def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
         if coordinate is None:
             known = _OnMesh(layout, (), (), on_mesh=False)
         else:
-            at = tuple(coordinate)
-            known = _OnMesh(layout, replica_ranks(layout, at), _boxes_of(local, layout, shape, at, fqn))
+            position = tuple(coordinate)
+            known = _OnMesh(layout, replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn))
         ranks.known[key] = known
     parts = [
-        HeldPart(box, local if where.shape == local.shape else local[where.relative_to((0,) * len(shape))])
-        for box, where in known.boxes
+        HeldPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
+        for box, inner in known.boxes
     ]
     return Held(shape, known.layout, known.holders, tuple(parts), known.on_mesh)
 
@@ -171,7 +171,7 @@ def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout
     """Return mesh and placements of a DTensor in ranks of the process group.
 
     Raises:
-        InvalidError: A placement that cannot be kept, or a mesh reaching outside the group.
+        InvalidError: A placement cannot be stored, or the mesh has ranks outside the group.
     """
     placements = []
     for placement in tensor.placements:
@@ -189,11 +189,11 @@ def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout
             )
     mesh = tensor.device_mesh.mesh
     ranks = []
-    for each in mesh.flatten().tolist():
-        rank = rank_of_global(each)
+    for member in mesh.flatten().tolist():
+        rank = rank_of_global(member)
         if rank is None:
             raise InvalidError(
-                f"{fqn}: its mesh holds rank {each}, which is not in process_group; "
+                f"{fqn}: its mesh holds rank {member}, which is not in process_group; "
                 "expected every rank of the mesh to take part. Pass the group that holds the whole mesh"
             )
         ranks.append(rank)
@@ -208,9 +208,9 @@ def local_shards_of(tensor: torch.Tensor) -> list[LocalShardOfTensor] | None:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a shape and no memory."""
+    """Return whether a tensor, or a shard of it, is on the meta device: a shape without memory."""
     shards = local_shards_of(tensor)
-    return tensor.is_meta if shards is None else any(each.tensor.is_meta for each in shards)
+    return tensor.is_meta if shards is None else any(shard.tensor.is_meta for shard in shards)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,36 +223,38 @@ def tensors_of(declared: Sharded, fqn: str) -> list[torch.Tensor]:
     """Return the local tensors of a declaration, at least one.
 
     Raises:
-        InvalidError: They are no tensors.
+        InvalidError: There are none, or they are not plain tensors.
     """
     tensors = list(declared.tensor) if isinstance(declared.tensor, list | tuple) else [declared.tensor]
     if not tensors:
-        raise InvalidError(f"{fqn}: Sharded holds no tensor; leave the name out on a rank that holds nothing of it")
-    for each in tensors:
-        if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
-            raise InvalidError(f"{fqn}: Sharded holds {type(each).__name__}; expected plain torch tensors")
-    return [each for each in tensors if isinstance(each, torch.Tensor)]
+        raise InvalidError(
+            f"{fqn}: Sharded holds no tensor; expected at least one. Leave the name out on a rank without a part"
+        )
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+            raise InvalidError(f"{fqn}: Sharded holds {type(tensor).__name__}; expected plain torch tensors")
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def memory_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> list[torch.Tensor]:
-    """Return the tensors that stand in the state: the local ones of a declaration, else the tensor itself."""
+    """Return the tensors of the state: the local ones of a declaration, else the tensor itself."""
     return [tensor] if declared is None else tensors_of(declared, fqn)
 
 
 def memory_bytes(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> int:
     """Return the bytes of a tensor's elements on this rank."""
     shards = local_shards_of(tensor)
-    own = memory_of(tensor, declared, fqn) if shards is None else [each.tensor for each in shards]
-    return sum(local.numel() * local.element_size() for local in map(local_of, own))
+    tensors = memory_of(tensor, declared, fqn) if shards is None else [shard.tensor for shard in shards]
+    return sum(local.numel() * local.element_size() for local in map(local_of, tensors))
 
 
 def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
-    """Return the declaration of a tensor that lies as a declared one does (its optimizer state), or None.
+    """Return the declaration for optimizer state of a declared parameter, or None.
 
-    Only a declaration of one local tensor can be carried over, to a tensor of the same local shape.
+    Only a declaration of one local tensor applies, and only to state of the same local shape.
     """
-    own = declared.tensor
-    if isinstance(own, torch.Tensor) and own.shape == tensor.shape and tensor.ndim:
+    parameter = declared.tensor
+    if isinstance(parameter, torch.Tensor) and parameter.shape == tensor.shape and tensor.ndim:
         return Sharded(tensor, declared.global_shape, declared.start, declared.flat_start, declared.replicas)
     return None
 
@@ -263,7 +265,7 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
     if shape is None or any(length < 0 for length in shape):
         raise InvalidError(f"{fqn}: global_shape={declared.global_shape!r}; expected the length of each dimension")
     if (declared.start is None) == (declared.flat_start is None):
-        raise InvalidError(f"{fqn}: Sharded needs either start or flat_start, and not both")
+        raise InvalidError(f"{fqn}: Sharded has both or neither of start and flat_start; expected one of them")
     several = isinstance(declared.tensor, list | tuple)
     stated = declared.flat_start if declared.start is None else declared.start
     starts = list(stated) if several and isinstance(stated, Sequence) else [stated]
@@ -271,7 +273,8 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
         raise InvalidError(f"{fqn}: Sharded holds {len(tensors)} tensors and {len(starts)} starts; expected one each")
     parts = []
     if len({tensor.dtype for tensor in tensors}) > 1:
-        raise InvalidError(f"{fqn}: holds tensors of dtypes {[str(each.dtype) for each in tensors]}; expected one")
+        dtypes = first_three(dict.fromkeys(tensor.dtype for tensor in tensors))
+        raise InvalidError(f"{fqn}: holds tensors of dtypes {dtypes}; expected one dtype")
     for tensor, start in zip(tensors, starts, strict=True):
         local = local_of(tensor)
         if declared.start is None:
@@ -283,8 +286,8 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
     devices = list(dict.fromkeys(str(part.local.device) for part in held))
     if len(devices) > 1:
         raise InvalidError(
-            f"{fqn}: its parts on this rank lie on devices {devices}; expected one. Bring them to one device, or give "
-            "those of each device a name of their own"
+            f"{fqn}: its parts on this rank are on devices {devices}; expected one. Move them to one device, or give "
+            "the parts on each device a separate name"
         )
     return Held(shape, None, replicas, held)
 
@@ -293,24 +296,24 @@ def _replicas(stated: object, fqn: str, ranks: Ranks) -> tuple[int, ...]:
     if stated is None:
         return (ranks.rank,)
     numbers = _whole_numbers(stated)
-    if numbers is None or not all(0 <= each < ranks.world_size for each in numbers):
+    if numbers is None or not all(0 <= rank < ranks.world_size for rank in numbers):
         raise InvalidError(
-            f"{fqn}: replicas={stated!r}; expected ranks of the process group, from 0 to {ranks.world_size - 1}"
+            f"{fqn}: replicas={str(stated)[:80]}; expected ranks of the process group, from 0 to {ranks.world_size - 1}"
         )
     if ranks.rank not in numbers:
         raise InvalidError(
-            f"{fqn}: replicas={stated!r} lacks this rank, {ranks.rank}; expected every rank that holds it"
+            f"{fqn}: replicas={str(stated)[:80]} lacks this rank, {ranks.rank}; expected every rank that holds the part"
         )
     return tuple(sorted(set(numbers)))
 
 
 def _whole_numbers(stated: object) -> tuple[int, ...] | None:
-    """Return a sequence of whole numbers as such; None for anything else, fractions and text included."""
+    """Return a sequence of integers as a tuple; None for anything else, such as fractions or text."""
     if not isinstance(stated, Sequence) or isinstance(stated, str | bytes):
         return None
-    if any(isinstance(each, bool) or not isinstance(each, SupportsIndex) for each in stated):
+    if any(isinstance(number, bool) or not isinstance(number, SupportsIndex) for number in stated):
         return None
-    return tuple(operator.index(each) for each in stated)
+    return tuple(operator.index(number) for number in stated)
 
 
 def _flat_range(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> FlatRange:
@@ -338,20 +341,20 @@ def _box(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) 
 def _boxes_of(
     local: torch.Tensor, layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...], fqn: str
 ) -> tuple[tuple[Box, Box], ...]:
-    """Return what this rank holds of a DTensor: each box, and where it lies in the local tensor.
+    """Return the boxes of a DTensor that this rank holds, each with its box in the local tensor.
 
-    `_StridedShard` says one thing and `fully_shard` does another where a length does not divide evenly: the size of
-    the local tensor tells which of the two it is.
+    If a length does not divide evenly, `fully_shard` splits differently from what its `_StridedShard` states. The size
+    of the local tensor decides between the two.
 
     Raises:
-        InvalidError: The local tensor is of neither size, or of both with different elements.
+        InvalidError: The local tensor has neither size, or both sizes agree and the elements differ.
     """
     stated = held_boxes(layout, shape, coordinate)
     ordered = held_boxes_in_shard_order(layout, shape, coordinate)
     fitting = {boxes for boxes in (ordered, stated) if _fits(local, boxes)}
     if len(fitting) == 1:
         return fitting.pop()
-    placements = [str(each) for each in layout.placements]
+    placements = [str(placement) for placement in layout.placements]
     if fitting:
         raise InvalidError(
             f"{fqn}: {shape} does not divide evenly over mesh {layout.mesh_shape} with placements {placements}, and "
@@ -369,6 +372,6 @@ def _fits(local: torch.Tensor, boxes: Sequence[tuple[Box, Box]]) -> bool:
 
 
 def _local_shape(boxes: Sequence[tuple[Box, Box]]) -> tuple[int, ...] | None:
-    """Return the shape of the local tensor that holds some boxes; None for none of them."""
-    wheres = [where.stop for _, where in boxes]
-    return tuple(map(max, zip(*wheres, strict=True))) if wheres else None
+    """Return the shape of the local tensor that holds some boxes; None without a box."""
+    stops = [inner.stop for _, inner in boxes]
+    return tuple(map(max, zip(*stops, strict=True))) if stops else None

@@ -1,6 +1,6 @@
-"""Copies off a GPU: queued on a stream of their own, beside training, and waited for by events.
+"""Copies off a GPU: queued on a separate stream beside training; events tell when they are complete.
 
-Nothing here has run on a GPU yet; every call is as torch's own source has it.
+Nothing here has run on a GPU yet; every call follows torch's own source.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from holdfast.ports.framework import Ticket, Unpin
 
 
 class SideStream:
-    """One device's stream for copies, of the lowest priority, so that it takes from training as little as can be.
+    """One device's stream for copies, of the lowest priority, to slow training as little as possible.
 
-    Every call first makes the device the thread's own: a thread that has chosen none would otherwise make a context on
-    the first device, which costs every rank half a gigabyte there.
+    Every call sets the thread's current device first. A thread without one would create a context on the first device,
+    which costs half a gigabyte there for every rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,23 +31,23 @@ class SideStream:
             self._stream = torch.cuda.Stream(device, priority=lowest)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """Have copies that are queued from now on come after what the caller's stream was given up to now.
+        """Order later copies after the work that the caller's stream holds now.
 
         Raises:
-            InvalidError: A graph is being captured on the caller's stream, which would take the copies for its own.
+            InvalidError: A graph is being captured on the caller's stream; the capture would include the copies.
         """
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 raise InvalidError(
-                    f"a CUDA graph is being captured on the current stream of {self._device}: what is saved would be "
-                    "copied at each replay, and not now. Save before the capture or after it"
+                    f"a CUDA graph is being captured on the current stream of {self._device}: the save would copy at "
+                    "each replay, and not now. Save before the capture or after it"
                 )
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def queued(self, queue: Callable[[], None]) -> Ticket:
-        """Have what a call does queued here; return what waits for it, and for all that was queued before.
+        """Call `queue` on this stream; return a ticket for its copies and all earlier ones.
 
-        Where it fails, that is raised once nothing of it is under way any more, or, if nobody can tell, at the wait.
+        An error of `queue` is raised once none of its copies runs. If that cannot be observed, the ticket raises it.
         """
         with torch.no_grad(), on_stream(self._stream):
             try:
@@ -64,7 +64,7 @@ class SideStream:
         """Page-lock host memory for this device and all others.
 
         Raises:
-            UnavailableError: The runtime refused.
+            UnavailableError: The CUDA runtime returned an error.
         """
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         with torch.cuda.device(self._device):
@@ -74,7 +74,7 @@ class SideStream:
             raise UnavailableError(f"CUDA error {error} at page-locking {memory.nbytes} bytes of host memory")
 
         def unpin() -> None:
-            # Where the device is lost there is nothing to undo, whatever comes back.
+            # If the device is lost, there is nothing to undo.
             with suppress(RuntimeError), torch.cuda.device(self._device):
                 if int(_runtime().cudaHostUnregister(address)):
                     self._forget_error()
@@ -82,10 +82,10 @@ class SideStream:
         return unpin
 
     def _forget_error(self) -> None:
-        """Have the runtime forget the error that a call of this thread met.
+        """Clear the error that the runtime keeps for this thread.
 
-        The next kernel's launch would be taken for what failed. A copy on the device asks for the error as well, and
-        whoever asks has it forgotten.
+        Otherwise the next kernel launch would report it as its own. A copy on the device reads the error, and reading
+        clears it.
         """
         with suppress(RuntimeError), torch.cuda.device(self._device):
             torch.zeros(1, device=self._device).clone()
@@ -93,11 +93,11 @@ class SideStream:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run a block on a stream, on whatever thread; None for host memory, which has none."""
+    """Run a block on a stream, in any thread; None for host memory, which has no stream."""
     if stream is None:
         yield
         return
-    # The device first, so that leaving the stream does not go back to another device.
+    # The device first: leaving the stream would otherwise switch to another device.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
@@ -107,18 +107,18 @@ class _Queued:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        # Blocking: who waits sleeps, rather than to take a core from training.
+        # Blocking: the waiting thread sleeps and takes no core from training.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:
-        """Return once the copy is complete, and all that was queued before it."""
+        """Return once this copy and all earlier ones are complete."""
         with torch.cuda.device(self._device):
             self._event.synchronize()
 
 
 class _Runtime(Protocol):
-    """What is called of the CUDA runtime itself; an error comes back as a number, 0 for none."""
+    """The functions of the CUDA runtime that are called here; they return an error number, 0 for none."""
 
     def cudaHostRegister(self, address: int, count: int, flags: int) -> SupportsInt: ...
 
@@ -131,10 +131,10 @@ def _runtime() -> _Runtime:
 
 
 _PORTABLE = 1
-"""`cudaHostRegisterPortable`: for every device's context, as torch's own saving pins."""
+"""`cudaHostRegisterPortable`: pinned for every device's context, as torch's own async save does."""
 
 
 @cache
 def side_stream(device: torch.device) -> SideStream:
-    """Return a device's side stream, the same for all saves of this process: one copies after the other anyhow."""
+    """Return a device's side stream. All saves of the process share it, since their copies share one link anyway."""
     return SideStream(device)

@@ -1,10 +1,10 @@
-"""One torch tensor: what of it this rank holds, its bytes, and how to fill it."""
+"""One torch tensor: the bytes that this rank holds, as a source to read and a target to fill."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from holdfast.ports.framework import Target, Ticket
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a torch dtype without its module."""
+    """Return the name of a torch dtype, without `torch.`."""
     return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
@@ -42,10 +42,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
-    """Return the element type a tensor is stored as.
+    """Return the stored element type of a tensor.
 
     Raises:
-        InvalidError: Holdfast does not store it.
+        InvalidError: Holdfast does not store its dtype.
     """
     return _DTYPE_NAMES.get(tensor.dtype) or dtype_named(dtype_name(tensor.dtype), fqn).name
 
@@ -56,10 +56,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def require_storable(tensor: torch.Tensor, fqn: str) -> None:
-    """Refuse tensors whose bytes are not simply those of a dense array.
+    """Refuse tensors whose bytes are not those of a dense array.
 
     Raises:
-        InvalidError: Names the tensor, what it is and what to do.
+        InvalidError: The tensor is of another kind; the message names it.
     """
     if is_ordinary(tensor):
         storable_dtype(tensor, fqn)
@@ -67,8 +67,8 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
     kind = type(tensor).__name__
     shards = local_shards_of(tensor)
     if shards is not None:
-        for each in shards:
-            require_storable(each.tensor, fqn)
+        for shard in shards:
+            require_storable(shard.tensor, fqn)
         storable_dtype(tensor, fqn)
         return
     if torch.nn.parameter.is_lazy(tensor):
@@ -108,25 +108,28 @@ def held_storable(
 
 
 class TorchSource:
-    """The bytes of what a rank holds of one tensor."""
+    """The bytes of one tensor that a rank holds."""
 
     def __init__(self, parts: Sequence[HeldPart], memory: Sequence[torch.Tensor]) -> None:
-        """Read what is held.
+        """Make a source.
 
         Args:
-            parts: Regions and their memory.
-            memory: The tensors that stand in the state, whose memory it is now.
+            parts: Held regions and their memory.
+            memory: The tensors of the state with that memory; `stamp` watches them for changes.
         """
         self._parts, self._memory = parts, memory
         on_gpu = bool(parts) and parts[0].local.is_cuda
         self.side: SideStream | None = side_stream(parts[0].local.device) if on_gpu else None
-        """Where copies off a GPU are queued, by whichever thread; None in host memory."""
+        """Stream of copies off a GPU, used by any thread; None for host memory."""
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
-        """Copy a run of a piece's row-major bytes to the front of `buffer`; the piece is one run of a held region."""
+        """Copy bytes `[start, stop)` of a piece, in row-major order, to the front of `buffer`.
+
+        The piece is one run of a held region.
+        """
         part = self._parts[0]
         if len(self._parts) > 1:
-            part = next(each for each in self._parts if contains(each.region, piece))
+            part = next(held for held in self._parts if contains(held.region, piece))
         offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
         if self.side is None:
             _copy_run(part.local, offset + start, offset + stop, buffer)
@@ -135,7 +138,10 @@ class TorchSource:
 
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Ticket:
-        """Copy pieces of several sources, each whole, one after the other."""
+        """Copy whole pieces of several sources, one after the other, to the front of `buffer`.
+
+        Neighbours of one dtype and device are copied by one call: 100,000 tiny tensors would take as many.
+        """
         runs: list[torch.Tensor] = []
         side: SideStream | None = None
         tickets = Tickets()
@@ -161,22 +167,24 @@ class TorchSource:
                     at += stop
             if runs:
                 _joined(runs, side, buffer[at:], tickets)
-        except BaseException as error:  # noqa: BLE001 - raised by what is called
+        except BaseException as error:  # noqa: BLE001 - `ended_by` raises it
             return tickets.ended_by(error)
         return tickets
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
-        """Return at most `blocks` blocks spread evenly over the held bytes of each part."""
+        """Return at most `blocks` blocks of `block_bytes` each, spread evenly over the bytes of each part."""
         return b"".join(_sampled(part.local, blocks, block_bytes) for part in self._parts)
 
     def stamp(self) -> object:
-        """Return address and version counters of each tensor: of a DTensor both its own counter and its local one."""
+        """Return address and version counter of each tensor; of a DTensor its own counter and its local tensor's."""
         return [
-            (local.data_ptr(), _version(each), _version(local)) for each in self._memory for local in _locals_of(each)
+            (local.data_ptr(), _version(tensor), _version(local))
+            for tensor in self._memory
+            for local in _locals_of(tensor)
         ]
 
     def copied(self) -> TorchSource:
-        """Return a source of clones."""
+        """Return a source of clones, which training does not change."""
         parts = [HeldPart(part.region, part.local.clone()) for part in self._parts]
         if self.side is not None:
             self.side.follow()
@@ -186,27 +194,27 @@ class TorchSource:
 def _locals_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     shards = local_shards_of(tensor)
     if shards is not None:
-        return [each.tensor for each in shards]
+        return [shard.tensor for shard in shards]
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor]
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to, by operations that count; inference tensors have no counter."""
+    """Return the version counter of a tensor; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _copy_run(local: torch.Tensor, start: int, stop: int, buffer: memoryview) -> None:
-    """Copy a run of a tensor's row-major bytes, of whole elements, to the front of `buffer`.
+    """Copy bytes `[start, stop)` of a tensor, whole elements in row-major order, to the front of `buffer`.
 
-    A tensor that is not one run of memory, or shows its memory conjugated or negated, is copied box by box: a
-    contiguous copy of all of it could be as large as the state.
+    A tensor that is not contiguous, or is a conjugated or negated view, is copied box by box: a contiguous copy of all
+    of it could be as large as the state.
     """
     if not _is_one_run(local):
-        at = 0
+        offset = 0
         for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
-            into = torch.frombuffer(buffer, dtype=local.dtype, count=box.numel, offset=at).view(box.shape)
+            into = torch.frombuffer(buffer, dtype=local.dtype, count=box.numel, offset=offset).view(box.shape)
             into.copy_(local[box.relative_to((0,) * local.ndim)])
-            at += box.numel * local.itemsize
+            offset += box.numel * local.itemsize
         return
     if local.is_cpu:
         buffer[: stop - start] = bits_of(local).data.cast("B")[start:stop]
@@ -216,39 +224,39 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, buffer: memoryview) ->
 
 
 def _queue_run(local: torch.Tensor, start: int, stop: int, buffer: memoryview) -> None:
-    """Queue a copy of a run of a device's tensor on the current stream, as `_copy_run` would make it.
+    """Queue a copy of bytes of a device's tensor on the current stream; arguments and result as `_copy_run`.
 
-    What does not lie as it is stored is brought into order on the device, before it is on its way: host memory may not
-    be touched until it has arrived.
+    A tensor that is not contiguous is ordered on the device before the copy, since host memory must not be touched
+    until the copy is complete.
     """
     if _is_one_run(local):
         _queue(_bytes(local)[start:stop], buffer)
         return
-    at = 0
+    offset = 0
     for box in flat_range_boxes(tuple(local.shape), start // local.itemsize, stop // local.itemsize):
         ordered = local[box.relative_to((0,) * local.ndim)].resolve_conj().resolve_neg().contiguous()
-        _queue(_bytes(ordered), buffer[at:])
-        at += ordered.nbytes
+        _queue(_bytes(ordered), buffer[offset:])
+        offset += ordered.nbytes
 
 
 def _queue(run: torch.Tensor, buffer: memoryview) -> None:
-    """Queue a copy of bytes in one run of a device's memory to the front of `buffer`."""
+    """Queue a copy of contiguous device memory to the front of `buffer`."""
     if run.numel():
         torch.frombuffer(buffer, dtype=torch.uint8, count=run.numel()).copy_(run, non_blocking=True)
 
 
 def _bytes(run: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes; one of a single element may say any stride, which `view` would not take."""
+    """Return a contiguous tensor as bytes. Not by `view`: a tensor of one element may state any stride."""
     return run.as_strided((run.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_one_run(local: torch.Tensor) -> bool:
-    """Return whether a tensor's memory holds its row-major bytes as they are."""
+    """Return whether a tensor's memory is its row-major bytes."""
     return local.is_contiguous() and not (local.is_conj() or local.is_neg())
 
 
 def _joined(runs: list[torch.Tensor], side: SideStream | None, buffer: memoryview, tickets: Tickets) -> int:
-    """Copy 1-d tensors of one dtype and device one after the other to the front of `buffer`; return how many bytes."""
+    """Copy 1-d tensors of one dtype and device, one after the other, to the front of `buffer`; return the bytes."""
     if side is not None:
         tickets.add(side.queued(lambda: _queue(torch.cat([_bytes(run) for run in runs]), buffer)))
         return sum([run.nbytes for run in runs])
@@ -272,21 +280,21 @@ def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
     if not local.is_cpu and _is_one_run(local):
         return _gathered(local, runs)
     data = memoryview(bytearray(sum(stop - start for start, stop in runs)))
-    at = 0
+    offset = 0
     for start, stop in runs:
-        _copy_run(local, start, stop, data[at : at + stop - start])
-        at += stop - start
+        _copy_run(local, start, stop, data[offset : offset + stop - start])
+        offset += stop - start
     return data.tobytes()
 
 
 def _gathered(local: torch.Tensor, runs: Sequence[tuple[int, int]]) -> bytes:
-    """Return runs of a tensor's bytes, brought together where it lies: one wait for a device, and not one a run."""
+    """Return byte ranges of a tensor, joined on its device, so that the host waits once and not for each range."""
     whole = _bytes(local)
     return torch.cat([whole[start:stop] for start, stop in runs]).cpu().numpy().tobytes()
 
 
 def _first_element(held: Region, piece: Region) -> int:
-    """Return where a piece begins in a held region, in elements of the region's own order."""
+    """Return the position of a piece's first element in a held region, in the region's row-major order."""
     if isinstance(held, FlatRange):
         assert isinstance(piece, FlatRange), "a piece is of the kind of the region it is cut from"
         return piece.start - held.start
@@ -298,17 +306,17 @@ def _first_element(held: Region, piece: Region) -> int:
 
 
 class TorchTarget(Target):
-    """What a rank holds of a tensor, to be filled in place."""
+    """The part of a tensor that a rank holds, to be filled in place."""
 
     def __init__(self, held: Held, stored_dtype: str) -> None:
         self._stored = torch_dtype(stored_dtype)
         parts = held.parts
         self.boxes: tuple[Box, ...]
-        """What is wanted, global coordinates."""
+        """The wanted boxes, global coordinates."""
         self.local_bytes: int
-        """Bytes of the memory to be filled."""
+        """Bytes of the memory to fill."""
         if len(parts) == 1 and isinstance(parts[0].region, Box):
-            # Nearly all are, and there may be a hundred thousand of them.
+            # The fast path: a state may have 100,000 tensors, nearly all of one box.
             region, local = parts[0].region, parts[0].local
             self._boxes, self.boxes, self.local_bytes = [(region, local)], (region,), local.nbytes
         else:
@@ -316,13 +324,13 @@ class TorchTarget(Target):
             self.boxes = tuple([box for box, _ in self._boxes])
             self.local_bytes = sum([part.local.nbytes for part in parts])
         on_gpu = bool(parts) and parts[0].local.is_cuda
-        # Other threads fill it, which have streams of their own: it comes after what the caller's stream was given.
+        # Other threads fill it. Their copies must run after the work on the caller's stream.
         self._stream = torch.cuda.current_stream(parts[0].local.device) if on_gpu else None
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
-        """Copy `part` out of the row-major bytes of `source_box`, converting if the dtypes differ."""
+        """Copy `part` from the row-major bytes of `source_box`; convert if the dtypes differ."""
         for box, local in self._boxes:
-            # Stated targets may overlap (a halo), and then each of them is to be filled.
+            # Declared targets may overlap (a halo); then each of them is filled.
             if len(self._boxes) == 1 or box.contains(part):
                 self._place(box, local, part, source, source_box)
 
@@ -330,13 +338,13 @@ class TorchTarget(Target):
     def place_together(
         cls, targets: Sequence[Self], boxes: Sequence[Box], source: memoryview, ranges: Sequence[tuple[int, int]]
     ) -> None:
-        """Copy boxes to several targets, one to each."""
+        """Copy one box to each of several targets."""
         address = np.frombuffer(source, dtype=np.uint8).ctypes.data
         for target, box, (start, stop) in zip(targets, boxes, ranges, strict=True):
-            own, local = target._boxes[0]
-            # To the memory itself: an array over it, made to be written to once, takes three times as long.
+            held, local = target._boxes[0]
+            # memmove: an array over the memory, built for one write, takes three times as long.
             if (
-                box is own
+                box is held
                 and len(target._boxes) == 1
                 and local.dtype is target._stored
                 and stop - start == target.local_bytes
@@ -349,10 +357,10 @@ class TorchTarget(Target):
                 target.place(box, source[start:stop], box)
 
     def memory(self, part: Box) -> memoryview | None:
-        """Return the one run of host memory that `part` would fill as it is stored, if there is just one."""
+        """Return the host memory that takes the stored bytes of `part` as they are, if it is one contiguous run."""
         boxes = self._boxes
         if len(boxes) > 1:
-            boxes = [each for each in boxes if each[0].contains(part)]
+            boxes = [(box, local) for box, local in boxes if box.contains(part)]
             if len(boxes) != 1:
                 return None
         ((box, local),) = boxes
@@ -375,11 +383,11 @@ class TorchTarget(Target):
             bits[part.relative_to(box.start)] = given[part.relative_to(source_box.start)]
 
     def _bits(self, local: torch.Tensor) -> NDArray[np.generic] | None:
-        """Return memory that takes bytes as they are stored; None where they must be converted or go to a device.
+        """Return memory that takes stored bytes as they are; None if they must be converted or copied to a device.
 
-        In host memory and without a conversion, numpy copies: one thread, no grad mode, no dispatcher. torch would
-        spread each copy over its own threads, which fight with the reading ones for the same cores. What shows its
-        memory conjugated or negated is left to torch, which knows what to write there.
+        Without a conversion, numpy copies in host memory: one thread, no grad mode, no dispatcher. torch would use its
+        own threads for each copy, which compete with the reading threads for cores. Conjugated and negated views are
+        left to torch.
         """
         if local.dtype is not self._stored or not local.is_cpu or local.is_conj() or local.is_neg():
             return None
@@ -387,16 +395,16 @@ class TorchTarget(Target):
 
 
 def _boxes(held: Held) -> list[tuple[Box, torch.Tensor]]:
-    """Return every box of what is held with its memory; a flat range falls into a few, each a run of it."""
+    """Return every held box with its memory. A flat range consists of a few boxes, each contiguous in it."""
     boxes = []
-    for each in held.parts:
-        if isinstance(each.region, Box):
-            boxes.append((each.region, each.local))
+    for part in held.parts:
+        if isinstance(part.region, Box):
+            boxes.append((part.region, part.local))
             continue
-        at = 0
-        for box in region_boxes(each.region, held.global_shape):
-            boxes.append((box, each.local[at : at + box.numel].view(box.shape)))
-            at += box.numel
+        start = 0
+        for box in region_boxes(part.region, held.global_shape):
+            boxes.append((box, part.local[start : start + box.numel].view(box.shape)))
+            start += box.numel
     return boxes
 
 
@@ -407,91 +415,14 @@ _KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch
 
 
 def bits_of(local: torch.Tensor) -> NDArray[np.generic]:
-    """Return host memory as an array of any dtype of its itemsize; copying its elements keeps their bits."""
+    """Return host memory as an array of a dtype of the same itemsize, whose elements can be copied bit by bit."""
     if local.dtype not in _KNOWN_TO_NUMPY:
         local = local.view(_BITS[local.dtype.itemsize])
     return local.detach().numpy() if local.requires_grad else local.numpy()
 
 
 def tensor_of(array: object, dtype: str) -> torch.Tensor:
-    """Return a numpy array that holds the bits of a stored dtype as a tensor of that dtype."""
+    """Return a tensor of a stored dtype from a numpy array that holds its bits."""
     assert isinstance(array, np.ndarray)
     bits = np.ascontiguousarray(array).reshape(array.shape)
     return torch.from_numpy(bits).view(torch_dtype(dtype))
-
-
-_DENSE = (torch.Tensor, torch.nn.Parameter)
-"""Kinds that hold what they show in memory of their own."""
-
-Note = TypeVar("Note")
-
-
-class Ties(Generic[Note]):
-    """Which tensors are the same elements of the same memory, and what was noted of the first of each."""
-
-    def __init__(self) -> None:
-        self._at: dict[int, tuple[torch.Tensor, Note]] = {}
-        self._first: dict[tuple[object, ...], Note] = {}
-
-    def first(self, tensor: torch.Tensor, note: Note, fqn: str) -> Note:
-        """Return what was noted of the first tensor that is these elements of this memory; `note` if it is this one.
-
-        Raises:
-            InvalidError: It has elements and no memory.
-        """
-        local = tensor
-        if type(tensor) not in _DENSE:
-            if local_shards_of(tensor) is not None:
-                return self._first.setdefault(storage_key(tensor), note)
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        # Where no other begins, nothing more need be asked. Who is kept here keeps its address from being given anew.
-        address = local.data_ptr()
-        if not address and local.numel():
-            raise InvalidError(
-                f"{fqn}: has the shape {list(local.shape)} and no memory: its storage was freed, or it stands for "
-                "zeros that were never made. Give it its memory back first, or leave it out with skip="
-            )
-        other, others_note = self._at.setdefault(address, (tensor, note))
-        if other is tensor:
-            return others_note
-        self._first.setdefault(storage_key(other), others_note)
-        return self._first.setdefault(storage_key(tensor), note)
-
-
-def has_elements(tensor: torch.Tensor, held: Held) -> bool:
-    """Return whether a tensor has elements, so that it has an address."""
-    # A plain tensor's shape is in `held`. To ask torch for it again makes a new object for each of 100,000 tensors.
-    return 0 not in (held.global_shape if held.holders is None else tensor.shape)
-
-
-def parts_key(held: Held) -> tuple[object, ...]:
-    """Return shape and regions of a tensor: what two names of one memory must have in common."""
-    return (held.global_shape, *(part.region for part in held.parts))
-
-
-def different_parts(fqn: str, first: str) -> InvalidError:
-    """Return the error for two names of one memory with different layouts."""
-    return InvalidError(
-        f"{fqn}: shares its memory with {first}, but the two declare different parts; expected the same layout. "
-        "Correct one of them, or leave one out with skip="
-    )
-
-
-def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that two tensors share exactly if they are the same elements of the same memory."""
-    if local_shards_of(tensor) is not None:
-        return (id(tensor),)
-    local = tensor
-    lies: tuple[object, ...] = ()
-    if isinstance(tensor, DTensor):
-        local, lies = tensor._local_tensor, (tensor.shape, *map(str, tensor.placements))
-    return (
-        local.untyped_storage()._cdata,
-        local.storage_offset(),
-        local.dtype,
-        local.is_conj(),
-        local.is_neg(),
-        *local.shape,
-        *local.stride(),
-        *lies,
-    )

@@ -1,4 +1,4 @@
-"""What is waited for: copies that are complete already, and several as one."""
+"""Tickets to wait for copies: already complete, failed, or several as one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DONE: Ticket = _Done()
 
 
 class Unsure:
-    """Copies that may be under way, and cannot be waited for."""
+    """Copies that may still run, and whose end cannot be observed."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def wait(self) -> None:
-        """Raise what queueing them failed with."""
+        """Raise the error that queueing them raised."""
         raise self._error
 
 
@@ -38,15 +38,15 @@ class Tickets:
             self._tickets.append(ticket)
 
     def wait(self) -> None:
-        """Return once all of them are complete. One copy's failure says nothing of another's: all are waited for."""
+        """Return once all of them are complete; after a failure too, wait for the others before raising it."""
         with ExitStack() as waits:
             for ticket in self._tickets:
                 waits.callback(ticket.wait)
 
     def ended_by(self, error: BaseException) -> Ticket:
-        """Raise an error once none is under way; where that cannot be told, return what raises it when waited for."""
+        """Raise an error once no copy runs. If that cannot be observed, return a ticket that raises it."""
         try:
             self.wait()
-        except Exception:  # noqa: BLE001 - whoever waits for what is returned hears of the first error
+        except Exception:  # noqa: BLE001 - the first error is the cause, and the ticket raises it
             return Unsure(error)
         raise error

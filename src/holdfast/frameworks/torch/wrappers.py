@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, str]:
-    """Return the module inside DDP and compile wrappers, and what they put before the keys of its state dict."""
+    """Return the module inside DDP and compile wrappers, and their prefix in the keys of its state dict."""
     prefix = ""
     while True:
         if isinstance(module, DistributedDataParallel):

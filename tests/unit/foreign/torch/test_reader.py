@@ -127,7 +127,7 @@ def test_an_optimizer_of_other_groups_is_refused(tmp_path: Path) -> None:
     optimizer.step()
     path = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
     other = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0, momentum=0.5)
-    with pytest.raises(InvalidError, match=r"optimizer: groups of \[1, 1\] parameters, in the checkpoint of \[2\]"):
+    with pytest.raises(InvalidError, match=r"optimizer: groups of \[1, 1\] parameters, and of \[2\] in the checkpoint"):
         holdfast.load(path, {"model": model, "optimizer": other})
 
 

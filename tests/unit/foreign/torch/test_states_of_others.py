@@ -120,7 +120,7 @@ def test_names_that_contradict_the_places_are_refused(tmp_path: Path) -> None:
     fresh, others = _named(is_reversed=False)
     target = torch.optim.Adam(others)
     saved({"model": fresh.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
-    with pytest.raises(InvalidError, match=r"in the place of c\.weight the checkpoint has a\.weight"):
+    with pytest.raises(InvalidError, match=r"at the position of c\.weight the checkpoint has a\.weight"):
         holdfast.load(tmp_path / "x.pt", {"model": fresh, "optimizer": target}, process_group=False)
 
 
@@ -129,7 +129,7 @@ def test_state_at_the_place_of_another_parameter_is_refused_by_shape(tmp_path: P
     optimizer = _stepped(module, list(module.parameters()))
     saved({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
     target = torch.optim.Adam(list(module.parameters())[::-1])
-    with pytest.raises(InvalidError, match=r"optimizer\.state\..*at the place of this parameter"):
+    with pytest.raises(InvalidError, match=r"optimizer\.state\..*at the position of this parameter"):
         holdfast.load(tmp_path / "x.pt", {"model": module, "optimizer": target}, process_group=False)
 
 

@@ -275,10 +275,10 @@ def test_strided_conjugated_and_tiny_tensors(tmp_path: Path) -> None:
 def test_parts_in_host_memory_and_on_a_gpu_are_refused_for_saving_and_loading(tmp_path: Path) -> None:
     parts = [torch.arange(4.0), torch.arange(4.0, 8.0, device="cuda")]
     declared = holdfast.Sharded(parts, (8,), [(0,), (4,)])
-    with pytest.raises(InvalidError, match=r"t: its parts on this rank lie on devices \['cpu', 'cuda:0'\]"):
+    with pytest.raises(InvalidError, match=r"t: its parts on this rank are on devices \['cpu', 'cuda:0'\]"):
         holdfast.save(tmp_path / "c", {"t": declared}, process_group=False)
     holdfast.save(tmp_path / "c", {"t": torch.arange(8.0)}, process_group=False)
-    with pytest.raises(InvalidError, match=r"t: its parts on this rank lie on devices"):
+    with pytest.raises(InvalidError, match=r"t: its parts on this rank are on devices"):
         holdfast.load(tmp_path / "c", {"t": declared}, process_group=False)
 
 

@@ -284,7 +284,7 @@ def test_parts_on_several_devices_are_refused_by_name() -> None:
     for starts in ({"start": [(0,), (4,)]}, {"flat_start": [0, 4]}):
         declared = Sharded([here, elsewhere], (8,), **starts)  # type: ignore[arg-type]
         with pytest.raises(
-            InvalidError, match=r"inner\.t: its parts .* devices \['cpu', 'meta'\]; expected one\. Bring"
+            InvalidError, match=r"inner\.t: its parts .* devices \['cpu', 'meta'\]; expected one\. Move"
         ):
             held_of(here, declared, "inner.t", ranks)
     nothing = Sharded([here, elsewhere[:0]], (8,), [(0,), (4,)])

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import holdfast
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Ranks, held_of
-from holdfast.frameworks.torch.tensors import Ties
+from holdfast.frameworks.torch.ties import Ties
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.sharded import Sharded
 from holdfast.settings import MIB, Settings

@@ -1,4 +1,4 @@
-"""An optimizer filled by FQN: hyperparameters, state in place, and state it has not made yet."""
+"""Fills an optimizer by FQN: hyperparameters, state in place, and state that it has not allocated yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.types.values import Group, TensorRef, Value
 
 
 class TensorTaker(Protocol):
-    """Who asks for tensors to be filled and counts names."""
+    """The load that fills tensors and records names; `TorchRestoration` is one."""
 
     missing: list[str]
     unexpected: list[str]
@@ -28,20 +28,20 @@ class TensorTaker(Protocol):
         ...
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
-        """Return the tensor a container refers to, to be filled."""
+        """Return the tensor to fill for a reference in a container."""
         ...
 
     def pass_over(self, fqn: str) -> None:
-        """Take note that the state needs nothing of a stored tensor."""
+        """Record that a stored tensor is not needed."""
         ...
 
     def takes_part(self, name: str) -> bool:
-        """Return whether `only` and `skip` let a name take part; count it as skipped if not."""
+        """Return whether `only` and `skip` select a name; record it as skipped if not."""
         ...
 
 
 class OptimizerRestoration:
-    """What one optimizer gets back."""
+    """The load of one optimizer."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class OptimizerRestoration:
         catalog: Catalog,
         tensors: Iterable[str] | None = None,
     ) -> None:
-        """Ask for what the checkpoint has of an optimizer.
+        """Ask for the optimizer's tensors.
 
         Args:
             view: The optimizer.
-            saved: What it was saved as, but for tensors.
-            taker: Who is asked.
-            catalog: What the checkpoint holds.
-            tensors: Names of its state's tensors, where not every name of the catalog is one by FQN.
+            saved: Its saved values.
+            taker: The load.
+            catalog: The checkpoint's tensors.
+            tensors: Names of its state's tensors, if names of the catalog are numbered; None: the catalog's names.
         """
         self._view, self._taker = view, taker
         self._masters = set(catalog.masters.values())
@@ -73,16 +73,16 @@ class OptimizerRestoration:
             self._group(group)
             for parameter in group["params"]:
                 self._state(parameter, group, catalog)
-        own = set(view.names.values())
+        known = set(view.names.values())
         for name in self._members:
-            if name not in own and self._is_of_tie(name, catalog):
+            if name not in known and self._is_of_tie(name, catalog):
                 for key in self._stored.get(name, ()):
                     taker.pass_over(view.state_fqn(name, key))
-            elif name not in own and taker.takes_part(f"{view.path}.param_groups.{name}"):
+            elif name not in known and taker.takes_part(f"{view.path}.param_groups.{name}"):
                 taker.unexpected.append(f"{view.path}.param_groups.{name}")
 
     def _is_of_tie(self, name: str, catalog: Catalog) -> bool:
-        """Return whether a name is tied to one of this optimizer's and was saved with the same state and rates."""
+        """Return whether a name is tied to a parameter of this optimizer, with equal state and hyperparameters."""
         tied = self._view.ties.get(name)
         if tied is None or self._members.get(tied) != self._members[name]:
             return False
@@ -90,7 +90,7 @@ class OptimizerRestoration:
         if sorted(keys) != sorted(self._stored.get(tied, [])):
             return False
         for key in keys:
-            first, second = (self._view.state_fqn(each, key) for each in (tied, name))
+            first, second = self._view.state_fqn(tied, key), self._view.state_fqn(name, key)
             if not catalog.same_content(catalog.aliases.get(first, first), catalog.aliases.get(second, second)):
                 return False
         return True
@@ -106,10 +106,10 @@ class OptimizerRestoration:
                 self._view.optimizer.state.pop(parameter, None)
 
     def _group(self, group: dict[str, object]) -> None:
-        """Find a group's hyperparameters.
+        """Choose a group's hyperparameters.
 
         Raises:
-            InvalidError: Its parameters were saved with different ones.
+            InvalidError: The checkpoint holds different ones for its parameters.
         """
         chosen: dict[str, Value] | None = None
         chosen_name = ""
@@ -123,12 +123,12 @@ class OptimizerRestoration:
             key = self._members.get(name)
             values = self._hyperparameters.get(str(key)) if key is not None else None
             if not isinstance(values, dict):
-                # One that takes no gradient is never stepped; DeepSpeed keeps it out of its optimizer.
+                # A frozen parameter is never stepped, and DeepSpeed leaves it out of its optimizer.
                 if key is not None or parameter.requires_grad or self._view.optimizer.state.get(parameter):
                     self._taker.missing.append(path)
                 continue
             if "params" in values:
-                raise CorruptError(f"{path}: hyperparameters hold params, which no save writes. Read another copy")
+                raise CorruptError(f"{path}: the hyperparameters hold params; expected none. Read another copy")
             if chosen is None:
                 chosen, chosen_name = values, name
             elif chosen is not values:
@@ -168,21 +168,21 @@ class OptimizerRestoration:
             if self._taker.takes_part(view.state_fqn(name, key)):
                 state[key] = put_together(value, lambda leaf: self._leaf(leaf, present))
         stepped = bool(self._stored.get(name) or values)
-        for key, own in present.items():
+        for key, value in present.items():
             if key in state:
                 continue
             fqn = view.state_fqn(name, key)
             if not self._taker.takes_part(fqn):
-                state[key] = own
+                state[key] = value
             elif stepped:
-                # Saved without this one entry: a state without it could not take another step.
+                # The checkpoint has state of this parameter, but not this entry, without which a step would fail.
                 self._taker.missing.append(fqn)
-                state[key] = own
+                state[key] = value
         if id(parameter) not in view.elsewhere:
             self._states.append((parameter, state))
 
     def _needs_no_place(self, fqn: str, key: str, present: Mapping[str, object], catalog: Catalog) -> bool:
-        """Return whether it is a master copy, of which this optimizer keeps none."""
+        """Return whether a stored tensor is a master copy and this optimizer keeps none."""
         return catalog.aliases.get(fqn, fqn) in self._masters and key not in present
 
     def _leaf(self, leaf: Value, present: Mapping[str, object]) -> object:
@@ -190,10 +190,10 @@ class OptimizerRestoration:
 
 
 def _written(value: Value) -> str:
-    """Return a hyperparameter as Python writes it, which is also how two are compared.
+    """Return the `repr` of a hyperparameter, by which two are compared.
 
     Raises:
-        InvalidError: It holds an integer so long that Python refuses to write it.
+        InvalidError: It holds an integer that is too long for Python to convert to decimal.
     """
     try:
         return repr(value)
@@ -202,15 +202,15 @@ def _written(value: Value) -> str:
 
 
 def _mapping(saved: Group, name: str) -> dict[str, Value]:
-    found = saved.items.get(name)
-    if not isinstance(found, dict):
-        raise InvalidError(f"the checkpoint's optimizer has no {name}; expected one saved by Holdfast")
-    return found
+    mapping = saved.items.get(name)
+    if not isinstance(mapping, dict):
+        raise InvalidError(f"the checkpoint's optimizer has no {name}; expected one saved by Holdfast, skip= it")
+    return mapping
 
 
 def _stored_by_name(listed: Iterable[str], prefix: str, values: Mapping[str, Value]) -> dict[str, list[str]]:
-    """Return, by parameter FQN, the keys of the state tensors that stand in it directly."""
-    inside = {ref.fqn for each in values.values() for ref in _references(each)}
+    """Return the keys of each parameter's state tensors that are not inside a container, by parameter FQN."""
+    inside = {ref.fqn for value in values.values() for ref in _references(value)}
     stored: dict[str, list[str]] = defaultdict(list)
     for fqn in listed:
         if fqn.startswith(prefix) and fqn not in inside:
@@ -223,7 +223,7 @@ def _references(value: Value) -> list[TensorRef]:
     if isinstance(value, TensorRef):
         return [value]
     if isinstance(value, dict):
-        return [ref for each in value.values() for ref in _references(each)]
+        return [ref for entry in value.values() for ref in _references(entry)]
     if isinstance(value, list | tuple):
-        return [ref for each in value for ref in _references(each)]
+        return [ref for item in value for ref in _references(item)]
     return []

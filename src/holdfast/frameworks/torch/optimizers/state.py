@@ -1,7 +1,7 @@
-"""Optimizer state by FQN, over `optimizer.state` and `param_groups` alone.
+"""Optimizer state by FQN, read from `optimizer.state` and `param_groups` only.
 
-PyTorch's own state-dict helpers run `optimizer.step()` on an unstepped optimizer, fail on partly filled state
-and let one group's learning rate win when groups differ; so none of them is used.
+PyTorch's state-dict helpers are not used. They run `optimizer.step()` on an unstepped optimizer, fail on partly filled
+state, and apply one group's learning rate to all if groups differ.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class OptimizerView:
     """The optimizer."""
 
     path: str
-    """Where it stands in the state."""
+    """Its path in the state."""
 
     names: Mapping[torch.Tensor, str]
     """FQN by parameter, in the order of the groups."""
 
     declared: Mapping[int, Sharded]
-    """Layouts stated by hand or read off FSDP1, by the identity of the local tensor."""
+    """Layouts declared by the user or read off FSDP1, by the identity of the local tensor."""
 
     elsewhere: frozenset[int] = frozenset()
-    """Parameters of which FSDP1 left this rank nothing, by identity: their state is other ranks' alone."""
+    """Parameters without an element on this rank under FSDP1, by identity; only other ranks have their state."""
 
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied parameters, and the name each goes by here."""
+    """Further names of tied parameters, each with the name that is used here."""
 
     def declared_for(self, parameter: torch.Tensor, state: torch.Tensor) -> Sharded | None:
-        """Return the layout that a parameter's declaration gives a tensor of its state, or None."""
+        """Return the layout of a state tensor whose parameter is declared, or None."""
         declared = self.declared.get(id(parameter))
         return None if declared is None else declared_like(declared, state)
 
     def local_shape(self, parameter: torch.Tensor, global_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that a state tensor of `global_shape` has in this process's hands."""
+        """Return the shape that a state tensor of `global_shape` has in this process."""
         declared = self.declared.get(id(parameter))
         if declared is not None and tuple(declared.global_shape) == global_shape and global_shape:
             return tuple(parameter.shape)
@@ -67,44 +67,43 @@ def named_parameters_of(
 ) -> dict[torch.Tensor, str]:
     """Return the FQN of every parameter of an optimizer.
 
-    Names are those inside the module; with parameters of several modules each is led by its module's path. Tensors
-    that stand in a dict of the state are named as if that dict were the module: `{"model": {"w": …}}` holds `w`.
+    A name is the FQN inside the module. If the optimizer has parameters of several modules, the module's path precedes
+    it. A dict of tensors counts as a module: in `{"model": {"w": …}}` the name is `w`.
 
     Args:
         optimizer: The optimizer.
-        path: Where it stands in the state.
-        modules: By path, the tensors of each module of the state by FQN.
-        loose: Tensors that stand in the state by themselves, by path: each with the key of the state under which
-            its dict stands, which is empty for one that stands at the top.
+        path: Its path in the state.
+        modules: Tensors by FQN of each module of the state, by the module's path.
+        loose: Tensors in dicts of the state, by path: each with its top-level key (empty at the top).
     Raises:
-        InvalidError: A parameter belongs to nothing in the state.
+        InvalidError: A parameter is not in the state.
     """
     known: dict[int, tuple[str, str]] = {}
-    for loose_path, (branch, each) in loose.items():
-        known[id(each)] = (branch, loose_path.removeprefix(f"{branch}.") if branch else loose_path)
+    for loose_path, (branch, loose_tensor) in loose.items():
+        known[id(loose_tensor)] = (branch, loose_path.removeprefix(f"{branch}.") if branch else loose_path)
     for module_path, tensors in modules.items():
         for fqn, tensor in tensors.items():
             known.setdefault(id(tensor), (module_path, fqn))
-    found: dict[torch.Tensor, tuple[str, str]] = {}
+    names: dict[torch.Tensor, tuple[str, str]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for at, parameter in enumerate(group["params"]):
+        for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise InvalidError(
-                    f"{path}: parameter {at} of group {number}, shape {tuple(parameter.shape)}, belongs to no module "
-                    "of the state, so it has no name. Pass the module in the same call (only= can leave it out)"
+                    f"{path}: parameter {position} of group {number}, shape {tuple(parameter.shape)}, belongs to no "
+                    "module of the state, so it has no name. Pass the module in the same call (only= can leave it out)"
                 )
-            found[parameter] = known[id(parameter)]
-    owners = {module_path for module_path, _ in found.values()}
+            names[parameter] = known[id(parameter)]
+    owners = {module_path for module_path, _ in names.values()}
     if len(owners) == 1:
-        return {parameter: fqn for parameter, (_, fqn) in found.items()}
-    return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in found.items()}
+        return {parameter: fqn for parameter, (_, fqn) in names.items()}
+    return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in names.items()}
 
 
 def ties_of(names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the further names that an optimizer's parameters have in their modules, and the name of each.
+    """Return further names of an optimizer's parameters in their modules, each with the name that is used.
 
-    State is stored under all names of its parameter, as the parameter is: one copy may hold an embedding and a head
-    as one tensor, and another, cut into pipeline stages, as two.
+    State is stored under all names of its parameter. One job may hold embedding and head as one tied tensor; another,
+    split into pipeline stages, as two.
     """
     known = {id(parameter): name for parameter, name in names.items()}
     ties: dict[str, str] = {}
@@ -119,17 +118,17 @@ def ties_of(names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str
 
 
 OnState = Callable[[str, torch.Tensor, Sharded | None], Value]
-"""Called for each tensor of the state: its FQN, itself, and the layout stated by hand for it, if any."""
+"""Called for each tensor of the state: its FQN, the tensor, and its declared layout, if any."""
 
 
 def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
-    """Return the non-tensor part of an optimizer, calling `on_state` for every tensor of its state.
+    """Return the values of an optimizer, and call `on_state` for every tensor of its state.
 
-    Hyperparameters go by FQN; equal ones are kept once under a key made of their content, so that what
-    several ranks hold joins without renumbering. A state nobody made yet stays absent.
+    Equal hyperparameters are stored once, under a digest of their content, so that the records of several ranks merge
+    without renumbering. State that the optimizer has not allocated yet stays absent.
 
     Raises:
-        InvalidError: Something in it has no place in a checkpoint.
+        InvalidError: A value or key cannot be stored.
     """
     hyperparameters: dict[str, Value] = {}
     members: dict[str, Value] = {}
@@ -140,7 +139,7 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
         if key not in known:
             raise InvalidError(
                 f"{view.path}: state under {str(key)[:80]!r} belongs to no parameter of its groups; "
-                "expected state by parameter only"
+                "expected state by parameter only. Remove the entry, or leave it out with skip="
             )
     for group in view.optimizer.param_groups:
         values = {
@@ -152,23 +151,22 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
         hyperparameters[content] = values
         for parameter in group["params"]:
             name = view.names[parameter]
-            for each in (name, *further.get(name, ())):
-                members[each] = content
-                kept = _collect_state(view, each, parameter, on_state)
-                if kept:
-                    state[each] = kept
+            for alias in (name, *further.get(name, ())):
+                members[alias] = content
+                if kept := _collect_state(view, alias, parameter, on_state):
+                    state[alias] = kept
     return Group("optimizer", {"hyperparameters": hyperparameters, "param_groups": members, "state": state})
 
 
 def _by_name(ties: Mapping[str, str]) -> dict[str, list[str]]:
     further: dict[str, list[str]] = {}
-    for each, name in ties.items():
-        further.setdefault(name, []).append(each)
+    for alias, name in ties.items():
+        further.setdefault(name, []).append(alias)
     return further
 
 
 def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState) -> dict[str, Value]:
-    """Return what a parameter's state holds besides tensors that stand in it directly."""
+    """Return the entries of a parameter's state that are not tensors."""
     kept: dict[str, Value] = {}
 
     def on_tensor(fqn: str, tensor: torch.Tensor) -> Value:
@@ -178,7 +176,9 @@ def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_s
         return kept
     for key, value in view.optimizer.state.get(parameter, {}).items():
         if not isinstance(key, str) or "." in key:
-            raise InvalidError(f"{view.path}.state.{name}: key {key!r}; expected a name without dots")
+            raise InvalidError(
+                f"{view.path}.state.{name}: key {key!r}; expected a name without dots. Rename it, or skip= it"
+            )
         neutral = take_apart(value, view.state_fqn(name, key), on_tensor)
         if not isinstance(value, torch.Tensor):
             kept[key] = neutral
@@ -188,13 +188,12 @@ def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_s
 def new_state_tensor(
     parameter: torch.Tensor, group: Mapping[str, object], key: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return room for a state tensor that the optimizer has not made yet.
+    """Return uninitialised memory for a state tensor that the optimizer has not allocated yet.
 
-    What it holds is whatever the memory held: all of it is filled before the optimizer gets it, and zeroing a gigabyte
-    first takes longer than to read it. A tensor shaped like the parameter lies as the parameter does. One of another
-    shape is what `new_empty` of the parameter makes, as in Adafactor: of a DTensor a replicated one. A step count lies
-    in host memory unless the group is capturable or fused, everything else where the parameter does, as in
-    `Optimizer.load_state_dict`.
+    Not zeroed: all of it is filled before the optimizer gets it, and zeroing a gigabyte takes longer than reading it.
+    A tensor of the parameter's shape gets the parameter's layout. One of another shape, as in Adafactor, is made by
+    `new_empty` of the parameter; for a DTensor it is replicated. As in `Optimizer.load_state_dict`, a step count is in
+    host memory unless the group is capturable or fused, and everything else on the parameter's device.
     """
     counts_steps = key == "step" and not shape
     if tuple(parameter.shape) == shape and not counts_steps:

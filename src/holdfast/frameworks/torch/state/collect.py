@@ -36,17 +36,8 @@ from holdfast.frameworks.torch.state.walk import (
     ValueNode,
     walk,
 )
-from holdfast.frameworks.torch.tensors import (
-    Ties,
-    TorchSource,
-    different_parts,
-    has_elements,
-    held_storable,
-    parts_key,
-    storable_dtype,
-    storage_key,
-    torch_dtype,
-)
+from holdfast.frameworks.torch.tensors import TorchSource, held_storable, storable_dtype, torch_dtype
+from holdfast.frameworks.torch.ties import Ties, different_parts, has_elements, parts_key, storage_key
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.sharded import Sharded
 from holdfast.geometry.tensor import Role, Shard, TensorSpec

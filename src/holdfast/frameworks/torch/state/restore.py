@@ -35,18 +35,8 @@ from holdfast.frameworks.torch.state.walk import (
     ValueNode,
     walk,
 )
-from holdfast.frameworks.torch.tensors import (
-    Ties,
-    TorchTarget,
-    different_parts,
-    dtype_name,
-    has_elements,
-    held_storable,
-    parts_key,
-    storable_dtype,
-    storage_key,
-    torch_dtype,
-)
+from holdfast.frameworks.torch.tensors import TorchTarget, dtype_name, held_storable, storable_dtype, torch_dtype
+from holdfast.frameworks.torch.ties import Ties, different_parts, has_elements, parts_key, storage_key
 from holdfast.frameworks.torch.wrappers import unwrapped
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Selection, Wanted
