@@ -1,5 +1,5 @@
-"""Coverage-guided fuzzing of everything that parses what is stored; `make fuzz` runs it.
+"""Fuzzes every parser of stored bytes, guided by coverage. `make fuzz` runs it.
 
-`targets` says what is parsed and what must hold of it, `seeds` where fuzzing begins, `one` fuzzes one target until its
-time is over, `__main__` one target after the other.
+`targets` lists the parsers and their properties, `seeds` the first inputs. `one` fuzzes one target for a time,
+`__main__` all targets in turn.
 """

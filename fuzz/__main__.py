@@ -1,4 +1,4 @@
-"""Fuzz every target for an equal share of FUZZ_SECONDS (600), or the targets named; fail if one finds something."""
+"""Fuzz all targets, or the named ones, for equal shares of FUZZ_SECONDS (600); fail if one finds an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_INPUT_SECONDS_MAX = 10
 
 
 def fuzzed(name: str, seconds: int) -> bool:
-    """Fuzz one target; return whether nothing was found. What was found is kept."""
+    """Fuzz one target; return whether it found no error. Inputs that cause errors are kept in `CRASHES`."""
     CRASHES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as folder:
         corpus, dictionary = Path(folder) / "corpus", Path(folder) / "words"
@@ -40,29 +40,29 @@ def fuzzed(name: str, seconds: int) -> bool:
             options.append(f"-dict={dictionary}")
         command = [sys.executable, "-m", "fuzz.one", name, *options, str(corpus)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    said = done.stdout + done.stderr
-    runs, pace = _number(said, "number_of_executed_units"), _number(said, "average_exec_per_sec")
-    verdict = "ok" if done.returncode == 0 else f"FOUND SOMETHING (exit {done.returncode})"
+    output = done.stdout + done.stderr
+    runs, pace = _number(output, "number_of_executed_units"), _number(output, "average_exec_per_sec")
+    verdict = "ok" if done.returncode == 0 else f"FOUND AN ERROR (exit {done.returncode})"
     print(f"{name:16} {runs:>12,} runs {pace:>8,} a second  {verdict}", flush=True)
     if done.returncode:
-        told = [line for line in said.splitlines() if not line.startswith("INFO: Instrumenting")]
-        print("\n".join(told)[-4000:], flush=True)
+        lines = [line for line in output.splitlines() if not line.startswith("INFO: Instrumenting")]
+        print("\n".join(lines)[-4000:], flush=True)
     return done.returncode == 0
 
 
-def _number(said: str, stat: str) -> int:
-    found = re.search(rf"stat::{stat}:\s*(\d+)", said)
-    return int(found[1]) if found else 0
+def _number(output: str, stat: str) -> int:
+    match = re.search(rf"stat::{stat}:\s*(\d+)", output)
+    return int(match[1]) if match else 0
 
 
 def main() -> int:
-    """Run; the exit status says whether something was found."""
+    """Fuzz the targets; return 1 if one of them found an error, else 0."""
     names = sys.argv[1:] or list(TARGETS)
     seconds = max(int(os.environ.get("FUZZ_SECONDS", "600")) // len(names), 1)
-    print(f"{len(names)} targets, {seconds} s each; what is found is kept under {CRASHES}", flush=True)
-    found = [name for name in names if not fuzzed(name, seconds)]
-    print(f"found something in: {', '.join(found)}" if found else "nothing found", flush=True)
-    return bool(found)
+    print(f"{len(names)} targets, {seconds} s each; inputs that cause errors are kept in {CRASHES}", flush=True)
+    failed = [name for name in names if not fuzzed(name, seconds)]
+    print(f"found errors in: {', '.join(failed)}" if failed else "no errors found", flush=True)
+    return bool(failed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints of DCP as they are fuzzed: what `.metadata` says, what lies in `.distcp`, and what the two make of it."""
+"""Fuzzes DCP checkpoints: the bytes of `.metadata` and `.distcp` files, and documents of nearly valid metadata."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from holdfast.types.values import TensorRef
 DATA = "__0_0.distcp"
 
 
-class Held:
-    """Files in memory, under any names."""
+class FilesInMemory:
+    """Files in memory under any names, also those that no store accepts."""
 
     url = "here"
 
@@ -43,19 +43,19 @@ class Held:
         self, key: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
     ) -> list[memoryview]:
         """Return ranges of a file."""
-        found = []
+        views = []
         for (start, stop), buffer in zip(ranges, buffers, strict=True):
             view = buffer[: stop - start]
             view[:] = self._file(key)[start:stop]
-            found.append(view)
-        return found
+            views.append(view)
+        return views
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
-        """Keep nothing at hand."""
+        """Return 0: there is no page cache."""
         return 0
 
     def folders(self, prefix: str = "") -> list[str]:
-        """Have no folders."""
+        """Return no folders."""
         return []
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -70,7 +70,7 @@ class Held:
 
 @cache
 def checkpoint() -> Mapping[str, bytes]:
-    """Return the files of a small checkpoint that torch wrote."""
+    """Return the files of a small checkpoint, written by torch."""
     state = {
         "model": {"w": torch.arange(4.0), "v": torch.ones(4)},
         "optimizer": {"param_groups": [{"lr": 0.5, "params": ["w", "v"]}]},
@@ -83,30 +83,30 @@ def checkpoint() -> Mapping[str, bytes]:
 
 
 def metadata(data: bytes) -> None:
-    """A `.metadata` file beside the data of another one."""
+    """Fuzz the bytes of `.metadata` beside intact data."""
     _listed({**checkpoint(), METADATA: data})
 
 
 def items(data: bytes) -> None:
-    """A `.distcp` file, as long as it comes."""
+    """Fuzz the bytes of a `.distcp` file of any length."""
     _listed({**checkpoint(), DATA: data})
 
 
 def _listed(files: Mapping[str, bytes]) -> None:
     try:
-        found = DcpFormat().listing(Held(files), "")
-        index_foreign(found, "here")
+        listing = DcpFormat().listing(FilesInMemory(files), "")
+        index_foreign(listing, "here")
     except CheckpointError as error:
         assert "here" in str(error), error
         return
-    for fqn, pieces in found.pieces.items():
+    for fqn, pieces in listing.pieces.items():
         for piece in pieces:
             assert piece.offset >= 0
-            assert piece.offset + piece.region.numel * found.tensors[fqn].itemsize <= len(files[piece.file])
+            assert piece.offset + piece.region.numel * listing.tensors[fqn].itemsize <= len(files[piece.file])
 
 
 def document(data: bytes) -> None:
-    """A `.metadata` of which the numbers and names, rather than bytes, are what is fuzzed."""
+    """Fuzz the numbers and names of a `.metadata` file rather than its bytes."""
     draw = _drawn(data)
     try:
         saved = saved_of(_metadata(draw), "here")

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed of which one file says something else."""
+"""Fuzzes the pickle of one file of a DeepSpeed checkpoint."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from holdfast.stores.memory import MemoryStore
 
 FOLDER = Path(__file__).parents[1] / "tests/fixtures/deepspeed/zero1_tp2_dp2/ckpt/global_step3"
 CHANGED = {"model": "mp_rank_00_model_states.pt", "optimizer": "zero_pp_rank_1_mp_rank_01_optim_states.pt"}
-"""Files of which the pickle is fuzzed."""
+"""Files whose pickle is fuzzed."""
 
 
 def listed(kind: str) -> Callable[[bytes], None]:
-    """Return what lists the checkpoint with another pickle in one file: what it lists lies in tensors and in files."""
+    """Return a target that lists the checkpoint with another pickle in one file.
+
+    Listed pieces must be inside their tensors and files.
+    """
 
     def target(data: bytes) -> None:
         store = MemoryStore(f"fuzz-deepspeed-{kind}")
-        held = io.BytesIO()
-        with zipfile.ZipFile(FOLDER / CHANGED[kind]) as file, zipfile.ZipFile(held, "w") as made:
+        changed = io.BytesIO()
+        with zipfile.ZipFile(FOLDER / CHANGED[kind]) as file, zipfile.ZipFile(changed, "w") as archive:
             for name in file.namelist():
-                made.writestr(name, data if name.endswith("/data.pkl") else file.read(name))
+                archive.writestr(name, data if name.endswith("/data.pkl") else file.read(name))
         for path in FOLDER.iterdir():
-            store.put(path.name, held.getvalue() if path.name == CHANGED[kind] else path.read_bytes())
+            store.put(path.name, changed.getvalue() if path.name == CHANGED[kind] else path.read_bytes())
         try:
-            found = DeepSpeedFormat().listing(store, "")
-            uncovered_names(index_foreign(found, store.url)[1], 12345)
+            listing = DeepSpeedFormat().listing(store, "")
+            uncovered_names(index_foreign(listing, store.url)[1], 12345)
         except CheckpointError as error:
             assert str(error).startswith(store.url)
 
@@ -39,6 +42,6 @@ def listed(kind: str) -> Callable[[bytes], None]:
 
 
 def pickle_of(kind: str) -> bytes:
-    """Return the pickle that the file holds."""
+    """Return the pickle of the file."""
     with zipfile.ZipFile(FOLDER / CHANGED[kind]) as file:
         return next(file.read(name) for name in file.namelist() if name.endswith("/data.pkl"))

@@ -1,4 +1,4 @@
-"""Fuzz one target: `python -m fuzz.one TARGET [libFuzzer's options]`."""
+"""Fuzz one target: `python -m fuzz.one TARGET [options of libFuzzer]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ with atheris.instrument_imports(include=["holdfast"]):
 
 
 def main() -> None:
-    """Hand over to libFuzzer, which ends the process."""
+    """Start libFuzzer, which ends the process."""
     target = TARGETS[sys.argv[1]]
     atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: target(bytes(data)))
     atheris.Fuzz()

@@ -1,11 +1,11 @@
-"""Where fuzzing begins: the golden files of every released version, and every tag there is."""
+"""The first inputs of each target: golden files of every released version, and every tag of a value."""
 
 from __future__ import annotations
 
 import datetime
 import io
 import pathlib
-import pickle  # noqa: TID251 - what it writes is fuzzed, and read without it
+import pickle  # noqa: TID251 - only writes seeds; the fuzzed reader does not use it
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
@@ -59,26 +59,26 @@ _PICKLED = (
 def _torch_file(protocol: int) -> bytes:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"w": weight, "t": weight.t(), "p": torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), "step": 3}
-    held = io.BytesIO()
-    torch.save({"model": state, "by_number": {0: torch.ones(2, dtype=torch.uint16)}}, held, pickle_protocol=protocol)  # noqa: TID251 - what is fuzzed is read without it
-    return held.getvalue()
+    file = io.BytesIO()
+    torch.save({"model": state, "by_number": {0: torch.ones(2, dtype=torch.uint16)}}, file, pickle_protocol=protocol)  # noqa: TID251 - only writes seeds; the fuzzed reader does not use it
+    return file.getvalue()
 
 
 def _imported(manifest: bytes) -> bytes:
-    """Return a manifest as an import leaves it."""
+    """Return a manifest with the fields that an import adds."""
     inherited = b'"origin": "dcp",\n "masters": {"a": "b"},\n "state": '
     return manifest.replace(b'"r00000.safetensors"', b'"file:///models/a.bin"').replace(b'"state": ', inherited, 1)
 
 
 def _referencing(index: bytes) -> bytes:
-    """Return an index of files elsewhere."""
+    """Return an index whose packs are files outside the run."""
     document = msgspec.msgpack.decode(index)
     document["packs"] = [["file", f"file:///models/{name}"] for _, name in document["packs"]]
     return msgspec.msgpack.encode(document)
 
 
 def seeds_of(target: str) -> list[bytes]:
-    """Return what a target begins with."""
+    """Return the seeds of a target."""
     if target == "manifest":
         whole = [_unsealed(path.read_bytes()) for path in sorted(GOLDEN.rglob("manifest.json"))]
         return [*whole, *map(_imported, whole)]
@@ -93,18 +93,18 @@ def seeds_of(target: str) -> list[bytes]:
         headers = [_header(path.read_bytes()) for path in sorted(GOLDEN.rglob("*.safetensors"))]
         return [header[8:].rstrip() for header in headers] if target == "pack" else headers
     if target in ("value", "framework-value"):
-        return [*_VALUES, *(values.dumps(values.encode(each, "")) for each in ({"a": [1, (2.5, None)]}, [{1: b"x"}]))]
+        return [*_VALUES, *(values.dumps(values.encode(value, "")) for value in ({"a": [1, (2.5, None)]}, [{1: b"x"}]))]
     if target == "column":
         return [bytes((width, count)) + bytes(range(width * count)) for width in (1, 2, 4, 8) for count in (0, 1, 3)]
     if target == "name":
         names = ("r00000.safetensors", "enc/r00003-1.safetensors", "parts/r00003.msgpack", "index-00000.msgpack")
-        return [each.encode() for each in (*names, "step-000000001000", "../a", "a/./b", "file:///a/b")]
+        return [name.encode() for name in (*names, "step-000000001000", "../a", "a/./b", "file:///a/b")]
     if target == "shown":
         return [b"plain", "\x1b[31m\u202e\x9b".encode(), b"s\xed\xa0\x80"]
     if target == "safetensors-file":
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("*.safetensors"))]
     if target == "foreign-pickle":
-        return [pickle.dumps(each, protocol) for each in _PICKLED for protocol in range(6)]
+        return [pickle.dumps(value, protocol) for value in _PICKLED for protocol in range(6)]
     if target == "torch-file":
         return [_torch_file(protocol) for protocol in (2, 4)]
     if target == "torch-pickle":
@@ -117,7 +117,7 @@ def seeds_of(target: str) -> list[bytes]:
 
 
 def _by_rows() -> Index:
-    """Return an index that is split into five files: four bands of one tensor, and a scalar."""
+    """Return an index that splits into five files: four bands of one tensor, and a scalar."""
     listing = IndexBuilder(4096)
     for row in range(12):
         listing.add(TensorSpec("w", "int8", (12, 3)), Box((row, 0), (row + 1, 3)), "r00000.safetensors", 0, bytes(16))
@@ -126,7 +126,7 @@ def _by_rows() -> Index:
 
 
 def words_of(target: str) -> list[str]:
-    """Return words that a target's texts are made of."""
+    """Return words that occur in the inputs of a target."""
     if target in ("manifest", "value", "framework-value"):
         return [
             *_CONTAINER_OF_TAG,

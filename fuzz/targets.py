@@ -1,6 +1,6 @@
-"""What is fuzzed: each target takes any bytes; whatever it raises is a finding.
+"""The fuzz targets. Each takes any bytes; an exception from a target is an error in Holdfast.
 
-Digests are made to fit inside the targets, so that what lies behind them is reached.
+Targets compute digests that match, so that the code behind the check of the digest is reached.
 """
 
 from __future__ import annotations
@@ -45,70 +45,70 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.types.values import TensorRef
 
 OVERVIEW_FILES = 5
-"""Index files of the overviews that are fuzzed."""
+"""Index files of each fuzzed overview."""
 
 ELEMENTS_COUNTED_MAX = 5000
-"""Tensors up to this size are compared with a count of every element."""
+"""Largest tensor that is compared with a count of every element."""
 
 
 def manifest(data: bytes) -> None:
-    """A manifest, sealed: decoded it says the same once encoded again."""
+    """A sealed manifest: decoding, encoding and decoding it again yields the same."""
     sealed = data + b',\n "digest": "' + hex_digest_of(data).encode() + b'"\n}\n'
     try:
-        found = decode_manifest(sealed, "here")
+        decoded = decode_manifest(sealed, "here")
     except CheckpointError:
         return
-    again = encode_manifest(found)
+    again = encode_manifest(decoded)
     assert encode_manifest(decode_manifest(again, "here")) == again
 
 
 def index(data: bytes) -> None:
     """An index file."""
     try:
-        found = decode_index(data, "here")
+        decoded = decode_index(data, "here")
     except CorruptError:
         return
-    again = encode_index(found)
+    again = encode_index(decoded)
     assert encode_index(decode_index(again, "here")) == again
-    _prove(found)
+    _prove(decoded)
 
 
 def index_document(data: bytes) -> None:
-    """An index whose numbers, rather than bytes, are what is fuzzed; so holes and overlaps are met often."""
+    """An index whose numbers are fuzzed rather than bytes, so that holes and overlaps are frequent."""
     try:
-        found = index_of(_document(data), "here")
+        decoded = index_of(_document(data), "here")
     except CorruptError:
         return
-    assert encode_index(decode_index(encode_index(found), "here")) == encode_index(found)
-    _prove(found)
+    assert encode_index(decode_index(encode_index(decoded), "here")) == encode_index(decoded)
+    _prove(decoded)
 
 
 def part(data: bytes) -> None:
-    """A rank's part."""
+    """The part of one rank."""
     try:
-        found = decode_part(data, "here")
+        decoded = decode_part(data, "here")
     except CorruptError:
         return
-    again = encode_part(found)
+    again = encode_part(decoded)
     assert encode_part(decode_part(again, "here")) == again
 
 
 def overview(data: bytes) -> None:
-    """The overview of a split index, of as many files as its seeds are."""
+    """The overview of a split index, with as many files as the seed has."""
     try:
-        found = decode_overview(data, OVERVIEW_FILES, "here")
+        decoded = decode_overview(data, OVERVIEW_FILES, "here")
     except CorruptError:
         return
-    again = encode_overview(found)
+    again = encode_overview(decoded)
     assert encode_overview(decode_overview(again, OVERVIEW_FILES, "here")) == again
-    for tensor in list(found.table.specs.values())[:8]:
-        files = found.files_for(tensor.fqn, Box.whole(tensor.global_shape))
+    for tensor in list(decoded.table.specs.values())[:8]:
+        files = decoded.files_for(tensor.fqn, Box.whole(tensor.global_shape))
         assert files == sorted(set(files))
         assert set(files) <= set(range(OVERVIEW_FILES))
 
 
 def pack(data: bytes) -> None:
-    """The header of a pack, its length stated as it is."""
+    """The header of a pack, with its true length."""
     try:
         entries = entries_of(struct.pack("<Q", len(data)) + data, "here")
     except CorruptError:
@@ -120,7 +120,7 @@ def pack(data: bytes) -> None:
 
 
 def pack_length(data: bytes) -> None:
-    """The header of a pack, its length as it comes."""
+    """The header of a pack, with any length."""
     try:
         entries_of(data, "here")
     except CorruptError:
@@ -129,19 +129,19 @@ def pack_length(data: bytes) -> None:
 
 
 def value(data: bytes) -> None:
-    """A value's JSON text: what it decodes to is encoded to what decodes to the same, and can be shown."""
+    """The JSON text of a value: decoding and encoding it again yields the same, and it can be displayed."""
     try:
-        found = values.decode(values.loads(data), "")
+        decoded = values.decode(values.loads(data), "")
     except CorruptError:
         return
-    again = values.dumps(values.encode(found, ""))
+    again = values.dumps(values.encode(decoded, ""))
     assert values.dumps(values.encode(values.decode(values.loads(again), ""), "")) == again
-    for line in tree_lines({"value": found}, whole_names=True):
+    for line in tree_lines({"value": decoded}, whole_names=True):
         assert line.isprintable(), line
 
 
 def framework_value(data: bytes) -> None:
-    """A value's JSON text, put together as a framework does on loading."""
+    """The JSON text of a value, converted by a framework as on load."""
     try:
         put_together(values.decode(values.loads(data), ""), lambda leaf: leaf)
     except (CorruptError, InvalidError):
@@ -149,7 +149,7 @@ def framework_value(data: bytes) -> None:
 
 
 def value_document(data: bytes) -> None:
-    """A document whose structure, rather than text, is what is fuzzed; so tags are met with contents nearly right."""
+    """A document whose structure is fuzzed rather than its text, so that nearly valid contents are frequent."""
     text = values.dumps(_value(_drawn(data), 0))
     value(text)
     framework_value(text)
@@ -167,7 +167,7 @@ def column(data: bytes) -> None:
 
 
 def name(data: bytes) -> None:
-    """Names of files and folders: whatever is taken for one cannot lead anywhere else."""
+    """Names of files and folders: an accepted name cannot lead out of its folder."""
     text = data.decode("utf-8", "surrogateescape")
     if is_pack_name(text) or is_part_name(text) or is_index_name(text):
         assert text.isascii()
@@ -184,11 +184,11 @@ def name(data: bytes) -> None:
         parts = split_key(text)
     except InvalidError:
         return
-    assert not any(each in ("", ".", "..") or "\0" in each for each in parts)
+    assert not any(part in ("", ".", "..") or "\0" in part for part in parts)
 
 
 def shown(data: bytes) -> None:
-    """Text on its way to a terminal."""
+    """Text for a terminal."""
     text = printable(data.decode("utf-8", "surrogatepass" if data[:1] == b"s" else "surrogateescape"))
     assert text.isprintable()
     text.encode("utf-8")
@@ -300,85 +300,85 @@ def _drawn(data: bytes) -> Iterator[int]:
         yield 0
 
 
-def _prove(found: Index) -> None:
-    """Compare the proof of exact cover, and what a load would place, with a count of every element."""
-    small = [each for each in found.tensors.values() if math.prod(each.global_shape) <= ELEMENTS_COUNTED_MAX]
-    if sum(len(found.pieces_of(each.fqn)) for each in small) > 200:
+def _prove(decoded: Index) -> None:
+    """Compare the proof of exact cover, and the elements that a load would place, with a count of every element."""
+    small = [spec for spec in decoded.tensors.values() if math.prod(spec.global_shape) <= ELEMENTS_COUNTED_MAX]
+    if sum(len(decoded.pieces_of(spec.fqn)) for spec in small) > 200:
         return
-    wrong = set(uncovered_names(found, 12345))
+    wrong = set(uncovered_names(decoded, 12345))
     for tensor in small:
         counts = np.zeros(tensor.global_shape, dtype=np.int64)
-        for piece in found.pieces_of(tensor.fqn):
+        for piece in decoded.pieces_of(tensor.fqn):
             for box in region_boxes(piece.region, tensor.global_shape):
                 counts[box.relative_to((0,) * counts.ndim)] += 1
         exact = bool((counts == 1).all())
         assert exact == (tensor.fqn not in wrong), (tensor, counts)
         whole = Box.whole(tensor.global_shape)
         spans = sorted(
-            (piece.offset, piece.offset + piece.bytes) for piece in found.pieces_of(tensor.fqn) if piece.bytes
+            (piece.offset, piece.offset + piece.bytes) for piece in decoded.pieces_of(tensor.fqn) if piece.bytes
         )
-        apart = all(later[0] >= each[1] for each, later in pairwise(spans))
-        if exact and apart and len({piece.pack for piece in found.pieces_of(tensor.fqn)}) <= 1:
-            plan = load_plan([WantedBoxes(tensor.fqn, (whole,))], found.pieces_near, 1 << 22)
+        apart = all(later[0] >= earlier[1] for earlier, later in pairwise(spans))
+        if exact and apart and len({piece.pack for piece in decoded.pieces_of(tensor.fqn)}) <= 1:
+            plan = load_plan([WantedBoxes(tensor.fqn, (whole,))], decoded.pieces_near, 1 << 22)
             placed = sum(part.box.numel for run in plan.runs for chunk in run.chunks for part in chunk.parts)
             assert placed == math.prod(tensor.global_shape), tensor
 
 
 def safetensors_file(data: bytes) -> None:
-    """A safetensors file of another system, listed: pieces of one file share no byte, and lie in it."""
+    """A safetensors file of another system: its pieces share no byte, and are inside the file."""
     store = MemoryStore("fuzz-safetensors-file")
     store.put("model.safetensors", data)
     try:
-        found = SafetensorsFormat().listing(store, "model.safetensors")
-        index_foreign(found, "here")
+        listing = SafetensorsFormat().listing(store, "model.safetensors")
+        index_foreign(listing, "here")
     except CheckpointError as error:
         assert str(error).startswith(("here", store.url))
         return
-    held = 0
-    for fqn, (piece,) in found.pieces.items():
-        held += (nbytes := piece.region.numel * found.tensors[fqn].itemsize)
+    listed_bytes = 0
+    for fqn, (piece,) in listing.pieces.items():
+        listed_bytes += (nbytes := piece.region.numel * listing.tensors[fqn].itemsize)
         assert 8 <= piece.offset <= piece.offset + nbytes <= len(data)
-    assert held <= len(data)
+    assert listed_bytes <= len(data)
 
 
 def foreign_pickle(data: bytes) -> None:
-    """A pickle of another system, and what a checkpoint would keep of it."""
+    """A pickle of another system, and the values that a checkpoint would store."""
     try:
-        found = unpickled(data, "here")
+        decoded = unpickled(data, "here")
     except CheckpointError as error:
         assert str(error).startswith("here")
         return
-    kept = to_value(found, "value", lambda fqn, tensor: TensorRef(fqn), [])
+    kept = to_value(decoded, "value", lambda fqn, tensor: TensorRef(fqn), [])
     try:
         assert values.encode(kept, "value") is not kept or values.is_json_scalar(kept)
     except InvalidError:
-        return  # Within the closed set, and larger or deeper than is kept.
+        return  # A value of a known type, but larger or deeper than a checkpoint stores.
 
 
 def torch_file(data: bytes) -> None:
-    """A file of torch.save, listed: every piece lies in it."""
+    """A file of torch.save: every piece is inside the file."""
     store = MemoryStore("fuzz-torch-file")
     store.put("state.pt", data)
     try:
-        found = TorchSaveFormat().listing(store, "state.pt")
+        listing = TorchSaveFormat().listing(store, "state.pt")
     except CheckpointError as error:
         assert "state.pt" in str(error)
         return
-    for fqn, pieces in found.pieces.items():
-        itemsize = found.tensors[fqn].itemsize
+    for fqn, pieces in listing.pieces.items():
+        itemsize = listing.tensors[fqn].itemsize
         for piece in pieces:
             assert 0 <= piece.offset <= piece.offset + piece.region.numel * itemsize <= len(data)
-    index_foreign(found, "here")
+    index_foreign(listing, "here")
 
 
 def torch_pickle(data: bytes) -> None:
-    """The pickle in a file of torch.save, with memory for the tensors it speaks of."""
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as made:
-        made.writestr("archive/data.pkl", data)
+    """The pickle in a file of torch.save, beside storages for its tensors."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
         for number in range(4):
-            made.writestr(f"archive/data/{number}", bytes(24))
-    torch_file(held.getvalue())
+            archive.writestr(f"archive/data/{number}", bytes(24))
+    torch_file(file.getvalue())
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
