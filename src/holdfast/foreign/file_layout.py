@@ -35,6 +35,7 @@ class FileLayout:
     def put(self, data: bytes) -> None:
         """Append literal bytes."""
         start, last = self._literals[-1] if self._literals else (0, b"")
+        # Merge adjacent literals, so that an archive of small entries has one.
         if not isinstance(last, bytearray) or start + len(last) != self.at:
             last = bytearray()
             self._literals.append((self.at, last))

@@ -81,6 +81,7 @@ class _StateBuilder:
     def state(self) -> State:
         """Return the whole state."""
         root = self._group(self._content.tree, "")
+        # Tensors that no value refers to are stored under their names; the tree only holds values.
         for fqn in (*self._content.tensors, *self._content.aliases):
             if fqn not in self._referred:
                 self._place(fqn)
@@ -117,17 +118,17 @@ class _StateBuilder:
         return value
 
     def _dict_like(self, value: dict[Any, Value], path: str) -> object:
-        kept = self.values(value, path)
+        items = self.values(value, path)
         if isinstance(value, Counter):
             return value
         if isinstance(value, OrderedDict):
-            ordered = OrderedDict(kept)
+            ordered = OrderedDict(items)
             vars(ordered).update(vars(value))
             return ordered
-        return kept
+        return items
 
     def _group(self, group: Group, path: str) -> State:
-        """Return a node of the tree, and note where tensors go that stand in it by name."""
+        """Return a node of the tree, and record it, so that tensors can be stored in it by name."""
         if group.kind == "optimizer":
             return self._optimizer(group, path)
         state: State = {}
@@ -160,9 +161,9 @@ class _StateBuilder:
             for content, fqns in groups.items()
         ]
         by_name: State = {}
-        for fqn, kept in values.items():
+        for fqn, entries in values.items():
             if fqn not in tied:
-                by_name[fqn] = self.values(kept, f"{path}.state.{fqn}")
+                by_name[fqn] = self.values(entries, f"{path}.state.{fqn}")
         state: State = {"state": by_name, "param_groups": param_groups}
         self._places[path] = ("optimizer", state)
         return state
@@ -202,7 +203,7 @@ def _tied_members(members: Mapping[str, object], aliases: Mapping[str, str]) -> 
 
 def _flat(optimizer: Any) -> State:
     flat: State = {
-        f"state.{fqn}.{key}": value for fqn, kept in optimizer["state"].items() for key, value in kept.items()
+        f"state.{fqn}.{key}": value for fqn, entries in optimizer["state"].items() for key, value in entries.items()
     }
     for group in optimizer["param_groups"]:
         for fqn in group["params"]:

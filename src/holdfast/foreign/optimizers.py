@@ -21,7 +21,7 @@ def optimizer_group(
             the optimizer has an entry. `params` is left out.
         values: State of each parameter by FQN, without tensors that are direct entries.
     """
-    kept: dict[str, Value] = {}
+    by_content: dict[str, Value] = {}
     members: dict[str, Value] = {}
     known: dict[int, str] = {}
     for fqn, shared in hyperparameters.items():
@@ -31,7 +31,7 @@ def optimizer_group(
             # The key is a hash of the content, so groups need no numbers and equal groups are stored once.
             text = repr(plain).encode("utf-8", "backslashreplace")
             content = known[id(shared)] = hashlib.blake2b(text, digest_size=8).hexdigest()
-            kept.setdefault(content, plain)
+            by_content.setdefault(content, plain)
         members[fqn] = content
     state: dict[str, Value] = {fqn: dict(entries) for fqn, entries in values.items() if entries}
-    return Group("optimizer", {"hyperparameters": kept, "param_groups": members, "state": state})
+    return Group("optimizer", {"hyperparameters": by_content, "param_groups": members, "state": state})

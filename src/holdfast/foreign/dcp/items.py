@@ -73,9 +73,10 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
         bounds = _bounds([item for item, _, _ in entries], sizes[file], url, where)
         reached = 0
         for run, ranges in batches(bounds):
+            # One read brings both ends of many items; `read_torch_file` and `zip_entries` are then served from memory.
             reader.windows.hold(file, ranges)
             for item, key, part in entries[run]:
-                if reader.begins_archive(item):
+                if reader.windows.held(item.start, item.start + 4) == _ARCHIVE:
                     if item.start < reached:
                         raise CorruptError(
                             f"{url}: {where} states two items that begin at byte {item.start}; expected one"
@@ -117,10 +118,6 @@ class _Reader:
         self.windows = windows
         self._template = ArchiveTemplate()
         self._blobs: dict[tuple[str, int], dict[str, SafetensorsEntry]] = {}
-
-    def begins_archive(self, item: Item) -> bool:
-        """Return whether an item is an archive of torch.save."""
-        return self.windows.held(item.start, item.start + 4) == _ARCHIVE
 
     def archived(self, item: Item) -> object:
         """Return the value of an archive."""

@@ -65,6 +65,7 @@ def _container(node: object, path: Path, holes: list[int], where: str) -> Value:
     if len(places) < len(children):
         raise CorruptError(f"{where}: {_joined(path)} is stated as a list and a dict; expected one of them")
     length = max(places) + 1
+    # A path of one leaf may state a list of 2**60 positions. Bound the empty ones before a list is made.
     holes[0] -= length - len(places)
     if holes[0] < 0:
         raise CorruptError(

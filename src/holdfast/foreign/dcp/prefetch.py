@@ -83,16 +83,17 @@ def batches(bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, list[tup
     Args:
         bounds: Half-open byte range of each item, ascending. Items overlap only if they start at one byte.
     """
-    begun, held_bytes = 0, 0
+    first_item, held_bytes = 0, 0
     ranges: list[tuple[int, int]] = []
     for number, (start, stop) in enumerate(bounds):
         ends = [(start, stop)]
         if stop - start > 2 * END_BYTES + _GAP_BYTES_MAX:
             ends = [(start, start + END_BYTES), (stop - END_BYTES, stop)]
-        if number > begun and held_bytes > _WINDOWS_BYTES_MAX:
-            yield slice(begun, number), ranges
-            begun, held_bytes, ranges = number, 0, []
+        if number > first_item and held_bytes > _WINDOWS_BYTES_MAX:
+            yield slice(first_item, number), ranges
+            first_item, held_bytes, ranges = number, 0, []
         for first, last in ends:
+            # Small items are close together: reading the gap between them is cheaper than another read.
             near = ranges and first - ranges[-1][1] <= _GAP_BYTES_MAX and last - ranges[-1][0] <= _WINDOW_BYTES_MAX
             if near:
                 held_bytes += max(last - ranges[-1][1], 0)
@@ -101,4 +102,4 @@ def batches(bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, list[tup
                 held_bytes += last - first
                 ranges.append((first, last))
     if ranges:
-        yield slice(begun, len(bounds)), ranges
+        yield slice(first_item, len(bounds)), ranges

@@ -81,6 +81,7 @@ def finish_listing(
         CorruptError: A parameter has no bytes.
     """
     tensors, first, zero = parameters.tensors, parameters.states[0], values.zero
+    # Weights before ties: a tied name is listed only if its stored name is.
     _list_masters_as_weights(parameters)
     if zero is not None and zero.stage == 3:
         list_frozen(parameters, models, zero.ranks)

@@ -191,8 +191,8 @@ def _ties(state: ModelState, trained: set[str], *, by_memory: bool) -> dict[str,
             same.setdefault(memory, []).append(name)
     ties: dict[str, str] = {}
     for names in same.values():
-        kept = next((name for name in names if name in trained), names[0])
-        ties |= {name: kept for name in names if name != kept}
+        stored = next((name for name in names if name in trained), names[0])
+        ties |= {name: stored for name in names if name != stored}
     shapes = {name: value.shape for name, value in state.module.items() if isinstance(value, StoredTensor)}
     for stated in state.shared.items():
         alias, name = stated if stated[1] in trained or stated[0] not in trained else (stated[1], stated[0])

@@ -150,6 +150,7 @@ class _Buffer:
 
     def _placed(self, tp: int) -> Iterator[tuple[str, list[FlatPart]]]:
         shapes, of_rank, shares = self._shapes[tp], self._files[tp], self._shares[tp]
+        # ZeRO-3 cuts each parameter alone; the other stages cut the concatenation of all parameters.
         if of_rank[0].stage == 3:
             yield from parts_of_each_cut(shapes, len(of_rank))
             return

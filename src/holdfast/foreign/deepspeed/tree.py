@@ -76,8 +76,9 @@ class Values:
                 continue
             if isinstance(value, OpaqueObject) and isinstance(value.state, dict):
                 value = value.state  # A loss scaler, whose attributes are its whole state.
-            kept = self._value(value, name)
-            items[name] = Group("stateful", {"state": kept}) if name == _SCHEDULER and isinstance(kept, dict) else kept
+            converted = self._value(value, name)
+            is_scheduler = name == _SCHEDULER and isinstance(converted, dict)
+            items[name] = Group("stateful", {"state": converted}) if is_scheduler else converted
         return Group("dict", items)
 
     def _optimizer(self, state: ZeroOptimizer, groups: Sequence[Mapping[str, object]] | None) -> Group:
@@ -98,8 +99,8 @@ class Values:
         hyperparameters = {}
         values = {}
         aliases: dict[str, list[str]] = {}
-        for alias, kept in self._parameters.ties.items():
-            aliases.setdefault(kept, []).append(alias)
+        for alias, name in self._parameters.ties.items():
+            aliases.setdefault(name, []).append(alias)
         for name, number in state.groups.items():
             if self._parameters.is_left_out(name):
                 continue

@@ -112,9 +112,9 @@ def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: 
             )
     _require_same_atoms(files, folder, parameters, saved)
     for number, shapes in enumerate(parameters.states[0].groups):
-        flat = parameters.flat_shapes(number)
+        by_rank = parameters.flat_shapes(number)
         for name in shapes:
-            layout = parameters.layout(name, [shapes[name] for shapes in flat])
+            layout = parameters.layout(name, [held[name] for held in by_rank])
             optimizer.groups[name] = saved.zero.group_of[number]
             for key in folder.atoms.get(name, ()):
                 file = f"{folder.prefix}zero/{name}/{key}.pt"

@@ -37,19 +37,18 @@ class HuggingFaceBinFormat:
         index = name or one_index(files, INDEX_SUFFIX)
         weights = weight_map(files, index, SUFFIX) if index else None
         keys = _all_parts(files) if weights is None else sorted(set(weights.values()))
-        remarks: list[str] = []
         tensors = TorchTensors(files.url)
         module: dict[str, object] = {}
         for key in keys:
             state = _state(files, key, tensors)
             if weights is not None:
                 for unlisted in [fqn for fqn in state if weights.get(fqn) != key]:
-                    remark(remarks, f"{key}: {unlisted} is left out; {index} does not assign it to this file")
+                    remark(tensors.remarks, f"{key}: {unlisted} is left out; {index} does not assign it to this file")
                     del state[unlisted]
-            module |= module_state(state, "model", tensors, remarks).items
+            module |= module_state(state, "model", tensors).items
         if weights is not None:
             require_all_there(files, index, weights, tensors)
-        return tensors.listing("huggingface bin", Group("dict", {"model": Group("module", module)}), remarks)
+        return tensors.listing("huggingface bin", Group("dict", {"model": Group("module", module)}))
 
 
 def _state(files: Readable, key: str, tensors: TorchTensors) -> dict[str, object]:
@@ -59,7 +58,7 @@ def _state(files: Readable, key: str, tensors: TorchTensors) -> dict[str, object
             f"{files.url}/{key}: holds no dict of tensors by name; expected a model's state dict. "
             "To read another state, name the file itself"
         )
-    tensors.add_file(key, saved.file_bytes)
+    tensors.files[key] = saved.file_bytes
     return saved.value
 
 

@@ -68,7 +68,7 @@ class SafetensorsFormat:
             if key not in keys and not whole:
                 continue
             sizes[key], prefix, ties = size, "" if whole else "model.", header.ties()
-            aliases.update({prefix + alias: prefix + kept for alias, kept in ties.items()})
+            aliases.update({prefix + alias: prefix + stored for alias, stored in ties.items()})
             reserved = {_SHARDING, NAMES_KEPT, *ties}
             metadata.update({name: text for name, text in header.metadata.items() if name not in reserved})
             for entry in header.entries:
@@ -87,7 +87,7 @@ class SafetensorsFormat:
             tensors=tensors,
             pieces=pieces,
             files=sizes,
-            aliases={alias: kept for alias, kept in aliases.items() if kept in tensors and alias not in tensors},
+            aliases={alias: fqn for alias, fqn in aliases.items() if fqn in tensors and alias not in tensors},
             tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),
             remarks=remarks,
         )
@@ -130,9 +130,9 @@ class SafetensorsHeader:
         """Return tied names and their stored names, as `safetensors.torch.save_model` writes them."""
         names = {entry.name for entry in self.entries}
         return {
-            alias: kept
-            for alias, kept in self.metadata.items()
-            if kept in names and alias not in names and alias != _FORMAT
+            alias: stored
+            for alias, stored in self.metadata.items()
+            if stored in names and alias not in names and alias != _FORMAT
         }
 
 

@@ -101,7 +101,7 @@ def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], ali
         header[name_in_file] = entry
         leaves.append(TensorLeaf(spec.fqn, dtype, spec.global_shape))
         at = stop
-    ties = {alias: kept for alias, kept in aliases.items() if kept in header}
+    ties = {alias: stored for alias, stored in aliases.items() if stored in header}
     text = json.dumps({_METADATA: {**metadata, **ties}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:

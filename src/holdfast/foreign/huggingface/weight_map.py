@@ -88,7 +88,7 @@ def json_object(data: bytes, where: str) -> dict[str, object]:
         CorruptError: The text is not a JSON object, repeats a key, or holds too many brackets for its length.
     """
     brackets = data.count(b"[") + data.count(b"{")
-    # Empty lists take 30 times the memory of their text, so bound them before parsing.
+    # Empty lists take far more memory than their text, so bound them before parsing.
     if brackets > _BRACKETS_MIN + len(data) // _BYTES_PER_BRACKET:
         raise CorruptError(
             f"{where}: {brackets} brackets in {len(data)} bytes; expected a name with each. Read another copy"

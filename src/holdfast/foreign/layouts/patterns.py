@@ -133,10 +133,10 @@ class _Parser:
         self._depth -= 1
 
         def either(name: _Name, places: int) -> int:
-            found = 0
+            ends = 0
             for way in ways:
-                found |= way(name, places)
-            return found
+                ends |= way(name, places)
+            return ends
 
         return either if len(ways) > 1 else ways[0]
 
@@ -155,26 +155,26 @@ class _Parser:
         return row
 
     def _one(self) -> _Node:
-        each = self._next()
+        character = self._next()
         self._at += 1
-        if each == "^":
+        if character == "^":
             return lambda name, places: places & 1
-        if each == "$":
+        if character == "$":
             return lambda name, places: places & name.end
-        if each == ".":
-            return self._character(lambda found: found != "\n")
-        if each == "(":
+        if character == ".":
+            return self._character(lambda candidate: candidate != "\n")
+        if character == "(":
             return self._group()
-        if each == "[":
+        if character == "[":
             return self._character(self._set())
-        if each == "\\":
+        if character == "\\":
             if self._next() == "Z":
                 self._at += 1
                 return lambda name, places: places & name.end
             return self._character(self._escaped())
-        if each in "*+?{":
+        if character in "*+?{":
             raise self._refused("a repeat of nothing")
-        return self._literal(each)
+        return self._literal(character)
 
     def _group(self) -> _Node:
         if self._next() == "?":
@@ -188,50 +188,50 @@ class _Parser:
         return node
 
     def _escaped(self) -> Callable[[str], bool]:
-        each = self._next()
+        character = self._next()
         self._at += 1
-        if each in _CLASSES:
-            return _CLASSES[each]
-        if each.lower() in _CLASSES:
-            known = _CLASSES[each.lower()]
-            return lambda found: not known(found)
-        if not each or each.isalnum():
-            raise self._refused(f"the escape \\{each}")
-        return lambda found: found == each
+        if character in _CLASSES:
+            return _CLASSES[character]
+        if character.lower() in _CLASSES:
+            known = _CLASSES[character.lower()]
+            return lambda candidate: not known(candidate)
+        if not character or character.isalnum():
+            raise self._refused(f"the escape \\{character}")
+        return lambda candidate: candidate == character
 
     def _set(self) -> Callable[[str], bool]:
         inverted = self._next() == "^"
         self._at += inverted
         members: list[Callable[[str], bool]] = []
         while not members or self._next() != "]":
-            each = self._next()
-            if not each:
+            character = self._next()
+            if not character:
                 raise self._refused("an open bracket")
             self._at += 1
-            if each == "\\":
+            if character == "\\":
                 members.append(self._escaped())
                 continue
-            low = high = each
+            low = high = character
             if self._next() == "-" and self._pattern[self._at + 1 : self._at + 2] not in ("", "]", "\\"):
                 high = self._pattern[self._at + 1]
                 self._at += 2
             members.append(_between(low, high))
         self._at += 1
-        return lambda found: inverted != any(member(found) for member in members)
+        return lambda candidate: inverted != any(member(candidate) for member in members)
 
-    def _literal(self, each: str) -> _Node:
+    def _literal(self, expected: str) -> _Node:
         def literal(name: _Name, places: int) -> int:
             self._spend()
-            return (places & name.places.get(each, 0)) << 1
+            return (places & name.places.get(expected, 0)) << 1
 
         return literal
 
     def _character(self, fits: Callable[[str], bool]) -> _Node:
-        def character(name: _Name, places: int) -> int:
+        def step(name: _Name, places: int) -> int:
             self._spend()
-            return sum(places & mask for each, mask in name.places.items() if fits(each)) << 1
+            return sum(places & mask for candidate, mask in name.places.items() if fits(candidate)) << 1
 
-        return character
+        return step
 
     def _repeated(self, node: _Node) -> _Node:
         low, high = self._counts()
@@ -245,6 +245,8 @@ class _Parser:
             for _ in range(low):
                 self._spend()
                 places = node(name, places)
+            # Each round adds the places that one more repeat reaches. It stops when a round adds none, so an unbounded
+            # repeat (`more` below 0) takes at most as many rounds as the name has characters.
             reached, ends, more = places, places, high - low
             while ends and more:
                 self._spend()
@@ -257,16 +259,16 @@ class _Parser:
 
     def _counts(self) -> tuple[int, int]:
         """Parse a repeat; return its smallest and largest count, -1 for no largest. (1, 1) if there is no repeat."""
-        each = self._next()
-        if each in ("*", "+", "?"):
+        symbol = self._next()
+        if symbol in ("*", "+", "?"):
             self._at += 1
-            return {"*": (0, -1), "+": (1, 0), "?": (0, 1)}[each]
-        if each != "{":
+            return {"*": (0, -1), "+": (1, 0), "?": (0, 1)}[symbol]
+        if symbol != "{":
             return 1, 1
         content, closed, _ = self._pattern[self._at + 1 :].partition("}")
         low, comma, high = content.partition(",")
         numbers = [low or "0", high or "0"] if comma else [low, low]
-        if not closed or not all(each.isascii() and each.isdecimal() and int(each) <= _COUNT_MAX for each in numbers):
+        if not closed or not all(text.isascii() and text.isdecimal() and int(text) <= _COUNT_MAX for text in numbers):
             raise self._refused("a repeat without readable counts")
         self._at += len(content) + 2
         first, last = map(int, numbers)
@@ -274,4 +276,4 @@ class _Parser:
 
 
 def _between(low: str, high: str) -> Callable[[str], bool]:
-    return lambda found: low <= found <= high
+    return lambda candidate: low <= candidate <= high

@@ -116,10 +116,6 @@ def _pairs(args: tuple[Any, ...], charge: Charge) -> list[tuple[object, object]]
     return [(key, value) for key, value in content]
 
 
-def _default_dict(args: tuple[Any, ...], charge: Charge) -> dict[object, object]:
-    return dict(_pairs(args[1:], charge))
-
-
 def _counter(args: tuple[Any, ...], charge: Charge) -> Counter[object]:
     counter: Counter[object] = Counter()
     for key, count in _pairs(args, charge):
@@ -313,7 +309,7 @@ CALLS: Mapping[str, Call] = {
     "builtins.frozenset": lambda args, charge: _members(frozenset, args, charge),
     "collections.Counter": _counter,
     "collections.OrderedDict": lambda args, charge: OrderedDict(_pairs(args, charge)),
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": lambda args, charge: dict(_pairs(args[1:], charge)),
     "datetime.date": _moment(datetime.date, 4),
     "datetime.datetime": _moment(datetime.datetime, 10),
     "datetime.time": _moment(datetime.time, 6),

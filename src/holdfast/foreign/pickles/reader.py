@@ -55,7 +55,7 @@ def unpickled(
     """
     machine = _Machine(data, where, persistent, also)
     value = machine.run()
-    machine.memo.clear()
+    machine.memo.clear()  # The memo may hold values that the result does not contain; free them before the walk.
     require_walkable(value, machine.objects, where, machine.at)
     return value
 
@@ -133,6 +133,7 @@ class _Machine(PickleStack):
             target = target.items
         if not isinstance(target, dict):
             raise ValueError(f"it sets items of {type(target).__name__}; expected a dict")
+        # Check the keys first: hashing a hostile key is what costs time.
         keys = items[::2]
         self._require_keys(target, keys)
         update = dict.update if type(target) is Counter else type(target).update  # Counter.update would add counts.

@@ -120,7 +120,7 @@ class _Archive:
     layout: FileLayout
     """The file."""
 
-    begun: int = field(init=False)
+    start_of_archive: int = field(init=False)
     """Byte of the file at which the archive starts."""
 
     records: list[tuple[bytes, tuple[int, int] | None]] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Archive:
     """By start of such a range, the byte at which the descriptor stores the checksum too."""
 
     def __post_init__(self) -> None:
-        self.begun = self.layout.at
+        self.start_of_archive = self.layout.at
 
     def add(self, name: str, data: bytes) -> None:
         """Append an entry of known bytes."""
@@ -147,13 +147,13 @@ class _Archive:
 
     def close(self) -> None:
         """Append the directory."""
-        first = self.layout.at - self.begun
+        first = self.layout.at - self.start_of_archive
         for record, unknown in self.records:
             if unknown is not None:
                 start, stop = unknown
                 self.layout.put_sum(start, stop, (self.descriptors[start], self.layout.at + CHECKSUM_IN_RECORD))
             self.layout.put(record)
-        count, end = len(self.records), self.layout.at - self.begun
+        count, end = len(self.records), self.layout.at - self.start_of_archive
         size = end - first
         self.layout.put(END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, first))
         self.layout.put(LOCATOR64.pack(b"PK\6\7", 0, end, 1))
@@ -162,7 +162,7 @@ class _Archive:
 
     def _open(self, name: str, count: int) -> int:
         """Append the header of an entry, padded to align the content; return the offset of the header."""
-        local, name_bytes = self.layout.at - self.begun, _entry_name(name)
+        local, name_bytes = self.layout.at - self.start_of_archive, _entry_name(name)
         wide = _wide(count, local)
         start = local + LOCAL.size + len(name_bytes) + len(wide) + 4
         padding = -start % ALIGNMENT_BYTES

@@ -49,78 +49,78 @@ class TorchSaveFormat:
         """Return the tensors of the file, and its other values with their nesting."""
         saved = read_torch_file(files, name)
         tensors = TorchTensors(files.url)
-        tensors.add_file(name, saved.file_bytes)
-        remarks: list[str] = []
+        tensors.files[name] = saved.file_bytes
         if is_module_state(saved.value):
-            tree = Group("dict", {"model": module_state(saved.value, "model", tensors, remarks)})
+            tree = Group("dict", {"model": module_state(saved.value, "model", tensors)})
         else:
             state = saved.value if _has_text_keys(saved.value) else {"value": saved.value}
             if state.keys() == _OPTIMIZER_KEYS:
                 state = {"optimizer": state}
-            tree = _Nesting(tensors, remarks, tensor_holders(state)).branch(state, "")
-        if not len(tensors) and isinstance(saved.value, OpaqueObject):
+            tree = _branch(state, "", tensors, tensor_holders(state))
+        if not tensors.specs and isinstance(saved.value, OpaqueObject):
             raise InvalidError(
                 f"{files.url}/{name}: holds a {saved.value.qualname} as an object; expected its state. "
                 "Save it with torch.save(x.state_dict(), path)"
             )
-        return tensors.listing("torch.save", tree, remarks)
+        return tensors.listing("torch.save", tree)
 
 
 def is_module_state(value: object) -> TypeGuard[dict[str, object]]:
     """Return whether a value is the state dict of a module: tensors by name, and extra state."""
     return (
         isinstance(value, dict)
-        and any(isinstance(each, StoredTensor) for each in value.values())
+        and any(isinstance(item, StoredTensor) for item in value.values())
         and all(
-            type(key) is str and (isinstance(each, StoredTensor) or key.endswith(_EXTRA_STATE))
-            for key, each in value.items()
+            type(key) is str and (isinstance(item, StoredTensor) or key.endswith(_EXTRA_STATE))
+            for key, item in value.items()
         )
     )
 
 
-def module_state(value: dict[str, object], path: str, tensors: TorchTensors, remarks: list[str]) -> Group:
+def module_state(value: dict[str, object], path: str, tensors: TorchTensors) -> Group:
     """Add the tensors of a module's state dict under a path; return its extra state."""
     extra = {}
-    for key, each in value.items():
-        if isinstance(each, StoredTensor):
-            tensors.add(below(path, key), each)
+    for key, item in value.items():
+        if isinstance(item, StoredTensor):
+            tensors.add(below(path, key), item)
         else:
-            extra[key] = _value(each, below(path, key), tensors, remarks)
-    return Group("module", {key: each for key, each in extra.items() if not isinstance(each, Skipped)})
+            extra[key] = _value(item, below(path, key), tensors)
+    return Group("module", {key: item for key, item in extra.items() if not isinstance(item, Skipped)})
 
 
 def _has_text_keys(value: object) -> TypeGuard[dict[str, object]]:
     return isinstance(value, dict) and all(type(key) is str for key in value)
 
 
-class _Nesting:
-    """Adds the tensors of a nested state to a listing."""
+def _branch(value: dict[str, object], path: str, tensors: TorchTensors, holders: set[int]) -> Group:
+    """Add the tensors of a dict under its path; return all other values.
 
-    def __init__(self, tensors: TorchTensors, remarks: list[str], holders: set[int]) -> None:
-        self._tensors, self._remarks, self._holders = tensors, remarks, holders
+    Args:
+        value: The dict.
+        path: Its dotted name.
+        tensors: Receives the tensors.
+        holders: The `id` of every container that holds a tensor.
+    """
+    items: dict[str, Value] = {}
+    require_short(path)
+    for key, item in value.items():
+        name = below(path, key)
+        if isinstance(item, StoredTensor):
+            tensors.add(name, item)
+        elif is_module_state(item):
+            items[key] = module_state(item, name, tensors)
+        elif _has_text_keys(item) and id(item) in holders:
+            items[key] = _branch(item, name, tensors, holders)
+        else:
+            items[key] = _value(item, name, tensors)
+    return Group("dict", {key: item for key, item in items.items() if not isinstance(item, Skipped)})
 
-    def branch(self, value: dict[str, object], path: str) -> Group:
-        """Add the tensors of a dict under its path; return all other values."""
-        items: dict[str, Value] = {}
-        require_short(path)
-        for key, each in value.items():
-            name = below(path, key)
-            if isinstance(each, StoredTensor):
-                self._tensors.add(name, each)
-            elif is_module_state(each):
-                items[key] = module_state(each, name, self._tensors, self._remarks)
-            elif _has_text_keys(each) and id(each) in self._holders:
-                items[key] = self.branch(each, name)
-            else:
-                items[key] = _value(each, name, self._tensors, self._remarks)
-        return Group("dict", {key: each for key, each in items.items() if not isinstance(each, Skipped)})
 
-
-def _value(value: object, path: str, tensors: TorchTensors, remarks: list[str]) -> Value:
+def _value(value: object, path: str, tensors: TorchTensors) -> Value:
     """Return a value in which a `TensorRef` replaces each tensor, which is added to the listing."""
 
     def refer(fqn: str, tensor: StoredTensor) -> TensorRef:
         tensors.add(fqn, tensor)
         return TensorRef(fqn)
 
-    return to_value(value, path, refer, remarks)
+    return to_value(value, path, refer, tensors.remarks)

@@ -30,23 +30,19 @@ class TorchTensors:
             url: The folder, for messages.
         """
         self._url = url
-        self._specs: dict[str, TensorSpec] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.files: dict[str, int] = {}
+        """Bytes of each file that holds tensors."""
+        self.remarks: list[str] = []
+        """Remarks for the user."""
         self._pieces: dict[str, list[ListedPiece]] = {}
         self._aliases: dict[str, str] = {}
-        self._files: dict[str, int] = {}
         self._first: dict[StoredTensor, str] = {}
         self._pieces_left = PIECES_MAX
         self._names_left = _NAMES_BYTES_MAX
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._specs or fqn in self._aliases
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-    def add_file(self, key: str, file_bytes: int) -> None:
-        """Take note of a file that tensors lie in."""
-        self._files[key] = file_bytes
+        return fqn in self.specs or fqn in self._aliases
 
     def add(self, fqn: str, tensor: StoredTensor) -> None:
         """Add a tensor. If it is the same view of the same storage as an earlier tensor, it is tied to that one.
@@ -64,6 +60,7 @@ class TorchTensors:
             raise InvalidError(
                 f"{where}: names of tensors take over {_NAMES_BYTES_MAX} bytes. Save the state in several files"
             )
+        # Empty tensors share a place without being tied.
         first = self._first.setdefault(tensor, fqn) if tensor.numel else fqn
         if first != fqn:
             self._aliases[fqn] = first
@@ -77,19 +74,19 @@ class TorchTensors:
                     f"{list(tensor.strides)} consists of {count} runs; expected {PIECES_MAX} at most in all tensors. "
                     "Save it .contiguous()"
                 )
-        self._specs[fqn] = TensorSpec(fqn, tensor.dtype, tensor.shape)
+        self.specs[fqn] = TensorSpec(fqn, tensor.dtype, tensor.shape)
         self._pieces[fqn] = list(pieces_of(tensor))
 
-    def listing(self, format_name: str, tree: Group, remarks: list[str]) -> ForeignListing:
+    def listing(self, format_name: str, tree: Group) -> ForeignListing:
         """Return the listing of all tensors."""
         return ForeignListing(
             format=format_name,
-            tensors=self._specs,
+            tensors=self.specs,
             pieces=self._pieces,
-            files=self._files,
+            files=self.files,
             tree=tree,
             aliases=self._aliases,
-            remarks=remarks,
+            remarks=self.remarks,
         )
 
 

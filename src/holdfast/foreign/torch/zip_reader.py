@@ -118,22 +118,23 @@ def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> 
     """Return the first byte of the directory in the file, its size in bytes and its number of entries."""
     first = max(start, stop - END.size - _COMMENT_BYTES_MAX)
     tail = read_bytes(files, key, first, stop, END.size + _COMMENT_BYTES_MAX)
-    found = tail.rfind(b"PK\5\6")
-    while found >= 0 and len(tail) - found < END.size:
-        found = tail.rfind(b"PK\5\6", 0, found)
-    if found < 0:
+    # The record may be followed by a comment, which may contain the signature too: search from the end.
+    end_at = tail.rfind(b"PK\5\6")
+    while end_at >= 0 and len(tail) - end_at < END.size:
+        end_at = tail.rfind(b"PK\5\6", 0, end_at)
+    if end_at < 0:
         raise CorruptError(f"{where}, bytes {start}–{stop}: no zip archive ends there. Was it cut short?")
-    _, disk, disk_of, _, count, size, at, _ = END.unpack_from(tail, found)
-    end = first + found
+    _, disk, disk_of, _, count, size, at, _ = END.unpack_from(tail, end_at)
+    end = first + end_at
     stated = (count, size, at)
-    has_locator = tail[max(found - LOCATOR64.size, 0) : found].startswith(b"PK\6\7")
+    has_locator = tail[max(end_at - LOCATOR64.size, 0) : end_at].startswith(b"PK\6\7")
     if has_locator or (1 << 16) - 1 in (disk, disk_of, count) or _IN_ZIP64 in (size, at):
         # torch follows a locator whatever the older record states. Two records that contradict each other would let
         # torch and Holdfast read different archives, so refuse them.
         *wide, end = _directory64(files, key, start, end, where)
         if any(old not in (new, (1 << 16) - 1, _IN_ZIP64) for old, new in zip(stated, wide, strict=True)):
             raise CorruptError(
-                f"{where}, byte {first + found}: the archive states two directories, {stated} and {wide} (entries, "
+                f"{where}, byte {first + end_at}: the archive states two directories, {stated} and {wide} (entries, "
                 "bytes, offset); expected one. Read another copy"
             )
         count, size, at = wide
@@ -171,12 +172,12 @@ def _records(directory: bytes, count: int, where: str) -> Iterator[_Record]:
         signature, _, _, flags, method = fields[:5]
         stored, size, name_bytes, extra_bytes, comment_bytes = fields[8:13]
         header, record_at = fields[16], at
-        begun = at + RECORD.size
-        at = begun + name_bytes + extra_bytes + comment_bytes
+        name_at = at + RECORD.size
+        at = name_at + name_bytes + extra_bytes + comment_bytes
         if signature != b"PK\1\2" or at > len(directory):
             raise CorruptError(f"{where}: entry {number} of the zip directory is damaged. Read another copy")
-        name = directory[begun : begun + name_bytes]
-        extra = directory[begun + name_bytes : begun + name_bytes + extra_bytes]
+        name = directory[name_at : name_at + name_bytes]
+        extra = directory[name_at + name_bytes : name_at + name_bytes + extra_bytes]
         size, stored, header = _widened(extra, (size, stored, header), f"{where}, entry {name[:200]!r}")
         if b"/code/" in name and (method != _STORED or flags & _ENCRYPTED):
             raise InvalidError(f"{where}: a TorchScript archive; expected a state saved with torch.save")
