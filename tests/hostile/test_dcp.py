@@ -249,7 +249,7 @@ def replace_key(index: Any, fqn: str) -> Any:
 
 def test_a_list_of_a_billion_places(folder: Path) -> None:
     edited(folder, lambda metadata: renamed(metadata, "a", "a.1000000000", ("a", 1_000_000_000)))
-    refused(folder, CorruptError, "a list of 1000000001, of which 1 are stored")
+    refused(folder, CorruptError, "a list of 1000000001, with 1 stored")
 
 
 def test_a_leaf_inside_a_leaf(folder: Path) -> None:

@@ -90,9 +90,7 @@ class _StateBuilder:
     def log_left_out(self) -> None:
         """Log the values that the file cannot hold."""
         if self._left_out:
-            logger.warning(
-                "left out, because each rank has its own or it was not saved: %s", first_three(self._left_out)
-            )
+            logger.warning("left out, as each rank has its own or it was not saved: %s", first_three(self._left_out))
 
     def values(self, items: Mapping[Any, Value], path: str) -> dict[Any, object]:
         """Return the values of a dict, without those that are left out."""

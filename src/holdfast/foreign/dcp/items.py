@@ -79,7 +79,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
                 if reader.windows.held(item.start, item.start + 4) == _ARCHIVE:
                     if item.start < reached:
                         raise CorruptError(
-                            f"{url}: {where} states two items that begin at byte {item.start}; expected one"
+                            f"{url}: {where} has two items that begin at byte {item.start}; expected one"
                         )
                     reached = item.stop
                     value = reader.archived(item)
@@ -99,9 +99,7 @@ def _bounds(items: list[Item], size: int, file: str, where: str) -> list[tuple[i
     reached = -1
     for at, (start, stop) in enumerate(bounds):
         if stop > size:
-            raise CorruptError(
-                f"{file}: ends at byte {size}; {where} states an item at {start}–{stop}. Was it cut short?"
-            )
+            raise CorruptError(f"{file}: ends at byte {size}; {where} states bytes {start}–{stop}. Was it cut short?")
         if start < reached and start != bounds[at - 1][0]:
             raise CorruptError(
                 f"{file}: {where} states an item that ends at byte {reached}, and another starts at {start}. "
@@ -123,7 +121,7 @@ class _Reader:
         """Return the value of an archive."""
         value = self._template.value(self.windows, item)
         if value is UNKNOWN:
-            value = read_torch_file(self.windows, item.file, start=item.start, stop=item.stop, also=ALSO).value
+            value = read_torch_file(self.windows, item.file, start=item.start, stop=item.stop, also=ALSO)
             self._template.learn(self.windows, item, value)
         return value
 

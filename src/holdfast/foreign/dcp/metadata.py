@@ -218,9 +218,7 @@ def _paths(planner_data: object, stated: Mapping[object, object], where: str) ->
         if not isinstance(path, tuple) or not path or ".".join(map(str, path)) != key:
             path = (key,)
         if len(path) > DEPTH_MAX:
-            raise InvalidError(
-                f"{where}: {key[:200]} is nested {len(path)} containers deep; expected {DEPTH_MAX} at most"
-            )
+            raise InvalidError(f"{where}: {key[:200]} is {len(path)} containers deep; expected {DEPTH_MAX} at most")
         if not all(type(name) is str or (type(name) is int and name >= 0) for name in path):
             raise CorruptError(f"{where}: the path of {key} is {shown(path)}; expected names and list positions")
         paths[key] = path

@@ -13,7 +13,7 @@ from holdfast.types.values import Group, Skipped, TensorRef, Value
 _HOLES_MAX = 1 << 16
 """List positions without a saved value, in all lists. An empty dict in a list leaves one."""
 
-SmallTensor = Callable[[str], Value]
+ReadSmallTensor = Callable[[str], Value]
 """Reads a tensor of a few elements, by FQN, as a value and removes it from the listing; None if it is not small."""
 
 
@@ -32,9 +32,7 @@ def nested_of(leaves: Iterable[tuple[Path, Value]], where: str) -> dict[str, Val
         for key in path[:-1]:
             below = node.setdefault(key, {})
             if isinstance(below, _Leaf):
-                raise CorruptError(
-                    f"{where}: {_joined(path)} is stated inside {key!r}, which is a leaf; expected a container"
-                )
+                raise CorruptError(f"{where}: {_joined(path)} is inside {key!r}, which is a leaf; expected a container")
             assert isinstance(below, dict)
             node = below
         if path[-1] in node:
@@ -68,13 +66,11 @@ def _container(node: object, path: Path, holes: list[int], where: str) -> Value:
     # A path of one leaf may state a list of 2**60 positions. Bound the empty ones before a list is made.
     holes[0] -= length - len(places)
     if holes[0] < 0:
-        raise CorruptError(
-            f"{where}: {_joined(path)} is stated as a list of {length}, of which {len(places)} are stored"
-        )
+        raise CorruptError(f"{where}: {_joined(path)} is stated as a list of {length}, with {len(places)} stored")
     return [children.get(place) for place in range(length)]
 
 
-def tree_of(nested: Mapping[str, Value], small_tensor: SmallTensor, remarks: list[str]) -> Group:
+def tree_of(nested: Mapping[str, Value], small_tensor: ReadSmallTensor, remarks: list[str]) -> Group:
     """Return the tree that Holdfast would have saved for a nested state.
 
     Args:
@@ -97,7 +93,7 @@ def _is_module(value: Value) -> bool:
     return isinstance(value, dict) and any(type(child) is TensorRef for child in value.values())
 
 
-def _node(value: Value, path: str, small_tensor: SmallTensor, remarks: list[str]) -> Value:
+def _node(value: Value, path: str, small_tensor: ReadSmallTensor, remarks: list[str]) -> Value:
     if not isinstance(value, dict):
         return value
     optimizer = nested_optimizer(value) or flattened_optimizer(value)
@@ -111,7 +107,7 @@ def _node(value: Value, path: str, small_tensor: SmallTensor, remarks: list[str]
     return Group("dict", {key: _node(child, f"{path}.{key}", small_tensor, remarks) for key, child in children.items()})
 
 
-def _optimizer(optimizer: NamedOptimizer, path: str, small_tensor: SmallTensor, remarks: list[str]) -> Group:
+def _optimizer(optimizer: NamedOptimizer, path: str, small_tensor: ReadSmallTensor, remarks: list[str]) -> Group:
     hyperparameters: dict[str, Mapping[str, Value]] = {}
     known: dict[int, Mapping[str, Value]] = {}
     for fqn, shared in optimizer.hyperparameters.items():
@@ -130,7 +126,7 @@ def _optimizer(optimizer: NamedOptimizer, path: str, small_tensor: SmallTensor, 
     return optimizer_group(hyperparameters, values)
 
 
-def _plain(value: Value, small_tensor: SmallTensor) -> Value:
+def _plain(value: Value, small_tensor: ReadSmallTensor) -> Value:
     """Return a hyperparameter with its tensors as values; `Skipped` if a part of it cannot be read."""
     if isinstance(value, TensorRef):
         return small_tensor(value.fqn) or Skipped(value.fqn)

@@ -104,7 +104,7 @@ class _OpenCheckpoint:
         Raises:
             CorruptError: The file does not hold a dict of names.
         """
-        common = read_torch_file(self._files, COMMON, also=ALSO).value
+        common = read_torch_file(self._files, COMMON, also=ALSO)
         for key, value in typed(common, dict[str, object], f"{self._files.url}/{COMMON}").items():
             if key in nested:
                 remark(self.remarks, f"{COMMON}: {key} is left out; {METADATA} holds it too")
@@ -125,9 +125,7 @@ class _OpenCheckpoint:
     def _on_tensor(self, path: str, tensor: StoredTensor) -> Value:
         """Add a tensor inside an object to the listing."""
         if path in self.tensors:
-            raise InvalidError(
-                f"{self._files.url}: two tensors are named {path}; expected each name once. Rename either"
-            )
+            raise InvalidError(f"{self._files.url}: two tensors are named {path}; expected one. Rename either")
         if not tensor.is_contiguous:
             remark(self.remarks, f"{path}: is left out; it is stored with strides {list(tensor.strides)}")
             return Skipped(path)

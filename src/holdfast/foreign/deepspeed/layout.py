@@ -111,7 +111,7 @@ class Layouts:
             return self._replicated(name, local_shapes)
         if self._matching(_AVERAGED, name) is not None:
             raise InexactError(
-                f"{_AVERAGED} names it, so the {self.tp_degree} ranks hold different values, to be averaged"
+                f"{_AVERAGED} names it, so the {self.tp_degree} ranks hold values that are to be averaged"
             )
         if self._matching(_TWO, name) is not None:
             return self._in_two(name, local_shapes)

@@ -72,7 +72,7 @@ class Parameters:
                 if self.has_atoms:
                     return None
                 self.tensors.remark(
-                    f"{self.layouts.where}: {name} is left out, and its optimizer state: {error}. {CONVERT}"
+                    f"{self.layouts.where}: {name} and its optimizer state are left out: {error}. {CONVERT}"
                 )
         return self._known[name]
 

@@ -60,9 +60,7 @@ def read_optimizers(files: Readable, folder: Folder, model: ModelState) -> list[
     if not keys:
         return []
     if (0, 0) not in keys:
-        raise MissingError(
-            f"{where}: no optimizer states of rank 0; found those of {len(keys)} other ranks. Copy all files"
-        )
+        raise MissingError(f"{where}: no optimizer states of rank 0, but of {len(keys)} other ranks. Copy all files")
     first = read_zero_state(files, keys[0, 0])
     if len(keys) != first.ranks * folder.mp_degree or max(keys) != (folder.mp_degree - 1, first.ranks - 1):
         _refuse_ranks(keys, folder.mp_degree, first, where)

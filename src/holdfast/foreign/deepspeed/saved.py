@@ -131,11 +131,9 @@ def read_model_state(files: Readable, key: str) -> ModelState:
         InvalidError: It belongs to a pipeline or holds experts.
     """
     where = f"{files.url}/{key}"
-    saved = typed(read_torch_file(files, key).value, dict[str, object], where)
+    saved = typed(read_torch_file(files, key), dict[str, object], where)
     if any(saved.get(name) for name in _EXPERTS):
-        raise InvalidError(
-            f"{where}: holds layers of AutoEP; expected parameters without experts. Holdfast reads no MoE"
-        )
+        raise InvalidError(f"{where}: holds AutoEP layers; expected parameters without experts. Holdfast reads no MoE")
     if saved.get("module") is None:
         raise InvalidError(
             f"{where}: holds no module, as in a pipeline, which stores each layer in its own file; "
@@ -166,7 +164,7 @@ def read_zero_state(files: Readable, key: str) -> ZeroState:
         InvalidError: Groups of ranks share its buffers, as with experts.
     """
     where = f"{files.url}/{key}"
-    outer = typed(read_torch_file(files, key).value, dict[str, object], where)
+    outer = typed(read_torch_file(files, key), dict[str, object], where)
     saved = typed(outer.get("optimizer_state_dict"), dict[str, object], f"{where}: optimizer_state_dict")
     if saved.get("ds_zero_partition_groups"):
         raise InvalidError(
@@ -242,9 +240,7 @@ def _states(optimizer: object, count: int, where: str) -> list[dict[str, object]
         states = typed(optimizer, dict[str, object], f"{where}: the optimizer's state").get("state")
     by_number = typed(states, dict[int, dict[str, object]], f"{where}: the optimizer's state")
     if any(number not in range(count) for number in by_number):
-        raise CorruptError(
-            f"{where}: state of {len(by_number)} buffers; expected the numbers of its {count} master copies"
-        )
+        raise CorruptError(f"{where}: state of {len(by_number)} buffers; expected numbers of its {count} master copies")
     return [by_number.get(number, {}) for number in range(count)]
 
 
@@ -259,9 +255,7 @@ def group_of(groups: Sequence[Mapping[str, object]] | None, count: int, where: s
                 _refuse(where, "params of its param_groups", buffer)
             group_by_buffer[buffer] = number
     if sorted(group_by_buffer) != list(range(count)):
-        raise CorruptError(
-            f"{where}: param_groups list {len(group_by_buffer)} buffers; expected each of its {count} once"
-        )
+        raise CorruptError(f"{where}: param_groups list {len(group_by_buffer)} buffers; expected each of {count} once")
     return [group_by_buffer[number] for number in range(count)]
 
 

@@ -66,9 +66,7 @@ class Tensors:
             InvalidError: Its name cannot be stored, or the checkpoint has too many pieces.
         """
         if fqn in self.specs:
-            raise CorruptError(
-                f"{self.where}: {fqn[:300]!r} is stored twice; expected each name once. Read another copy"
-            )
+            raise CorruptError(f"{self.where}: {fqn[:300]!r} is stored twice; expected it once. Read another copy")
         if "\0" in fqn or any("\ud800" <= character <= "\udfff" for character in fqn):
             raise InvalidError(f"{self.where}: {fqn[:300]!r} cannot be the name of a tensor; rename the parameter")
         dtypes = {local.dtype for local in held}

@@ -85,7 +85,7 @@ class Values:
         """Return the optimizer's group. Hyperparameters are stored by parameter; the order of groups has no effect."""
         if groups is None:
             self._tensors.remark(
-                "there are no hyperparameters, as in all elastic checkpoints; a loaded optimizer keeps its own"
+                "no hyperparameters are stored, as in elastic checkpoints; a loaded optimizer keeps its own"
             )
         known = [
             {

@@ -66,7 +66,7 @@ class _Optimizer:
                 f"{where}: is missing, and zero/ beside it holds states of parameters; expected the file with their "
                 "hyperparameters. Copy it, or convert again with ds_to_universal"
             )
-        saved = typed(read_torch_file(files, key).value, dict[str, object], where)
+        saved = typed(read_torch_file(files, key), dict[str, object], where)
         stage = stage_of(saved.get("zero_stage"), where)
         groups = param_groups_of(saved, where)
         inner = saved.get("optimizer_state_dict")
@@ -154,7 +154,7 @@ def _list_atom(
 ) -> None:
     """List one atom: a dict with the whole tensor as `param`, a flat tensor, or a single number."""
     where = f"{files.url}/{file}"
-    value = read_torch_file(files, file).value
+    value = read_torch_file(files, file)
     if isinstance(value, dict):
         value = value.get("param")
     if not isinstance(value, StoredTensor):

@@ -52,14 +52,14 @@ class HuggingFaceBinFormat:
 
 
 def _state(files: Readable, key: str, tensors: TorchTensors) -> dict[str, object]:
-    saved = read_torch_file(files, key)
-    if not is_module_state(saved.value):
+    state = read_torch_file(files, key)
+    if not is_module_state(state):
         raise InvalidError(
             f"{files.url}/{key}: holds no dict of tensors by name; expected a model's state dict. "
             "To read another state, name the file itself"
         )
-    tensors.files[key] = saved.file_bytes
-    return saved.value
+    tensors.files[key] = files.size(key)
+    return state
 
 
 def _all_parts(files: Readable) -> list[str]:

@@ -91,9 +91,7 @@ def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], ali
     for tensor in sorted(tensors, key=lambda named: (-DTYPES[named[2]].itemsize, named[0])):
         name_in_file, spec, dtype = tensor
         if not DTYPES[dtype].safetensors:
-            raise InvalidError(
-                f"{spec.fqn}: dtype {dtype}; safetensors has no such type. Export to torch, dcp or holdfast"
-            )
+            raise InvalidError(f"{spec.fqn}: dtype {dtype}; safetensors has no such type. Use torch, dcp or holdfast")
         if name_in_file == _METADATA:
             raise InvalidError(f"{spec.fqn}: safetensors reserves the name {_METADATA}; rename the tensor")
         stop = at + _bytes(tensor)

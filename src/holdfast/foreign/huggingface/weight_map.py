@@ -90,15 +90,11 @@ def json_object(data: bytes, where: str) -> dict[str, object]:
     brackets = data.count(b"[") + data.count(b"{")
     # Empty lists take far more memory than their text, so bound them before parsing.
     if brackets > _BRACKETS_MIN + len(data) // _BYTES_PER_BRACKET:
-        raise CorruptError(
-            f"{where}: {brackets} brackets in {len(data)} bytes; expected a name with each. Read another copy"
-        )
+        raise CorruptError(f"{where}: {brackets} brackets in {len(data)} bytes; expected fewer. Read another copy")
     try:
         document = json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(
-            f"{where}: not the JSON that it should hold ({str(error)[:200]}). Read another copy"
-        ) from error
+        raise CorruptError(f"{where}: not the JSON it should be ({str(error)[:200]}). Read another copy") from error
     if not isinstance(document, dict):
         raise CorruptError(f"{where}: {type(document).__name__}; expected a JSON object. Read another copy")
     return document

@@ -78,7 +78,7 @@ class Patterns:
         self._steps += 1
         if self._steps > _STEPS_MAX:
             raise InvalidError(
-                f"{self._where}: its patterns take over {_STEPS_MAX} steps; expected a few a name. {CONVERT}"
+                f"{self._where}: patterns take over {_STEPS_MAX} steps; expected a few a name. {CONVERT}"
             )
 
 

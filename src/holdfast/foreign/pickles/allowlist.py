@@ -74,20 +74,17 @@ def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTyp
     qualname = f"{module}.{name}"
     if qualname in _REFUSED:
         raise UnsupportedPickle(f"{qualname}: {_REFUSED[qualname]}")
-    if is_known(qualname) or qualname in also:
+    is_known = (
+        qualname in KNOWN_CALLS
+        or qualname in STORAGE_DTYPES
+        or qualname in _INERT_NAMES
+        or qualname in also
+        or qualname.partition(".")[0] in _INERT_PACKAGES
+        or qualname.startswith(_INERT_PREFIXES)
+    )
+    if is_known:
         return GlobalName(qualname)
     raise UnsupportedPickle(
         f"{qualname!r}: not on the list of names that Holdfast reads; expected plain values, tensors, or types of a "
         "known training system. Nothing was imported. Save it as plain values"
-    )
-
-
-def is_known(qualname: str) -> bool:
-    """Return whether a name is on the list."""
-    return (
-        qualname in KNOWN_CALLS
-        or qualname in STORAGE_DTYPES
-        or qualname in _INERT_NAMES
-        or qualname.partition(".")[0] in _INERT_PACKAGES
-        or qualname.startswith(_INERT_PREFIXES)
     )

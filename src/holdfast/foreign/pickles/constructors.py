@@ -76,25 +76,22 @@ def _bytearray(args: tuple[Any, ...], charge: Charge) -> bytearray:
     if args and type(args[0]) is str:
         return bytearray(_bytes_of(args, charge))
     (content,) = args or (b"",)
-    if type(content) is list:
-        charge(len(content))
-        return bytearray(content)
-    if type(content) is not bytes:
+    if type(content) not in (list, bytes):
         raise ValueError(f"a bytearray of {type(content).__name__}; expected bytes")
     charge(len(content))
     return bytearray(content)
 
 
-def _empty_bytes(args: tuple[Any, ...], charge: Charge) -> bytes:
-    if args:
-        raise ValueError("bytes with arguments; expected none")
-    return b""
+def _exactly(kind: Callable[..., object], *types: type) -> Call:
+    """Return a substitute that calls a plain type with arguments of exactly these types."""
 
+    def make(args: tuple[Any, ...], charge: Charge) -> object:
+        if tuple(map(type, args)) != types:
+            expected = ", ".join(argument.__name__ for argument in types) or "none"
+            raise ValueError(f"the arguments of a {kind.__name__}; expected {expected}")
+        return kind(*args)
 
-def _complex(args: tuple[Any, ...], charge: Charge) -> complex:
-    if len(args) != 2 or any(type(part) is not float for part in args):
-        raise ValueError("a complex number; expected two floats")
-    return complex(*args)
+    return make
 
 
 def _members(kind: type, args: tuple[Any, ...], charge: Charge) -> Any:
@@ -135,12 +132,6 @@ def _moment(kind: type[datetime.datetime] | type[datetime.date] | type[datetime.
     return moment
 
 
-def _timedelta(args: tuple[Any, ...], charge: Charge) -> datetime.timedelta:
-    if len(args) != 3 or any(type(part) is not int for part in args):
-        raise ValueError("a timedelta; expected days, seconds, microseconds")
-    return datetime.timedelta(*args)
-
-
 def _timezone(args: tuple[Any, ...], charge: Charge) -> datetime.timezone:
     if not 1 <= len(args) <= 2 or type(args[0]) is not datetime.timedelta or any(type(x) is not str for x in args[1:]):
         raise ValueError("a timezone; expected its offset")
@@ -168,12 +159,6 @@ def _device(args: tuple[Any, ...], charge: Charge) -> FrameworkValue:
     if not 1 <= len(args) <= 2 or type(args[0]) is not str or any(type(index) is not int for index in args[1:]):
         raise ValueError("a torch.device; expected its type and index")
     return FrameworkValue("torch.device", ":".join(map(str, args)))
-
-
-def _version(args: tuple[Any, ...], charge: Charge) -> str:
-    if len(args) != 1 or type(args[0]) is not str:
-        raise ValueError("a version; expected text")
-    return args[0]
 
 
 def _tensor(args: tuple[Any, ...], charge: Charge) -> StoredTensor:
@@ -302,8 +287,8 @@ _PATHS: Mapping[str, type[pathlib.PurePath]] = {
 CALLS: Mapping[str, Call] = {
     "_codecs.encode": _bytes_of,
     "builtins.bytearray": _bytearray,
-    "builtins.bytes": _empty_bytes,
-    "builtins.complex": _complex,
+    "builtins.bytes": _exactly(bytes),
+    "builtins.complex": _exactly(complex, float, float),
     "builtins.getattr": _member,
     "builtins.set": lambda args, charge: _members(set, args, charge),
     "builtins.frozenset": lambda args, charge: _members(frozenset, args, charge),
@@ -313,11 +298,11 @@ CALLS: Mapping[str, Call] = {
     "datetime.date": _moment(datetime.date, 4),
     "datetime.datetime": _moment(datetime.datetime, 10),
     "datetime.time": _moment(datetime.time, 6),
-    "datetime.timedelta": _timedelta,
+    "datetime.timedelta": _exactly(datetime.timedelta, int, int, int),
     "datetime.timezone": _timezone,
     "torch.Size": _size,
     "torch.device": _device,
-    "torch.torch_version.TorchVersion": _version,
+    "torch.torch_version.TorchVersion": _exactly(str, str),
     "torch._tensor._rebuild_from_type_v2": _of_type,
     **_TENSORS,
     **{f"{module}.{name}": _path(kind) for name, kind in _PATHS.items() for module in ("pathlib", "pathlib._local")},

@@ -90,9 +90,7 @@ def _dtype(args: tuple[Any, ...], charge: Charge) -> DTypeInPickle:
     if not args or type(args[0]) is not str:
         raise ValueError("a numpy dtype; expected its text")
     if not _PLAIN.fullmatch(args[0]) and not _OTHER.fullmatch(args[0]):
-        raise UnsupportedPickle(
-            f"a numpy dtype {args[0][:40]!r}; expected plain numbers or text. Save those, or a tensor"
-        )
+        raise UnsupportedPickle(f"a numpy dtype {args[0][:40]!r}; expected numbers or text. Save those, or a tensor")
     return DTypeInPickle(args[0])
 
 

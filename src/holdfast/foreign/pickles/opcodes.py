@@ -74,9 +74,7 @@ class PickleStack:
         """Count a container or an object that is about to be made, and refuse the first one over the limit."""
         self._containers_left -= 1
         if self._containers_left < 0:
-            raise UnsupportedPickle(
-                f"over {CONTAINERS_MAX} containers and objects; save them as tensors or in several files"
-            )
+            raise UnsupportedPickle(f"over {CONTAINERS_MAX} containers and objects; use tensors or several files")
 
     def mark(self) -> None:
         """Open a mark."""

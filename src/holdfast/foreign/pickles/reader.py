@@ -93,9 +93,7 @@ class _Machine(PickleStack):
             problem = "ends too early" if self.at >= len(data) else "takes from an empty stack"
             raise CorruptError(f"{self._where}, byte {start}: the pickle {problem}. Read another copy") from None
         except (ValueError, TypeError, OverflowError, struct.error) as error:
-            raise CorruptError(
-                f"{self._where}, byte {start}: the pickle is damaged: {error}. Read another copy"
-            ) from error
+            raise CorruptError(f"{self._where}, byte {start}: damaged pickle: {error}. Read another copy") from error
 
     def _charge(self, count: int) -> None:
         self._copied_bytes_left -= count

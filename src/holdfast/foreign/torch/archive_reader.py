@@ -6,7 +6,6 @@ Such a file is a zip archive of a pickle, `<root>/data.pkl`, and the memory of e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.errors import CorruptError, InvalidError
@@ -33,21 +32,12 @@ _UNTYPED = "uint8"
 """Element type that torch assumes for an untyped storage."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
-    """The content of a `torch.save` file, tensors as references."""
-
-    value: object
-    """The saved value: plain values, `OpaqueObject` for objects of other classes, `StoredTensor` for tensors."""
-
-    file_bytes: int
-    """Size of the whole file, also if the archive is a part of it."""
-
-
 def read_torch_file(
     files: Readable, key: str, *, also: Collection[str] = (), start: int = 0, stop: int | None = None
-) -> TorchFile:
-    """Return the content of a `torch.save` file. Nothing in it is executed, and no tensor is read.
+) -> object:
+    """Return the value of a `torch.save` file. Nothing in it is executed, and no tensor is read.
+
+    It consists of plain values, `OpaqueObject` for objects of other classes, and `StoredTensor` for tensors.
 
     Args:
         files: The folder.
@@ -63,9 +53,7 @@ def read_torch_file(
     stop = size if stop is None else stop
     where = f"{files.url}/{key}"
     if not 0 <= start <= stop <= size:
-        raise CorruptError(
-            f"{where}: expected an archive at bytes {start}–{stop}; the file has {size}. Was it cut short?"
-        )
+        raise CorruptError(f"{where}: expected an archive at bytes {start}–{stop} of {size}. Was it cut short?")
     _require_zip(read_bytes(files, key, start, min(start + len(LEGACY_HEAD), stop), len(LEGACY_HEAD)), where)
     entries = zip_entries(files, key, start, stop)
     root = _root(entries, where)
@@ -73,8 +61,7 @@ def read_torch_file(
     pickle = entries[f"{root}data.pkl"]
     data = read_bytes(files, key, pickle.offset, pickle.offset + pickle.bytes, PICKLE_BYTES_MAX)
     persistent = _storages(entries, f"{root}data/", key)
-    value = unpickled(data, f"{where}, {pickle.name} at {pickle.offset}", persistent=persistent, also=also)
-    return TorchFile(value, size)
+    return unpickled(data, f"{where}, {pickle.name} at {pickle.offset}", persistent=persistent, also=also)
 
 
 def _require_zip(head: bytes, where: str) -> None:
@@ -135,7 +122,7 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
         first = known.setdefault(name, stored)
         if (first.dtype or _UNTYPED) != (dtype or _UNTYPED):
             raise ValueError(
-                f"storage {name!r} has types {dtype or _UNTYPED} and {first.dtype or _UNTYPED}; expected one"
+                f"storage {name!r} is {dtype or _UNTYPED} and {first.dtype or _UNTYPED}; expected one type"
             )
         return first if first.dtype == dtype else stored
 

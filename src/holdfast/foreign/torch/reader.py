@@ -47,19 +47,19 @@ class TorchSaveFormat:
 
     def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return the tensors of the file, and its other values with their nesting."""
-        saved = read_torch_file(files, name)
+        value = read_torch_file(files, name)
         tensors = TorchTensors(files.url)
-        tensors.files[name] = saved.file_bytes
-        if is_module_state(saved.value):
-            tree = Group("dict", {"model": module_state(saved.value, "model", tensors)})
+        tensors.files[name] = files.size(name)
+        if is_module_state(value):
+            tree = Group("dict", {"model": module_state(value, "model", tensors)})
         else:
-            state = saved.value if _has_text_keys(saved.value) else {"value": saved.value}
+            state = value if _has_text_keys(value) else {"value": value}
             if state.keys() == _OPTIMIZER_KEYS:
                 state = {"optimizer": state}
             tree = _branch(state, "", tensors, tensor_holders(state))
-        if not tensors.specs and isinstance(saved.value, OpaqueObject):
+        if not tensors.specs and isinstance(value, OpaqueObject):
             raise InvalidError(
-                f"{files.url}/{name}: holds a {saved.value.qualname} as an object; expected its state. "
+                f"{files.url}/{name}: holds a {value.qualname} as an object; expected its state. "
                 "Save it with torch.save(x.state_dict(), path)"
             )
         return tensors.listing("torch.save", tree)

@@ -57,9 +57,7 @@ class TorchTensors:
             raise InvalidError(f"{where}: {fqn[:300]!r} cannot be the name of a tensor; rename the key of the state")
         self._names_left -= 256 + len(fqn)
         if self._names_left < 0:
-            raise InvalidError(
-                f"{where}: names of tensors take over {_NAMES_BYTES_MAX} bytes. Save the state in several files"
-            )
+            raise InvalidError(f"{where}: names of tensors take over {_NAMES_BYTES_MAX} bytes. Save several files")
         # Empty tensors share a place without being tied.
         first = self._first.setdefault(tensor, fqn) if tensor.numel else fqn
         if first != fqn:

@@ -37,7 +37,7 @@ def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
     before, after = b"PK\5\6" * 100, b"PK\1\2" * 100
     (tmp_path / "file").write_bytes(before + held.getvalue() + after)
     start, stop = len(before), len(before) + len(held.getvalue())
-    found: Any = read_torch_file(ForeignFiles(tmp_path), "file", start=start, stop=stop).value
+    found: Any = read_torch_file(ForeignFiles(tmp_path), "file", start=start, stop=stop)
     assert found["step"] == 3
     stored = found["w"]
     assert isinstance(stored, StoredTensor)
@@ -49,7 +49,7 @@ def test_many_tensors_take_few_reads(tmp_path: Path) -> None:
     state = {f"layer.{number}": torch.full((3,), float(number)) for number in range(2000)}
     torch.save(state, tmp_path / "state.pt")  # noqa: TID251 - what is read here is what torch writes
     files = Counted(tmp_path)
-    found: Any = read_torch_file(files, "state.pt").value
+    found: Any = read_torch_file(files, "state.pt")
     data = (tmp_path / "state.pt").read_bytes()
     for name, expected in state.items():
         assert data[found[name].offset : found[name].offset + 12] == expected.numpy().tobytes()
@@ -83,7 +83,7 @@ def test_a_file_of_many_gigabytes_is_read_by_kilobytes(tmp_path: Path) -> None:
         file.write(struct.pack("<4sLQL", b"PK\6\7", 0, end, 1))
         file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0))
     files = Counted(tmp_path)
-    found: Any = read_torch_file(files, "state.pt").value
+    found: Any = read_torch_file(files, "state.pt")
     assert found["w"].shape == (count,)
     assert found["w"].offset == place + 30 + len(name)
     assert found["v"].offset == place + step + 30 + len(name) + 4  # Its second element.
