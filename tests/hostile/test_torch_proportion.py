@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.foreign.pickles import limits as sharing
-from holdfast.foreign.pickles import opcodes as pickle_stack
+from holdfast.foreign.pickles import limits, opcodes
 from holdfast.foreign.pickles.reader import unpickled
 from tests.hostile.torch_files import archive, listed, state, text
 
@@ -104,7 +103,7 @@ MANY = {
 @pytest.mark.parametrize("data", MANY.values(), ids=MANY)
 def test_containers_and_what_is_kept_are_counted(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert unpickled(b"\x80\x04" + data + b".", "here") is not unpickled
-    monkeypatch.setattr(pickle_stack, "CONTAINERS_MAX", 1000)
+    monkeypatch.setattr(opcodes, "CONTAINERS_MAX", 1000)
     with pytest.raises(InvalidError, match=r"here, byte \d+: over 1000 (containers|memo entries)"):
         unpickled(b"\x80\x04" + data + b".", "here")
 
@@ -112,7 +111,7 @@ def test_containers_and_what_is_kept_are_counted(data: bytes, monkeypatch: pytes
 def test_containers_that_a_walk_meets_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"\x80\x04}K\1K\1sq\0(" + b"h\0" * 100 + b"lq\1(" + b"h\1" * 11 + b"l."
     assert unpickled(data, "here") == [[{1: 1}] * 100] * 11
-    monkeypatch.setattr(sharing, "CONTAINERS_MAX", 1000)
+    monkeypatch.setattr(limits, "CONTAINERS_MAX", 1000)
     with pytest.raises(InvalidError, match="here: containers are shared so often"):
         unpickled(data, "here")
 

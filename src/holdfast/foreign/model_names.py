@@ -34,6 +34,7 @@ def part_names(content: ExportContent, part: Part) -> PartNames:
     aliases = {}
     for alias, fqn in content.aliases.items():
         name = part(alias)
+        # If the stored name is outside the part, the first tied name inside takes its place.
         if name is not None and names.setdefault(fqn, name) != name:
             aliases[name] = names[fqn]
     return PartNames(names, aliases)

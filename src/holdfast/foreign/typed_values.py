@@ -33,6 +33,7 @@ def typed(value: object, kind: type[_T], where: str) -> _T:
     Raises:
         CorruptError: The value is of another type; the message names the field, and both types.
     """
+    # msgspec is strict: it takes neither a bool nor a float for an int, and its messages hold no values of the file.
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -33,10 +33,10 @@ class ArchiveTemplate:
         self._layouts: dict[int, list[_Ranges]] = {}
         self._known: dict[tuple[_Ranges, bytes], tuple[object, int]] = {}
 
-    def value(self, windows: TailPrefetch, item: Item) -> object:
+    def value(self, prefetch: TailPrefetch, item: Item) -> object:
         """Return the value of an item's archive if an equal archive was learned, else `UNKNOWN`."""
         for ranges in self._layouts.get(item.stop - item.start, ()):
-            known = self._known.get((ranges, _deciding_bytes(windows, item, ranges)))
+            known = self._known.get((ranges, _deciding_bytes(prefetch, item, ranges)))
             if known is not None:
                 value, start = known
                 if isinstance(value, StoredTensor):
@@ -44,35 +44,36 @@ class ArchiveTemplate:
                 return value
         return UNKNOWN
 
-    def learn(self, windows: TailPrefetch, item: Item, value: object) -> None:
+    def learn(self, prefetch: TailPrefetch, item: Item, value: object) -> None:
         """Remember the value of an archive, if its layout is the one of torch.save.
 
         Args:
-            windows: Holds both ends of the archive.
+            prefetch: Holds both ends of the archive.
             item: The archive.
             value: Its value. Only a single tensor or a plain value is remembered.
         """
         layouts = self._layouts.setdefault(item.stop - item.start, [])
         if len(self._known) >= _KNOWN_MAX or not (isinstance(value, StoredTensor) or _is_plain(value)):
             return
-        ranges = _deciding_ranges(windows, item, zip_entries(windows, item.file, item.start, item.stop).values())
+        ranges = _deciding_ranges(prefetch, item, zip_entries(prefetch, item.file, item.start, item.stop).values())
         if ranges not in layouts:
             if not ranges or len(layouts) >= _LAYOUTS_MAX:
                 return
             layouts.append(ranges)
-        self._known[ranges, _deciding_bytes(windows, item, ranges)] = (value, item.start)
+        self._known[ranges, _deciding_bytes(prefetch, item, ranges)] = (value, item.start)
 
 
-def _deciding_bytes(windows: TailPrefetch, item: Item, ranges: _Ranges) -> bytes:
+def _deciding_bytes(prefetch: TailPrefetch, item: Item, ranges: _Ranges) -> bytes:
     """Return the bytes of ranges of an item. If some are not held, they are too few to equal any learned archive."""
-    return b"".join([windows.held(item.start + start, item.start + stop) for start, stop in ranges])
+    return b"".join([prefetch.held(item.start + start, item.start + stop) for start, stop in ranges])
 
 
-def _deciding_ranges(windows: TailPrefetch, item: Item, entries: Collection[ZipEntry]) -> _Ranges:
+def _deciding_ranges(prefetch: TailPrefetch, item: Item, entries: Collection[ZipEntry]) -> _Ranges:
     """Return the ranges of an archive that decide its value: headers, directory without checksums, parsed entries.
 
     Empty if some of these bytes are not held.
     """
+    # Every byte of the directory counts except the checksums: it states names, sizes and places of all entries.
     checksums = sorted(entry.checksum_at - item.start for entry in entries)
     ranges = []
     for entry in sorted(entries, key=lambda entry: entry.header):
@@ -82,7 +83,7 @@ def _deciding_ranges(windows: TailPrefetch, item: Item, entries: Collection[ZipE
     directory = checksums[0] - CHECKSUM_IN_RECORD
     for before, stop in pairwise([directory - _CHECKSUM_BYTES, *checksums, item.stop - item.start]):
         ranges.append((before + _CHECKSUM_BYTES, stop))
-    if any(not start < stop or not windows.held(item.start + start, item.start + stop) for start, stop in ranges):
+    if any(not start < stop or not prefetch.held(item.start + start, item.start + stop) for start, stop in ranges):
         return ()
     return tuple(ranges)
 

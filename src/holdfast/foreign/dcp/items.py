@@ -69,14 +69,14 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
     for file, entries in by_file.items():
         entries.sort(key=lambda entry: (entry[0].start, entry[0].stop))
         url = f"{files.url}/{file}"
-        sizes[file] = reader.windows.size(file)
+        sizes[file] = reader.prefetch.size(file)
         bounds = _bounds([item for item, _, _ in entries], sizes[file], url, where)
         reached = 0
         for run, ranges in batches(bounds):
             # One read brings both ends of many items; `read_torch_file` and `zip_entries` are then served from memory.
-            reader.windows.hold(file, ranges)
+            reader.prefetch.hold(file, ranges)
             for item, key, part in entries[run]:
-                if reader.windows.held(item.start, item.start + 4) == _ARCHIVE:
+                if reader.prefetch.held(item.start, item.start + 4) == _ARCHIVE:
                     if item.start < reached:
                         raise CorruptError(
                             f"{url}: {where} has two items that begin at byte {item.start}; expected one"
@@ -100,6 +100,7 @@ def _bounds(items: list[Item], size: int, file: str, where: str) -> list[tuple[i
     for at, (start, stop) in enumerate(bounds):
         if stop > size:
             raise CorruptError(f"{file}: ends at byte {size}; {where} states bytes {start}–{stop}. Was it cut short?")
+        # Items that start at one byte are tensors of one blob; any other overlap is damage.
         if start < reached and start != bounds[at - 1][0]:
             raise CorruptError(
                 f"{file}: {where} states an item that ends at byte {reached}, and another starts at {start}. "
@@ -112,17 +113,17 @@ def _bounds(items: list[Item], size: int, file: str, where: str) -> list[tuple[i
 class _Reader:
     """Reads items of one file from its held ranges."""
 
-    def __init__(self, windows: TailPrefetch) -> None:
-        self.windows = windows
+    def __init__(self, prefetch: TailPrefetch) -> None:
+        self.prefetch = prefetch
         self._template = ArchiveTemplate()
         self._blobs: dict[tuple[str, int], dict[str, SafetensorsEntry]] = {}
 
     def archived(self, item: Item) -> object:
         """Return the value of an archive."""
-        value = self._template.value(self.windows, item)
+        value = self._template.value(self.prefetch, item)
         if value is UNKNOWN:
-            value = read_torch_file(self.windows, item.file, start=item.start, stop=item.stop, also=ALSO)
-            self._template.learn(self.windows, item, value)
+            value = read_torch_file(self.prefetch, item.file, start=item.start, stop=item.stop, also=ALSO)
+            self._template.learn(self.prefetch, item, value)
         return value
 
     def pickled(self, item: Item, where: str) -> object:
@@ -131,10 +132,10 @@ class _Reader:
         Raises:
             CorruptError: The item is not a pickle.
         """
-        head = self.windows.held(item.start, item.start + 1)
+        head = self.prefetch.held(item.start, item.start + 1)
         if head != _PICKLE:
             raise CorruptError(f"{where}: begins with {head!r} at byte {item.start}; expected a pickle or an archive")
-        data = read_bytes(self.windows, item.file, item.start, item.stop, _PICKLE_BYTES_MAX)
+        data = read_bytes(self.prefetch, item.file, item.start, item.stop, _PICKLE_BYTES_MAX)
         return unpickled(data, f"{where}, at byte {item.start}", also=ALSO)
 
     def in_blob(self, item: Item, key: str, box: Box, size: int) -> StoredTensor:
@@ -145,31 +146,31 @@ class _Reader:
         """
         blob = self._blobs.get((item.file, item.start))
         if blob is None:
-            header = read_header(self.windows, item.file, item.start, size)
+            header = read_header(self.prefetch, item.file, item.start, size)
             blob = self._blobs[item.file, item.start] = {tensor.name: tensor for tensor in header.entries}
         entry = blob.get(key)
         if entry is None or (entry.is_shard and entry.box != box):
             raise CorruptError(
-                f"{self.windows.url}/{item.file}: the tensors from byte {item.start} on have no {key} at {box.start}. "
+                f"{self.prefetch.url}/{item.file}: the tensors from byte {item.start} on have no {key} at {box.start}. "
                 "DCP loses all but the last part of a tensor that one rank writes as safetensors"
             )
         shape = entry.box.shape
         return StoredTensor(entry.dtype, shape, row_major_strides(shape), item.file, entry.start, key, storage_offset=0)
 
 
-def piece_of(item: DcpItem, spec: TensorSpec, where: str) -> ListedPiece:
+def piece_of(entry: DcpItem, spec: TensorSpec, where: str) -> ListedPiece:
     """Return the bytes of a chunk.
 
     Args:
-        item: An item that holds a chunk.
+        entry: An item that holds a chunk.
         spec: The tensor of the chunk.
         where: File and key, for messages.
     Raises:
         CorruptError: The item holds another tensor than `.metadata` states.
         InvalidError: The elements are not in row-major order.
     """
-    assert item.chunk is not None
-    box, value, start = item.chunk.box, item.value, item.item.start
+    assert entry.chunk is not None
+    box, value, start = entry.chunk.box, entry.value, entry.item.start
     if not isinstance(value, StoredTensor):
         raise CorruptError(f"{where}: byte {start} holds {type(value).__name__}; expected a tensor. Read another copy")
     if value.dtype != spec.dtype or value.shape != box.shape:

@@ -15,8 +15,10 @@ END_BYTES = 2 * KIB
 _GAP_BYTES_MAX = 16 * KIB
 """Largest gap that is read and dropped to save a second read."""
 
-_WINDOW_BYTES_MAX = 4 * MIB
-_WINDOWS_BYTES_MAX = 16 * MIB
+_RANGE_BYTES_MAX = 4 * MIB
+"""Longest range that is read to hold several items."""
+
+_HELD_BYTES_MAX = 16 * MIB
 """Bytes held at once, of one file."""
 
 
@@ -89,12 +91,12 @@ def batches(bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, list[tup
         ends = [(start, stop)]
         if stop - start > 2 * END_BYTES + _GAP_BYTES_MAX:
             ends = [(start, start + END_BYTES), (stop - END_BYTES, stop)]
-        if number > first_item and held_bytes > _WINDOWS_BYTES_MAX:
+        if number > first_item and held_bytes > _HELD_BYTES_MAX:
             yield slice(first_item, number), ranges
             first_item, held_bytes, ranges = number, 0, []
         for first, last in ends:
             # Small items are close together: reading the gap between them is cheaper than another read.
-            near = ranges and first - ranges[-1][1] <= _GAP_BYTES_MAX and last - ranges[-1][0] <= _WINDOW_BYTES_MAX
+            near = ranges and first - ranges[-1][1] <= _GAP_BYTES_MAX and last - ranges[-1][0] <= _RANGE_BYTES_MAX
             if near:
                 held_bytes += max(last - ranges[-1][1], 0)
                 ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))

@@ -58,6 +58,7 @@ class DcpFormat:
         where = f"{files.url}/{METADATA}"
         reading = _OpenCheckpoint(files)
         nested = reading.state(saved_of(unpickled(files.get(METADATA, _METADATA_BYTES_MAX), where), where), where)
+        # Megatron-core writes DCP files, and the values that are equal on every rank beside them.
         is_megatron = _exists(files, COMMON)
         if is_megatron:
             reading.add_common(nested)
@@ -89,12 +90,12 @@ class _OpenCheckpoint:
         self.tensors.update(saved.tensors)
         self.pieces.update({key: [] for key in saved.tensors})
         objects: dict[str, Value] = {}
-        for item in read_items(self._files, saved, where, self.sizes):
-            if item.chunk is None:
-                objects[item.key] = to_value(item.value, item.key, self._on_tensor, self.remarks)
+        for entry in read_items(self._files, saved, where, self.sizes):
+            if entry.chunk is None:
+                objects[entry.key] = to_value(entry.value, entry.key, self._on_tensor, self.remarks)
             else:
-                place = f"{self._files.url}/{item.item.file}: {item.key}"
-                self.pieces[item.key].append(piece_of(item, saved.tensors[item.key], place))
+                place = f"{self._files.url}/{entry.item.file}: {entry.key}"
+                self.pieces[entry.key].append(piece_of(entry, saved.tensors[entry.key], place))
         leaves = ((path, TensorRef(key) if key in saved.tensors else objects[key]) for key, path in saved.paths.items())
         return nested_of(leaves, where)
 

@@ -183,6 +183,7 @@ def list_ties(parameters: Parameters) -> None:
 
 def _ties(state: ModelState, trained: set[str], *, by_memory: bool) -> dict[str, str]:
     """Return the tied names of a module: those that the file states, and those that share memory in it."""
+    # ZeRO-3 stores empty tensors in place of parameters, so memory tells nothing there.
     same: dict[object, list[str]] = {}
     for name, value in state.module.items():
         if isinstance(value, StoredTensor):
@@ -195,6 +196,7 @@ def _ties(state: ModelState, trained: set[str], *, by_memory: bool) -> dict[str,
         ties |= {name: stored for name in names if name != stored}
     shapes = {name: value.shape for name, value in state.module.items() if isinstance(value, StoredTensor)}
     for stated in state.shared.items():
+        # Keep the trained name of a pair: the flat buffers hold only that one.
         alias, name = stated if stated[1] in trained or stated[0] not in trained else (stated[1], stated[0])
         # DeepSpeed detects ties by address. Parameters without elements all have address 0 and are no ties.
         empty = by_memory and (shapes.get(alias) != shapes.get(name) or 0 in shapes.get(alias, (0,)))

@@ -92,6 +92,7 @@ class _Buffer:
                     f"{self._where}/{file}: state of buffer {self._number} has {sorted(share.state)}; "
                     f"{self._files[0][0].file} has {sorted(keys)}. Are they of one checkpoint?"
                 )
+        # Optimizers name their state freely, so the shape decides, on all ranks together.
         kinds = {}
         for key in keys:
             values = [share.state[key] for share, _, _ in self._every]

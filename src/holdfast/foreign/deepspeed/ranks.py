@@ -125,6 +125,7 @@ def _require_same_numbers(files: Readable, first: ZeroState, other: ZeroState, w
     Raises:
         InvalidError: The message names both files.
     """
+    # Steps are single numbers, as tensors or plain. Moments differ between ranks and are not compared.
     for key, one in first.shares[0].state.items() if first.shares else ():
         two = other.shares[0].state.get(key)
         if not isinstance(one, StoredTensor) or not isinstance(two, StoredTensor) or one.shape or two.shape:

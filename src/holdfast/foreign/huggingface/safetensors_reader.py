@@ -65,6 +65,7 @@ class SafetensorsFormat:
             size = files.size(key)
             header = read_header(files, key, 0, size)
             whole = NAMES_KEPT in header.metadata
+            # A file beside an indexed model counts only if Holdfast exported it as the rest of a state.
             if key not in keys and not whole:
                 continue
             sizes[key], prefix, ties = size, "" if whole else "model.", header.ties()
@@ -154,6 +155,7 @@ def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]
                 f"{files.url}/{other}: {entry.name} is {entry.dtype} {list(entry.box.shape)}, and {first.dtype} "
                 f"{list(first.box.shape)} in {key}; expected shards of one tensor. Read another copy"
             )
+    # No shard states the shape of the whole tensor; it ends where the last shard ends.
     lengths = zip(*(entry.box.stop for _, entry in entries), strict=True)
     return TensorSpec(fqn, first.dtype, tuple(map(max, lengths)))
 
@@ -173,6 +175,7 @@ def read_header(files: Readable, key: str, start: int, stop: int) -> Safetensors
     if stop - start < 8:
         raise CorruptError(f"{where}: {stop - start} bytes; expected a safetensors file. Read another copy")
     length = int.from_bytes(read_bytes(files, key, start, start + 8, 8), "little")
+    # Compare with the file before reading: a hostile length must not allocate memory.
     if length > min(HEADER_BYTES_MAX, stop - start - 8):
         raise CorruptError(
             f"{where}: bytes {start}–{start + 8} state a header of {length} bytes in {stop - start}; expected at most "

@@ -101,6 +101,7 @@ def _file(name: str, tensors: Sequence[_Named], metadata: Mapping[str, str], ali
         at = stop
     ties = {alias: stored for alias, stored in aliases.items() if stored in header}
     text = json.dumps({_METADATA: {**metadata, **ties}, **header}, separators=(",", ":")).encode()
+    # Readers map the file, so the data begins at a multiple of 8 bytes, as in the reference implementation.
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:
         raise InvalidError(

@@ -120,6 +120,7 @@ def _box(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], whole: t
         return None
     if 0 in shape:
         return Box((0,) * len(shape), (0,) * len(shape))
+    # Split the offset into coordinates, as in mixed radix; a remainder means that no element starts there.
     start, left = [], offset
     for step in steps:
         start.append(left // step if step else 0)

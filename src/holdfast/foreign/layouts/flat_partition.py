@@ -43,6 +43,7 @@ def parts_of_even_cut(shapes: Shapes, paddings: Sequence[int], share: int) -> It
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         last = first + math.prod(shape)
         parts = []
+        # A parameter may span several ranks, or share a rank with others.
         for rank in range(first // share, -(-last // share)) if last > first else ():
             start, stop = max(first, rank * share), min(last, (rank + 1) * share)
             parts.append(FlatPart(rank, start - rank * share, start - first, stop - first))

@@ -103,6 +103,7 @@ def pieces_of(
     """
     if not cut.local.numel:
         return
+    # A cut along dimension 0 keeps rows whole, so each run stays one piece; other cuts split it into boxes.
     if local_shape[1:] == global_shape[1:] == cut.local.shape[1:]:
         yield from _rows_of(runs, cut, global_shape, itemsize)
         return

@@ -20,19 +20,19 @@ _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict"
 _RENAMED_BUILTINS = {"long": "int", "unicode": "str", "xrange": "range"}
 """Names of Python 2, which protocols before 3 use."""
 
-_INERT_PACKAGES = names(
+_OPAQUE_PACKAGES = names(
     "accelerate apex argparse bitsandbytes collections datasets deepspeed diffusers enum fairscale fractions hydra "
     "lightning lightning_fabric megatron nemo omegaconf pathlib peft pytorch_lightning timm torchao torchtitan "
     "transformer_engine transformers trl uuid zoneinfo"
 )
 """Packages whose classes occur in training states. Their objects become an `OpaqueObject`."""
 
-_INERT_PREFIXES = (
+_OPAQUE_PREFIXES = (
     "numpy.random.", "torch.distributed.", "torch.nn.", "torch.optim.", "torch.serialization.", "torch.utils.",
     "torch.amp.", "torch.cuda.amp.", "torch.ao.",
 )  # fmt: skip
 
-_INERT_NAMES = names(
+_OPAQUE_NAMES = names(
     "builtins.Ellipsis builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.object "
     "builtins.range builtins.slice builtins.str builtins.tuple copyreg._reconstructor dataclasses.MISSING "
     "decimal.Decimal functools.partial numpy.ndarray torch.Tensor torch._tensor.Tensor "
@@ -77,10 +77,10 @@ def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTyp
     is_known = (
         qualname in KNOWN_CALLS
         or qualname in STORAGE_DTYPES
-        or qualname in _INERT_NAMES
+        or qualname in _OPAQUE_NAMES
         or qualname in also
-        or qualname.partition(".")[0] in _INERT_PACKAGES
-        or qualname.startswith(_INERT_PREFIXES)
+        or qualname.partition(".")[0] in _OPAQUE_PACKAGES
+        or qualname.startswith(_OPAQUE_PREFIXES)
     )
     if is_known:
         return GlobalName(qualname)

@@ -195,6 +195,7 @@ def _of_type(args: tuple[Any, ...], charge: Charge) -> object:
     """Substitute `_rebuild_from_type_v2`: a tensor of a subclass, or with attributes, which are left out."""
     if len(args) != 4 or not all(isinstance(name, GlobalName) for name in args[:2]) or type(args[2]) is not tuple:
         raise ValueError("a tensor of a subclass; expected function, type, arguments and state")
+    # Only the class of a tensor can say what its data means: a DTensor holds a shard, a quantized tensor integers.
     function, kind = args[0].qualname, args[1].qualname
     if function not in _TENSORS or kind not in _PLAIN_TENSORS:
         raise UnsupportedPickle(
@@ -211,6 +212,7 @@ def _member(args: tuple[Any, ...], charge: Charge) -> GlobalName:
     """Substitute `getattr`, which names enum members and methods."""
     if len(args) != 2 or not isinstance(args[0], GlobalName) or type(args[1]) is not str:
         raise UnsupportedPickle("getattr of an object that is not a known class; save plain values instead")
+    # An attribute of a builtin may be any function, e.g. `str.format`; no training state needs one.
     if args[0].qualname.startswith("builtins."):
         raise UnsupportedPickle(f"getattr of {args[0].qualname}; save plain values instead")
     characters = len(args[0].qualname) + 1 + len(args[1])

@@ -102,7 +102,7 @@ class PickleStack:
 
     def remember(self, index: int) -> None:
         """Store the top in the memo under an index."""
-        # An index of 2**60 costs a file nine bytes. Bound it, so that the memo stays in proportion to the file.
+        # Picklers number memo entries from 0, so a larger index is damage.
         if not 0 <= index <= len(self.data):
             raise ValueError(f"memo index {index}; expected less than the bytes of the pickle")
         self._keep(index)

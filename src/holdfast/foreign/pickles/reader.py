@@ -206,6 +206,7 @@ class _Machine(PickleStack):
         self.push(self._called(function, arguments))
 
     def newobj_ex(self) -> None:
+        # Keywords of the constructor are kept as attributes; BUILD merges further ones into them.
         keywords = self.stack.pop()
         if type(keywords) is not dict:
             raise ValueError("the keywords of a call are not a dict")
@@ -220,6 +221,7 @@ class _Machine(PickleStack):
         """Return the substitute for the result of a call."""
         if not isinstance(function, GlobalName) or type(arguments) is not tuple:
             raise ValueError(f"it calls {type(function).__name__} with {type(arguments).__name__}")
+        # Count before the call: one opcode makes an object of hundreds of bytes.
         self.count_container()
         call = KNOWN_CALLS.get(function.qualname)
         if call is not None:
@@ -253,6 +255,7 @@ class _Machine(PickleStack):
             fill(target, state, self._charge)
         elif isinstance(target, OpaqueObject):
             target.state = self._attributes(state, target.state)
+        # The attributes of a module's state dict (versions) and of a tensor (Python attributes) are dropped.
         elif not isinstance(target, OrderedDict | StoredTensor):
             raise ValueError(f"it sets attributes of {type(target).__name__}")
 

@@ -132,6 +132,7 @@ class _Pickler:
         self.out += b"G" + struct.pack(">d", value)
 
     def put_str(self, value: str, depth: int) -> None:
+        # Names repeat in every tensor, so text goes through the memo.
         if not self._recall(value):
             data = value.encode("utf-8", "surrogatepass")
             self.out += b"X" + struct.pack("<I", len(data)) + data

@@ -112,6 +112,7 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
             raise ValueError(f"the name of a storage has {len(name)} characters; expected a number")
         if kind.qualname not in STORAGE_DTYPES:
             raise UnsupportedPickle(f"a storage of type {kind.qualname}; expected one of {', '.join(DTYPES)}")
+        # Untyped storages count bytes, typed ones elements.
         dtype = STORAGE_DTYPES[kind.qualname]
         size = numel * (DTYPES[dtype].itemsize if dtype else 1)
         entry = entries.get(folder + name)
@@ -119,6 +120,7 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
             held = "no bytes" if entry is None else f"{entry.bytes} bytes"
             raise ValueError(f"storage {name[:100]!r} has {size} bytes, and the archive holds {held} of it")
         stored = StoredStorage(key, entry.offset if entry else 0, size, name, dtype)
+        # torch views one storage under one type; an untyped reference to the same storage reads it as bytes.
         first = known.setdefault(name, stored)
         if (first.dtype or _UNTYPED) != (dtype or _UNTYPED):
             raise ValueError(

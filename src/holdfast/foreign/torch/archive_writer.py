@@ -155,6 +155,7 @@ class _Archive:
             self.layout.put(record)
         count, end = len(self.records), self.layout.at - self.start_of_archive
         size = end - first
+        # The record states its own size without the first 12 bytes, then the versions that miniz writes.
         self.layout.put(END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, first))
         self.layout.put(LOCATOR64.pack(b"PK\6\7", 0, end, 1))
         short = min(count, (1 << 16) - 1)
@@ -165,6 +166,7 @@ class _Archive:
         local, name_bytes = self.layout.at - self.start_of_archive, _entry_name(name)
         wide = _wide(count, local)
         start = local + LOCAL.size + len(name_bytes) + len(wide) + 4
+        # The padding is an extra field of its own, so that zip readers skip it.
         padding = -start % ALIGNMENT_BYTES
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         header = LOCAL.pack(b"PK\3\4", 0, _flags(count), 0, 0, 0, 0, 0, 0, len(name_bytes), len(extra))
@@ -175,6 +177,8 @@ class _Archive:
         """Append the descriptor behind an entry's content, and add its record to the directory."""
         stop, name_bytes, wide = self.layout.at, _entry_name(name), _wide(count, local)
         start = stop - count
+        # The checksum of a tensor is not known yet. An export computes it while it writes, and stores it here and in
+        # the directory.
         if count:
             self.descriptors[start] = stop + _CHECKSUM_IN_DESCRIPTOR
             sizes = struct.pack("<2Q" if wide else "<2L", count, count)

@@ -55,6 +55,7 @@ class TorchTensors:
             raise InvalidError(f"{where}: two tensors are named {fqn[:300]!r}; rename a key of the state")
         if not fqn or "\0" in fqn or fqn == "__metadata__" or not _is_text(fqn):
             raise InvalidError(f"{where}: {fqn[:300]!r} cannot be the name of a tensor; rename the key of the state")
+        # Ties are free in a file: one storage can be named a million times.
         self._names_left -= 256 + len(fqn)
         if self._names_left < 0:
             raise InvalidError(f"{where}: names of tensors take over {_NAMES_BYTES_MAX} bytes. Save several files")

@@ -103,6 +103,7 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
     for record, place, bound, header in zip(records, places, [*places[1:], directory], headers, strict=True):
         name = record.name.decode("utf-8", "backslashreplace")
         offset = place + _header_bytes(header, record, f"{where}, entry {name[:200]!r}")
+        # Overlapping entries would let a small file state any number of tensors.
         if offset + record.bytes > bound:
             raise CorruptError(
                 f"{where}, entry {name[:200]!r}: bytes {offset}–{offset + record.bytes} reach beyond byte {bound}, "
