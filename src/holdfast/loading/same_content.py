@@ -1,4 +1,4 @@
-"""Whether two stored tensors hold the same: asked of a checkpoint that keeps by themselves what a state has tied."""
+"""Decides if two stored tensors hold equal bytes: a state may tie tensors that the checkpoint stores twice."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from holdfast.settings import Settings
 def same_content(index: Index | SplitIndex, packs: Packs, settings: Settings, first: str, second: str) -> bool:
     """Return whether two stored tensors are known to hold the same bytes.
 
-    Digests tell. Where another system's checkpoint has none, the bytes are read, unless they are the very same ones.
+    Digests decide. Another system's checkpoint has none; its bytes are compared, unless both tensors are one range.
 
     Args:
-        index: What is stored.
-        packs: Where its packs lie.
-        settings: How to read.
-        first, second: FQNs of the two.
+        index: The checkpoint's.
+        packs: Locates its packs by name.
+        settings: Reads in flight.
+        first, second: Stored FQNs.
     Raises:
-        CorruptError: What is read cannot be what was saved.
+        CorruptError: A file ends before a piece does.
     """
-    pieces, others = index.pieces_of(first), index.pieces_of(second)
-    if all(piece.digests or not piece.bytes for piece in chain(pieces, others)):
-        return [(each.region, each.digests) for each in pieces] == [(each.region, each.digests) for each in others]
-    spec, other = index.tensors[first], index.tensors[second]
-    if (spec.dtype, spec.global_shape) != (other.dtype, other.global_shape):
+    pieces_1, pieces_2 = index.pieces_of(first), index.pieces_of(second)
+    if all(piece.digests or not piece.bytes for piece in chain(pieces_1, pieces_2)):
+        return [(piece.region, piece.digests) for piece in pieces_1] == [
+            (piece.region, piece.digests) for piece in pieces_2
+        ]
+    spec_1, spec_2 = index.tensors[first], index.tensors[second]
+    if (spec_1.dtype, spec_1.global_shape) != (spec_2.dtype, spec_2.global_shape):
         return False
-    if [(each.region, each.pack, each.offset) for each in pieces] == [
-        (each.region, each.pack, each.offset) for each in others
+    if [(piece.region, piece.pack, piece.offset) for piece in pieces_1] == [
+        (piece.region, piece.pack, piece.offset) for piece in pieces_2
     ]:
         return True
     assert isinstance(index, Index), "an index in several files has every digest"
-    source = TensorReader(index.pieces_near, packs, settings)
-    windows = [window for piece in pieces for window in windows_of(0, piece)]
+    reader = TensorReader(index.pieces_near, packs, settings)
+    windows = [window for piece in pieces_1 for window in windows_of(0, piece)]
     for batch in batches([windows], BATCH_BYTES):
-        dtypes = [spec.dtype] * len(batch)
-        ours, _ = source.read([(first, window) for window in batch], dtypes)
-        theirs, _ = source.read([(second, window) for window in batch], dtypes)
-        for one, two in zip(chain.from_iterable(ours), chain.from_iterable(theirs), strict=True):
-            if one.array.tobytes() != two.array.tobytes():
+        dtypes = [spec_1.dtype] * len(batch)
+        parts_1, _ = reader.read([(first, window) for window in batch], dtypes)
+        parts_2, _ = reader.read([(second, window) for window in batch], dtypes)
+        for part_1, part_2 in zip(chain.from_iterable(parts_1), chain.from_iterable(parts_2), strict=True):
+            if part_1.array.tobytes() != part_2.array.tobytes():
                 return False
     return True
