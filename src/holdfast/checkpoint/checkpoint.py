@@ -1,4 +1,4 @@
-"""One checkpoint, read-only and lazy: what is in it, and any part of it."""
+"""One checkpoint, read-only and lazy: its content, and any part of a tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.index.foreign_index import index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
@@ -42,15 +42,15 @@ from holdfast.types.values import Group, Value
 
 Selector = int | slice | EllipsisType
 ToFramework = Callable[[object, str], object]
-"""Turns a numpy array and the name of its true dtype into a framework's tensor."""
+"""Converts a numpy array to a framework's tensor of the named dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint says of one tensor."""
+    """A tensor in a checkpoint."""
 
     dtype: str
-    """Element type by name, e.g. `bfloat16`."""
+    """Name of its dtype, e.g. `bfloat16`."""
 
     shape: tuple[int, ...]
     """Global shape, elements."""
@@ -60,20 +60,20 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A committed checkpoint. Opening it reads the manifest; of the index is read what is needed, when it is."""
+    """A committed checkpoint. Opening it reads the manifest. Later calls read the parts of the index that they need."""
 
     def __init__(
         self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None
     ) -> None:
-        self._place, self._settings, self._to_torch = location, settings, to_torch
+        self._location, self._settings, self._to_torch = location, settings, to_torch
         self._clock = clock or SystemClock()
         self._pack_bytes: dict[str, int] = {}
         self._split: SplitIndex | None = None
-        self._partly_bytes = 0
+        self._split_read_bytes = 0
         self._listing = listing_at(location)
         if self._listing is None:
             self.manifest: Manifest = decode_manifest(manifest_bytes_at(location), f"{location.url}/manifest.json")
-            """The commit record; of another system's checkpoint, what it would be."""
+            """The commit record; for another system's checkpoint, one made from the listing."""
         else:
             self.manifest, index = index_foreign(self._listing, location.url)
             require_covered(index, self._clock, location.url)
@@ -81,8 +81,8 @@ class Checkpoint:
 
     @property
     def url(self) -> str:
-        """Where it lies."""
-        return self._place.url
+        """Where it is stored."""
+        return self._location.url
 
     @property
     def step(self) -> int | None:
@@ -91,38 +91,38 @@ class Checkpoint:
 
     @property
     def origin(self) -> str | None:
-        """What wrote it, or what it was imported from, with a version where it says one; None for Holdfast."""
+        """The system that wrote it or its source, with a version if known; None for Holdfast."""
         return self.manifest.origin
 
     @property
     def references(self) -> tuple[str, ...]:
-        """URLs of files elsewhere that it references, as an import without `copy` leaves them."""
+        """URLs of the files that it references, after an import without `copy`."""
         return tuple(pack.name for pack in self.manifest.packs if is_file_url(pack.name))
 
     @property
     def packs_of_other_steps(self) -> Mapping[int, tuple[FileRecord, ...]]:
-        """By step, ascending, the packs of other steps of its run in which tensors lie that had not changed since."""
-        found: dict[int, tuple[FileRecord, ...]] = {}
+        """Packs of other steps of its run that hold its unchanged tensors: by step, ascending."""
+        packs: dict[int, tuple[FileRecord, ...]] = {}
         for pack in self.manifest.packs:
             step = step_of_pack(pack.name)
             if step is not None:
-                found[step] = (*found.get(step, ()), pack)
-        return dict(sorted(found.items()))
+                packs[step] = (*packs.get(step, ()), pack)
+        return dict(sorted(packs.items()))
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was left out or ignored of another system's checkpoint, and why."""
+        """Parts of another system's checkpoint that were left out or ignored, each with the reason."""
         return () if self._listing is None else tuple(self._listing.remarks)
 
     @cached_property
     def packs(self) -> Packs:
-        """Where its packs lie, by name."""
-        return self._place.packs_of(self.manifest)
+        """Locates its packs by name."""
+        return self._location.packs_of(self.manifest)
 
     @cached_property
     def index(self) -> Index:
         """Tensors and pieces."""
-        index = read_index(self._place.store, self._place.folder, self.manifest)
+        index = read_index(self._location.store, self._location.folder, self.manifest)
         require_covered(index, self._clock, self.url)
         return index
 
@@ -142,80 +142,81 @@ class Checkpoint:
     @cached_property
     def objects(self) -> dict[str, object]:
         """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
-        return {key: _shown(value, key) for key, value in self.manifest.tree.items.items()}
+        return {key: _to_plain(value, key) for key, value in self.manifest.tree.items.items()}
 
     def objects_document(self) -> object:
-        """Return `objects` as a JSON document, tagged as docs/values.md says."""
+        """Return `objects` as a JSON document with the tags of docs/values.md."""
         return values.encode(self.objects, "")
 
     def read(self, fqn: str, index: Selector | tuple[Selector, ...] | None = None, framework: str = "numpy") -> object:
         """Return a tensor or a part of it, checked against its digests.
 
         Args:
-            fqn: Its name, or one it is tied under.
-            index: Integers and slices as for a numpy array (no masks, no negative steps); only the chunks
-                they meet are read. None: everything.
-            framework: `numpy` or `torch`. In numpy, bfloat16 and float8 come as unsigned integers of their width;
-                `tensors[fqn].dtype` tells the true dtype.
+            fqn: Its name, or a tied name.
+            index: Integers and slices as for a numpy array (no masks, no negative steps); only chunks that
+                overlap it are read. None: everything.
+            framework: `numpy` or `torch`. In numpy, bfloat16 and float8 become unsigned integers of their width;
+                `tensors[fqn].dtype` is the stored dtype.
         Returns:
             An array or tensor of the indexed shape, in host memory.
         Raises:
             MissingError: No such tensor.
             InvalidError: The index does not fit the tensor, or the framework is unknown.
-            CorruptError: Stored bytes are not what was saved.
+            CorruptError: Stored bytes differ from what was saved.
         """
         if framework not in ("numpy", "torch"):
             raise InvalidError(f"framework={framework!r}; expected 'numpy' or 'torch'")
         stored = self.aliases.get(fqn, fqn)
-        tensors = self._at_hand().tensors
+        tensors = self._loaded_index().tensors
         spec = tensors.get(stored)
         if spec is None:
-            near = [name for name in tensors if name.endswith(fqn.rpartition(".")[2])][:5]
-            raise MissingError(f"{self.url}: no tensor {fqn!r}; names that end alike: {near}. See .tensors")
+            similar = [name for name in tensors if name.endswith(fqn.rpartition(".")[2])]
+            hint = f"names with the same ending: {first_three(similar)}" if similar else "no name ends like it"
+            raise MissingError(f"{self.url}: no tensor {fqn!r}; {hint}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
         plan = load_plan(
             [WantedBoxes(stored, (box,))], self._index_of(stored, box).pieces_near, self._settings.read_window_bytes
         )
-        self._require_there(plan)
+        self._require_stored(plan)
         target = HostTarget(spec.dtype, box)
         execute(plan, self.packs, [target], self._settings)
-        # The Ellipsis keeps what has no dimension left an array; numpy would make a scalar of it.
+        # The Ellipsis keeps a 0-d result an array; numpy would return a scalar.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
 
     @property
     def source(self) -> TensorReader:
-        """What windows of its tensors are read from."""
+        """Reads windows of its tensors."""
         return TensorReader(self.index.pieces_near, self.packs, self._settings)
 
-    def _at_hand(self) -> Index | SplitIndex:
-        """Return the index, or as much of one in several files as was read; of that at least every tensor."""
+    def _loaded_index(self) -> Index | SplitIndex:
+        """Return the index; of an index in several files, the overview, which lists every tensor."""
         overview = self.manifest.overview
         if overview is None or "index" in self.__dict__:
             return self.index
         if self._split is None:
-            data = read_file(self._place.store, self._place.folder, self.manifest.attempt, overview)
-            self._split = split_index_at(self._place, self.manifest, data)
+            data = read_file(self._location.store, self._location.folder, self.manifest.attempt, overview)
+            self._split = split_index_at(self._location, self.manifest, data)
         return self._split
 
     def _index_of(self, fqn: str, box: Box) -> Index:
-        """Return an index that lists all pieces of a box, proven to hold it exactly once."""
-        found = self._at_hand()
-        if isinstance(found, SplitIndex) and self.manifest.overview is not None:
-            self._partly_bytes += self.manifest.overview.bytes + found.bytes_for([(fqn, box)])
-            if self._partly_bytes > sum(record.bytes for record in self.manifest.indexes):
-                # Whoever reads on and on pays for the whole at most twice.
-                found, self._split = self.index, None
-        return index_for(found, [(fqn, box)], self._clock, self._place)
+        """Return an index that lists all pieces of a box, proven to cover it exactly once."""
+        loaded = self._loaded_index()
+        if isinstance(loaded, SplitIndex) and self.manifest.overview is not None:
+            self._split_read_bytes += self.manifest.overview.bytes + loaded.bytes_for([(fqn, box)])
+            if self._split_read_bytes > sum(record.bytes for record in self.manifest.indexes):
+                # After many reads, load the whole index: all reads together then cost at most twice its bytes.
+                loaded, self._split = self.index, None
+        return index_for(loaded, [(fqn, box)], self._clock, self._location)
 
-    def _require_there(self, plan: LoadPlan) -> None:
+    def _require_stored(self, plan: LoadPlan) -> None:
         """Refuse to read past the end of a pack, before memory is allocated for it.
 
         Raises:
-            CorruptError: A pack ends too early, or one that lies elsewhere is not as long as it was.
+            CorruptError: A pack is too short, or the length of a referenced file or another step's pack has changed.
         """
         if self._listing is not None:
-            return  # Held against the sizes of the files as it was listed.
+            return  # The listing was checked against the sizes of the files.
         records = {pack.name: pack for pack in self.manifest.packs}
         for run in plan.runs:
             stored, known = self.packs(run.pack), self._pack_bytes.get(run.pack)
@@ -226,65 +227,67 @@ class Checkpoint:
 
     @property
     def settings(self) -> Settings:
-        """How it is read."""
+        """How its bytes are read."""
         return self._settings
 
     @cached_property
     def identity(self) -> str:
-        """What is another text for any other content: the digest of the manifest, or what the files look like and where
-        in them the pieces lie.
+        """A string that changes with the content.
+
+        It is the manifest digest, or for a foreign checkpoint a hash of file stamps and piece offsets.
         """
-        if self._listing is None or self._place.foreign is None:
+        if self._listing is None or self._location.foreign is None:
             return self.manifest.digest
-        found = hashlib.sha256(repr([self.url, self._place.foreign.stamps(self._listing.files)]).encode())
+        digest = hashlib.sha256(repr([self.url, self._location.foreign.stamps(self._listing.files)]).encode())
         for fqn in sorted(self._listing.pieces):
-            # One by one: there may be a million.
-            found.update(repr((fqn, *self._listing.pieces[fqn])).encode("utf-8", "surrogatepass"))
-        return found.hexdigest()
+            # Tensor by tensor: a million of them would make one text too large.
+            digest.update(repr((fqn, *self._listing.pieces[fqn])).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def require_unchanged(self) -> None:
-        """Refuse another system's files that were written again since this was opened; ours never are.
+        """Refuse another system's files that were rewritten since this was opened. Holdfast never rewrites its files.
 
         Raises:
-            ConflictError: One was; the message names it.
-            MissingError: One is no longer there.
+            ConflictError: Names a rewritten file.
+            MissingError: A file is gone.
         """
-        if self._listing is not None and self._place.foreign is not None:
-            self._place.foreign.require_unchanged(self._listing.files)
+        if self._listing is not None and self._location.foreign is not None:
+            self._location.foreign.require_unchanged(self._listing.files)
 
     def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
-        """Return what must be read to fill boxes of stored tensors, known to be there."""
+        """Return the reads that fill boxes of stored tensors, after checking that their packs are long enough."""
         plan = load_plan(wanted, self.index.pieces_near, run_bytes_max)
-        self._require_there(plan)
+        self._require_stored(plan)
         return plan
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
-        """Return what one of the ranks that saved kept as its own (`PerRank`, `RngState`), by path.
+        """Return the per-rank values (`PerRank`, `RngState`) of one of the ranks that saved, by path.
 
         Raises:
             MissingError: Fewer ranks saved it.
         """
-        return per_rank_values(self._place.store, self._place.folder, self.manifest, rank)
+        return per_rank_values(self._location.store, self._location.folder, self.manifest, rank)
 
     def pieces(self, fqn: str) -> list[Piece]:
-        """Return the stored pieces of a tensor: which box lies in which pack, and so which rank wrote it."""
+        """Return the stored pieces of a tensor: the box and the pack of each. The pack's name includes its rank."""
         return list(self.index.pieces_of(self.aliases.get(fqn, fqn)))
 
     def written_by(self, fqn: str) -> Mapping[int, int]:
-        """Return how many pieces of a tensor each rank wrote; ranks that wrote none are left out, and so are files of
-        another system, of which no rank is known.
+        """Return how many pieces of a tensor each rank wrote, without ranks that wrote none.
+
+        Pieces in another system's files do not count: their rank is unknown.
         """
         packs = (piece.pack for piece in self.pieces(fqn))
-        return Counter(rank_of_pack(each) for each in packs if is_pack_name(each) or step_of_pack(each) is not None)
+        return Counter(rank_of_pack(pack) for pack in packs if is_pack_name(pack) or step_of_pack(pack) is not None)
 
     def plan_for(self, mesh: str, fqns: Iterable[str] | None = None) -> Forecast:
-        """Return what each rank of a job would read of this checkpoint; reads nothing but the index.
+        """Return what each rank of a job would read of this checkpoint; reads only the index.
 
         Args:
-            mesh: The job, e.g. `dp=2,fsdp=4`; docs/cli.md tells the language.
-            fqns: What it loads, by stored name; None: every tensor.
+            mesh: The job's mesh, e.g. `dp=2,fsdp=4`; docs/cli.md defines the syntax.
+            fqns: Stored names of the tensors to load; None: every tensor.
         Raises:
-            InvalidError: The mesh is not described as it should be.
+            InvalidError: The mesh does not follow the syntax.
             MissingError: No such tensor.
         """
         described = described_mesh(mesh)
@@ -300,18 +303,18 @@ class Checkpoint:
     def verification(
         self, observer: Observer | None = None, *, deep: bool = False
     ) -> Verification | ListedVerification:
-        """Return the work of reading everything back; of another system's checkpoint, what it holds twice."""
-        if self._listing is not None and self._place.foreign is not None:
-            files = self._place.foreign.files
+        """Return a verification that reads everything back; for another system's checkpoint, what is stored twice."""
+        if self._listing is not None and self._location.foreign is not None:
+            files = self._location.foreign.files
             return ListedVerification(self._listing, self.index, files, self._settings, observer, deep=deep)
         try:
             chunk_bytes = self.index.chunk_bytes
         except CheckpointError:
-            chunk_bytes = 0  # The damage is what verification is about to report.
+            chunk_bytes = 0  # The index is damaged; the verification reports that.
         buffer = allocate_aligned(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES)
         return Verification(
-            self._place.store,
-            self._place.folder,
+            self._location.store,
+            self._location.folder,
             self.manifest,
             self.packs,
             buffer,
@@ -320,14 +323,14 @@ class Checkpoint:
         )
 
     def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
-        """Yield everything that is not as it was saved; nothing for a whole checkpoint.
+        """Yield every damage; nothing if all bytes are as they were saved.
 
-        Another system's checkpoint carries no digests: its sizes and structure are checked, and what it holds twice is
-        compared, copies bit for bit, casts of master copies in samples, or wholly if `deep`.
+        Another system's checkpoint has no digests. Its sizes and structure are checked, and bytes that it stores twice
+        are compared: copies bit for bit, casts of master copies in samples, or completely if `deep`.
 
         Args:
-            observer: Told of progress.
-            deep: Compare casts wholly.
+            observer: Receives progress.
+            deep: Compare casts completely.
         """
         yield from self.verification(observer, deep=deep).damages()
 
@@ -335,9 +338,9 @@ class Checkpoint:
 def _box_of(
     index: Selector | tuple[Selector, ...] | None, shape: tuple[int, ...], fqn: str
 ) -> tuple[Box, tuple[Selector, ...]]:
-    """Return the smallest box an index needs, and what is left to do to the box."""
+    """Return the smallest box that contains the indexed elements, and the selectors to apply to the box."""
     selectors = () if index is None else index if isinstance(index, tuple) else (index,)
-    dots = [at for at, each in enumerate(selectors) if each is Ellipsis]
+    dots = [at for at, selector in enumerate(selectors) if selector is Ellipsis]
     if len(dots) > 1:
         raise InvalidError(f"{fqn}: an index may hold one Ellipsis, not {len(dots)}")
     for at in dots:
@@ -347,8 +350,8 @@ def _box_of(
         raise InvalidError(f"{fqn}: index of {len(selectors)} dimensions; the tensor has {len(shape)}")
     start, stop = [], []
     rest: list[Selector] = []
-    for length, each in zip(shape, (*selectors, *(slice(None),) * (len(shape) - len(selectors))), strict=True):
-        first, last, left = _run_of(each, length, fqn)
+    for length, selector in zip(shape, (*selectors, *(slice(None),) * (len(shape) - len(selectors))), strict=True):
+        first, last, left = _run_of(selector, length, fqn)
         start.append(first)
         stop.append(last)
         rest.append(left)
@@ -356,7 +359,7 @@ def _box_of(
 
 
 def _run_of(selector: object, length: int, fqn: str) -> tuple[int, int, int | slice]:
-    """Return the half-open run of a dimension that a selector needs, and what is left to do to the run."""
+    """Return start and stop of the run of a dimension that contains the selected elements, and the selector in it."""
     try:
         if isinstance(selector, slice):
             first, last, stride = selector.indices(length)
@@ -365,25 +368,25 @@ def _run_of(selector: object, length: int, fqn: str) -> tuple[int, int, int | sl
             return first, max(last, first), slice(None, None, stride)
         if isinstance(selector, bool):
             raise TypeError("a bool is a mask")
-        asked = operator.index(selector)  # type: ignore[arg-type]
+        position = operator.index(selector)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise InvalidError(f"{fqn}: index {selector!r:.80}; expected integers and slices ({error})") from error
-    at = asked + length if asked < 0 else asked
+    at = position + length if position < 0 else position
     if not 0 <= at < length:
-        raise InvalidError(f"{fqn}: index {asked} of a dimension of length {length}")
+        raise InvalidError(f"{fqn}: index {position} of a dimension of length {length}")
     return at, at + 1, 0
 
 
-def _shown(value: Value, path: str) -> object:
+def _to_plain(value: Value, path: str) -> object:
     """Return a node as plain nested dicts.
 
     Raises:
-        CorruptError: It is not what its kind says.
+        CorruptError: A group lacks a field of its kind.
     """
     if not isinstance(value, Group):
         return value
     if value.kind == "stateful":
-        return _shown(value.items.get("state"), path)
+        return _to_plain(value.items.get("state"), path)
     if value.kind == "optimizer":
         tables = value.items.get("hyperparameters")
         members = value.items.get("param_groups")
@@ -393,4 +396,4 @@ def _shown(value: Value, path: str) -> object:
             raise CorruptError(f"{path}.param_groups: expected keys of hyperparameters. Read another copy")
         groups = {name: tables.get(key) for name, key in members.items()}
         return {"param_groups": groups, "state": value.items.get("state", {})}
-    return {key: _shown(each, f"{path}.{key}") for key, each in value.items.items()}
+    return {key: _to_plain(item, f"{path}.{key}") for key, item in value.items.items()}

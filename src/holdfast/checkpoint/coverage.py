@@ -1,11 +1,11 @@
-"""What must hold of an index before anything is allocated for it or read by it."""
+"""Proves that the pieces of an index cover every tensor, before anything is allocated for it or read with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.clock import Clock
-from holdfast.errors import CheckpointError, CorruptError
+from holdfast.errors import CheckpointError, CorruptError, first_three
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_checks import cut_short
 from holdfast.format.index.split_index import SplitIndex
@@ -13,25 +13,21 @@ from holdfast.geometry.box import Box
 from holdfast.plan.cover import uncovered_boxes, uncovered_tensors
 
 RequireStored = Callable[[str], None]
-"""Refuses a stored FQN of which a piece is not there in full."""
+"""Refuses a stored FQN that has a piece in the missing part of a pack."""
 
 
 def require_covered(index: Index, clock: Clock, where: str) -> None:
-    """Refuse an index whose pieces leave a hole or overlap: what is read would be memory nobody wrote.
+    """Refuse an index whose pieces leave a hole or overlap: a load would return memory that nothing filled.
 
     Raises:
         CorruptError: Names the tensors.
     """
     seed = int.from_bytes(clock.random_bytes(8), "little")
-    wrong = uncovered_names(index, seed)
-    if wrong:
-        raise CorruptError(
-            f"{where}: the pieces of {len(wrong)} tensors leave holes or overlap: {wrong[:10]}. Read another copy"
-        )
+    _require_none(uncovered_names(index, seed), where)
 
 
 def require_wanted_covered(index: Index, wanted: Sequence[tuple[str, Box]], clock: Clock, where: str) -> None:
-    """Refuse an index, of which only a part was read, if its pieces do not hold exactly what is wanted of them.
+    """Refuse a partly read index whose pieces do not cover the wanted boxes exactly once.
 
     Raises:
         CorruptError: Names the tensors.
@@ -41,10 +37,14 @@ def require_wanted_covered(index: Index, wanted: Sequence[tuple[str, Box]], cloc
         (index.tensors[fqn].global_shape, box, [piece.region for piece in index.pieces_near(fqn, box)])
         for fqn, box in wanted
     ]
-    wrong = sorted({wanted[number][0] for number in uncovered_boxes(regions, seed)})
-    if wrong:
+    _require_none(sorted({wanted[number][0] for number in uncovered_boxes(regions, seed)}), where)
+
+
+def _require_none(uncovered: Sequence[str], where: str) -> None:
+    if uncovered:
         raise CorruptError(
-            f"{where}: the pieces of {len(wrong)} tensors leave holes or overlap: {wrong[:10]}. Read another copy"
+            f"{where}: the pieces of {len(uncovered)} tensors leave holes or overlap: {first_three(uncovered)}. "
+            "Read another copy"
         )
 
 
@@ -53,29 +53,32 @@ def uncovered_names(index: Index, seed: int) -> list[str]:
 
     Args:
         index: The index.
-        seed: Any number; one that nobody can foretell proves it of crafted pieces too.
+        seed: Any number; an unpredictable one makes the proof hold for maliciously crafted pieces too.
     """
-    at, table = index.pieces, index.table
-    wrong = uncovered_tensors(table.ndims, table.lengths, at.tensors, at.flat, at.starts, at.stops, seed)
+    pieces, table = index.pieces, index.table
+    wrong = uncovered_tensors(
+        table.ndims, table.lengths, pieces.tensors, pieces.flat, pieces.starts, pieces.stops, seed
+    )
     return [table.fqns[number] for number in wrong]
 
 
 def stored_by(index: Index | SplitIndex, short: Mapping[str, tuple[int, CheckpointError]]) -> RequireStored:
-    """Return what refuses tensors that lie where a short pack has ended.
+    """Return a function that refuses tensors with a piece past the end of a short pack.
 
     Args:
         index: The index.
-        short: By name, packs not there in full: the bytes there are, and what to say of it.
+        short: Packs that are shorter than recorded, by name: the bytes that exist, and the error to raise.
     """
-    judged: dict[int, Mapping[str, CheckpointError]] = {}
+    # By index file, on demand: a split index has thousands, of which a rank reads few.
+    errors_of: dict[int, Mapping[str, CheckpointError]] = {}
 
     def require(fqn: str) -> None:
         if not short:
             return
-        for each in index.files_of(fqn) if isinstance(index, SplitIndex) else (index,):
-            if id(each) not in judged:
-                judged[id(each)] = cut_short(each, short)
-            error = judged[id(each)].get(fqn)
+        for file_index in index.files_of(fqn) if isinstance(index, SplitIndex) else (index,):
+            if id(file_index) not in errors_of:
+                errors_of[id(file_index)] = cut_short(file_index, short)
+            error = errors_of[id(file_index)].get(fqn)
             if error is not None:
                 raise type(error)(f"{fqn}: {error}")
 

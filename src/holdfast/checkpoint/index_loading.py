@@ -1,4 +1,4 @@
-"""Loading the manifest and the index of one checkpoint: ours, or what a foreign format lists."""
+"""Loads the manifest and the index of one checkpoint: Holdfast's, or what a foreign format lists."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ logger = logging.getLogger(__name__)
 
 
 def listing_at(location: CheckpointLocation) -> ForeignListing | None:
-    """Return what another system left at a place, if no checkpoint of Holdfast's is there and a format knows it.
+    """Return the listing of another system's checkpoint; None for Holdfast's, or if no format recognizes the files.
 
     Raises:
-        InvalidError: It is a file that no format knows.
-        CheckpointError: A format knows it, and it cannot be read.
+        InvalidError: The path is a file that no format recognizes.
+        CheckpointError: A format recognizes the files but cannot read them.
     """
     foreign = location.foreign
     if foreign is None or (not foreign.name and exists(location.store, location.manifest_key)):
         return None
     listing = foreign.listing()
     if listing is None and foreign.name:
-        raise InvalidError(f"{location.url}: a file of no format that Holdfast reads; docs/formats.md lists them")
+        raise InvalidError(
+            f"{location.url}: not a checkpoint of any format that Holdfast reads; docs/formats.md lists the formats"
+        )
     for remark in listing.remarks if listing is not None else ():
         logger.warning("%s: %s", location.url, remark)
     return listing
 
 
 def given_frames(location: CheckpointLocation) -> list[bytes]:
-    """Return what rank 0 reads for every rank: the manifest, and the index or the overview of a split one.
+    """Return what rank 0 reads for every rank: the manifest, and the index or the overview of a split index.
 
     Raises:
         MissingError: There is no checkpoint.
-        CorruptError: A file is not what the manifest says.
+        CorruptError: A file differs from its record in the manifest.
     """
     data = manifest_bytes_at(location)
     manifest = manifest_in(location.folder, data, f"{location.url}/manifest.json")
@@ -54,10 +56,10 @@ def given_frames(location: CheckpointLocation) -> list[bytes]:
 
 
 def resolved_frames(frames: Sequence[bytes], location: CheckpointLocation) -> tuple[Manifest, Index | SplitIndex]:
-    """Return the manifest and the index that rank 0 gave, every number of them checked.
+    """Return the manifest and the index in the frames that rank 0 sent, after checking every number in them.
 
     Raises:
-        CorruptError: They are not possible ones, or contradict each other.
+        CorruptError: They are invalid, or contradict each other.
     """
     manifest = decode_manifest(frames[0], f"{location.url}/manifest.json")
     where = f"{location.store.url}/{location.folder}"
@@ -67,16 +69,20 @@ def resolved_frames(frames: Sequence[bytes], location: CheckpointLocation) -> tu
 
 
 def split_index_at(location: CheckpointLocation, manifest: Manifest, overview: bytes) -> SplitIndex:
-    """Return the index of a checkpoint of which nothing but the overview has been read.
+    """Return a split index that reads its files on demand.
 
+    Args:
+        location: The checkpoint.
+        manifest: Its manifest.
+        overview: Content of its overview file.
     Raises:
-        CorruptError: The overview is not a possible one.
+        CorruptError: The overview is invalid.
     """
     where = f"{location.store.url}/{location.folder}"
 
     def read_files(records: Sequence[FileRecord]) -> Iterator[bytes]:
         return ordered_parallel_map(
-            lambda each: read_file(location.store, location.folder, manifest.attempt, each), records
+            lambda record: read_file(location.store, location.folder, manifest.attempt, record), records
         )
 
     return SplitIndex(overview_from(manifest, overview, where), manifest, read_files, where)
@@ -85,15 +91,15 @@ def split_index_at(location: CheckpointLocation, manifest: Manifest, overview: b
 def index_for(
     stored: Index | SplitIndex, wanted: Sequence[tuple[str, Box]], clock: Clock, location: CheckpointLocation
 ) -> Index:
-    """Return an index that lists all pieces of what a rank wants, proven to hold it exactly once.
+    """Return an index that lists all pieces of the wanted boxes, proven to cover them exactly once.
 
     Args:
-        stored: The index; a whole one has been proven by rank 0.
+        stored: The index; rank 0 has proven a whole one already.
         wanted: Boxes of stored tensors.
-        clock: For chance.
-        place: The checkpoint, for messages.
+        clock: Source of randomness.
+        location: The checkpoint, for messages.
     Raises:
-        CorruptError: Index files are not what the manifest says, or leave holes in what is wanted.
+        CorruptError: Index files differ from their records, or leave holes in the wanted boxes.
     """
     if isinstance(stored, Index):
         return stored

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a store, a folder in it, and whether it is one checkpoint or a run of them."""
+"""Where a checkpoint is stored: a store and a folder in it; checks if a path is one checkpoint or a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def none_allowed(url: str) -> NoReturn:
-    """Refuse a referenced file, where nobody allowed any.
+    """Refuse every referenced file.
 
     Raises:
         InvalidError: Always.
     """
-    raise InvalidError(f"{url}: the checkpoint references this file; expected a place where that may be read")
+    raise InvalidError(f"{url}: the checkpoint references this file, and no references are allowed here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ForeignPath:
     """The folder that was named, or the folder of the file that was named."""
 
     name: str
-    """Key of the file that was named, which is then no checkpoint of ours; empty for a folder."""
+    """Key of the file that was named, which is never Holdfast's; empty for a folder."""
 
     listing: Callable[[], ForeignListing | None]
     """Returns what the checkpoint holds; None if no format knows it. Raises `CheckpointError` if it is unreadable."""
@@ -59,10 +59,10 @@ class ForeignPath:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLocation:
-    """One checkpoint's place."""
+    """Where one checkpoint is stored."""
 
     store: Store
-    """Where it lies."""
+    """The store."""
 
     folder: str
     """Prefix of its keys: empty, or ending in a slash."""
@@ -71,17 +71,17 @@ class CheckpointLocation:
     """Its step; None for a checkpoint saved by path."""
 
     foreign: ForeignPath | None = None
-    """What another system may have left there instead."""
+    """The files there, if another system may have written them."""
 
     references: Packs = none_allowed
-    """Where files lie that the checkpoint references by URL."""
+    """Locates files that the checkpoint references by URL."""
 
     root: Store | None = None
-    """The root of the run that it is a step of, where packs of other steps lie; None where there is no run."""
+    """The root of its run, with the packs of other steps; None if it belongs to no run."""
 
     @property
     def url(self) -> str:
-        """The place, for messages."""
+        """The location, for messages."""
         if self.foreign is not None and self.foreign.name:
             return f"{self.foreign.files.url}/{self.foreign.name}"
         return f"{self.store.url}/{self.folder}".rstrip("/")
@@ -92,13 +92,13 @@ class CheckpointLocation:
         return self.folder + MANIFEST_FILE
 
     def packs_of(self, manifest: Manifest) -> Packs:
-        """Return where the packs of the checkpoint lie."""
+        """Return a function that locates the packs of the checkpoint by name."""
         if not manifest.attempt and self.foreign is not None:
             return packs_under(self.foreign.files, "")
         return self.packs_in(manifest.attempt)
 
     def packs_in(self, attempt: str) -> Packs:
-        """Return where the packs lie that an attempt wrote or refers to."""
+        """Return a function that locates the packs that an attempt wrote or references."""
         own = packs_under(self.store, f"{self.folder}{attempt}/")
 
         def packs(name: str) -> Stored:
@@ -111,23 +111,23 @@ class CheckpointLocation:
     def _of_other_step(self, name: str) -> Stored:
         if self.root is None:
             raise InvalidError(
-                f"{self.url}: refers to {name}, a pack of another step of its run, and there is no run around it; "
-                "expected it in the root that it was saved in. Open it there, or copy it whole from there: holdfast "
-                "export --to holdfast"
+                f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it; "
+                "expected the root in which it was saved. Open it there, or copy it from there with `holdfast export "
+                "--to holdfast`"
             )
         return Stored(self.root, name)
 
     def require_empty(self) -> None:
-        """Refuse to save onto something.
+        """Refuse to save over a checkpoint.
 
         Raises:
-            ConflictError: A checkpoint is there; nothing of it is touched.
+            ConflictError: A checkpoint is there; it was not touched.
             InvalidError: The path is the root of a run.
         """
         if self._holds_checkpoint():
             raise ConflictError(
                 f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
-                "Save elsewhere, or remove it first if it is not wanted"
+                "Save elsewhere, or remove it first if it is not needed"
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")
@@ -139,12 +139,12 @@ class CheckpointLocation:
 
 
 def is_step_folder(name: str) -> bool:
-    """Return whether a folder is a step by its name, so that the folder above is the root of its run."""
+    """Return whether a folder's name is that of a step; the folder above is then the root of its run."""
     return step_of_folder(name) is not None
 
 
 def require_no_run(store: Store, purpose: str) -> None:
-    """Refuse a root of a run where one checkpoint is meant.
+    """Refuse the root of a run where one checkpoint is expected.
 
     Raises:
         InvalidError: The path holds steps; the message names the last.
@@ -159,7 +159,7 @@ def require_no_run(store: Store, purpose: str) -> None:
 
 
 def require_no_checkpoint(store: Store) -> None:
-    """Refuse one checkpoint where the root of a run is meant.
+    """Refuse one checkpoint where the root of a run is expected.
 
     Raises:
         InvalidError: The path holds a manifest.
@@ -172,10 +172,10 @@ def require_no_checkpoint(store: Store) -> None:
 
 
 def manifest_bytes_at(location: CheckpointLocation) -> bytes:
-    """Return the manifest at a place, as stored.
+    """Return the stored manifest.
 
     Raises:
-        MissingError: There is no checkpoint, or one that does not count.
+        MissingError: There is no checkpoint, or the run has fenced its writer.
         InvalidError: The path is the root of a run.
     """
     try:
@@ -184,13 +184,13 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
         if location.step is None:
             require_no_run(location.store, "read one checkpoint here")
         raise
-    if location.root is not None and not _counts_under(location.root, location, data):
+    if location.root is not None and not _is_valid_in(location.root, location, data):
         raise fenced_error(f"{location.url}/{MANIFEST_FILE}")
     return data
 
 
 def is_all_there(location: CheckpointLocation) -> bool:
-    """Return whether every file that the manifest at a place names is there in its full size, by another look."""
+    """Return whether every file that the manifest names exists now in its full size."""
     try:
         manifest = manifest_in(location.folder, manifest_bytes_at(location), f"{location.url}/{MANIFEST_FILE}")
         own = f"{location.folder}{manifest.attempt}/"
@@ -202,11 +202,11 @@ def is_all_there(location: CheckpointLocation) -> bool:
     return not short_packs(location.store, location.folder, manifest, location.packs_of(manifest))
 
 
-def _counts_under(root: Store, location: CheckpointLocation, data: bytes) -> bool:
-    """Return whether a manifest that was read counts in the run around it.
+def _is_valid_in(root: Store, location: CheckpointLocation, data: bytes) -> bool:
+    """Return whether a manifest is valid in the run around it.
 
-    One that was opened by path lies perhaps beside anything at all, under a folder that this user may not list: it is
-    taken where nothing but itself is needed to read it.
+    A checkpoint that is opened by path may be in a folder that this user cannot list, or that is no run. It is accepted
+    if it needs no file of another step.
     """
     try:
         fence = current_fence(root)
@@ -214,6 +214,6 @@ def _counts_under(root: Store, location: CheckpointLocation, data: bytes) -> boo
         manifest = decode_manifest(data, f"{location.url}/{MANIFEST_FILE}")
         if location.step is not None or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
             raise
-        logger.warning("%s: is taken to lie alone: what is around it cannot be read: %s", location.url, error)
+        logger.warning("%s: opened as a single checkpoint: the folder above cannot be read: %s", location.url, error)
         return True
     return is_valid_manifest(data, fence, location.url)

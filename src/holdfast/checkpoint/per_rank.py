@@ -1,4 +1,4 @@
-"""The values that each rank saved as its own."""
+"""Reads per-rank values, which each rank saved for itself."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from holdfast.types.values import Value
 
 
 def per_rank_values(store: Store, folder: str, manifest: Manifest, rank: int) -> Mapping[str, Value]:
-    """Return what one of the ranks that saved kept as its own, by path.
+    """Return the per-rank values of one of the ranks that saved, by path.
 
     Raises:
-        MissingError: The checkpoint was saved by fewer ranks.
-        CorruptError: Its part is not what was saved.
+        MissingError: Fewer ranks saved the checkpoint.
+        CorruptError: The rank's part differs from what was saved.
     """
     record = next((part for part in manifest.parts if part.name == part_name(rank)), None)
     if record is None:
         raise MissingError(f"{store.url}/{folder}: no part of rank {rank}; {manifest.world_size} ranks saved it")
     part = decode_part(read_file(store, folder, manifest.attempt, record), record.name)
     require_part_of(part, rank, manifest.attempt, f"{store.url}/{folder}{record.name}")
-    kept = values.decode(values.loads(part.per_rank), "") if part.per_rank is not None else {}
-    if not isinstance(kept, dict):
+    by_path = values.decode(values.loads(part.per_rank), "") if part.per_rank is not None else {}
+    if not isinstance(by_path, dict):
         raise CorruptError(
-            f"{store.url}/{folder}{record.name}: its own values are {type(kept).__name__}; expected a dict"
+            f"{store.url}/{folder}{record.name}: per-rank values are {type(by_path).__name__}; expected a dict"
         )
-    return {str(path): value for path, value in kept.items()}
+    return {str(path): value for path, value in by_path.items()}

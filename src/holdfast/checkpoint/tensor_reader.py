@@ -1,4 +1,4 @@
-"""Windows of checkpoints read into memory, in batches, several of these at once."""
+"""Reads windows of a checkpoint's tensors into memory."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from holdfast.settings import MIB, Settings
 from holdfast.types.plan import Piece
 
 BATCH_BYTES = 16 * MIB
-"""Bytes of each copy that are read and compared at once."""
+"""Bytes of each copy in one batch of windows."""
 
 BATCHES_AT_ONCE = 3
-"""One is compared while the next are read: with buffers and what comparing makes on the way under 300 MiB in all."""
+"""One batch is compared while the next are read. Memory stays under 300 MiB, buffers and comparison included."""
 
 _RUN_BYTES_MAX = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class TensorReader:
-    """Where one copy is read from."""
+    """Reads windows of one copy of tensors."""
 
     pieces_near: Callable[[str, Box], Sequence[Piece]]
-    """Stored pieces of a name, all that share an element with a box among them."""
+    """Returns stored pieces of a name: all that overlap a box, and possibly more."""
 
     packs: Packs
-    """Where their packs lie."""
+    """Locates their packs by name."""
 
     settings: Settings
-    """How to read."""
+    """Reads in flight."""
 
     def read(
         self, wanted: Sequence[tuple[str, CompareWindow]], dtypes: Sequence[str]
     ) -> tuple[list[list[HostTarget]], int]:
-        """Return the parts of each window, and the bytes that were read for all.
+        """Return the parts of each window in memory, and the count of bytes that were read.
 
         Args:
-            wanted: For each, the name here of the tensor it is of.
-            dtypes: Element type of each here.
+            wanted: The name of a tensor in this copy, and a window of it.
+            dtypes: Dtype of each of these tensors in this copy.
         Raises:
-            CorruptError: Stored bytes are not what was saved.
+            CorruptError: Stored bytes differ from what was saved.
         """
         boxes: list[WantedBoxes] = []
         targets: list[HostTarget] = []
-        found: list[list[HostTarget]] = []
+        window_parts: list[list[HostTarget]] = []
         for (name, window), dtype in zip(wanted, dtypes, strict=True):
             parts = [(WantedBoxes(name, (box,)), HostTarget(dtype, box)) for box in window.boxes]
-            boxes += [each for each, _ in parts]
-            targets += [each for _, each in parts]
-            found.append([each for _, each in parts])
+            boxes += [box for box, _ in parts]
+            targets += [target for _, target in parts]
+            window_parts.append([target for _, target in parts])
         plan = load_plan(boxes, self.pieces_near, min(self.settings.read_window_bytes, _RUN_BYTES_MAX))
         execute(plan, self.packs, targets, self.settings)
-        return found, plan.bytes
+        return window_parts, plan.bytes

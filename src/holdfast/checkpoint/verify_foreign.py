@@ -1,4 +1,4 @@
-"""Another system's checkpoint held against itself: sizes, further copies, and what was cast from a master copy."""
+"""Verifies another system's checkpoint against itself: sizes, replicas, and tensors cast from master copies."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.plan import Piece
 
 SAMPLED_BYTES = 8 * MIB
-"""What is sampled of all that was cast, in blocks of a page, at least the first and the last of each piece."""
+"""Bytes of casts that are sampled, in blocks of a page: at least the first and the last block of each piece."""
 
 
 class ListedVerification:
-    """Reads what another system wrote twice, and says where the two do not agree."""
+    """Reads bytes that another system stored twice, and reports where the two differ."""
 
     def __init__(
         self,
@@ -40,49 +40,49 @@ class ListedVerification:
         *,
         deep: bool = False,
     ) -> None:
-        """Decide what is compared; reads nothing yet.
+        """Plan the comparisons; reads nothing yet.
 
         Args:
-            listing: What a format found.
-            index: The same as an index, judged already: no piece lies outside its file, none leaves a hole.
-            files: Where it lies.
-            settings: How to read.
-            observer: Told how far it has come, in bytes that are held against another copy.
-            deep: Compare every element that was cast, rather than samples.
+            listing: The checkpoint's.
+            index: The listing as an index, checked: every piece is inside its file, and the pieces leave no hole.
+            files: The checkpoint's files.
+            settings: Reads in flight.
+            observer: Receives progress, in bytes compared with another copy.
+            deep: Compare every cast element instead of samples.
         """
         self._listing, self._index, self._files = listing, index, files
         self._settings, self._observer, self._deep = settings, observer, deep
-        self._impossible: list[Damage] = []
+        self._invalid: list[Damage] = []
         self._incomparable: list[str] = []
-        self._copies = list(self._copies_to_judge())
-        self._casts = list(self._casts_to_judge())
-        self._copy_windows = [list(windows_of(number, each.piece)) for number, each in enumerate(self._copies)]
+        self._copies = list(self._copies_to_compare())
+        self._casts = list(self._casts_to_compare())
+        self._copy_windows = [list(windows_of(number, copy.piece)) for number, copy in enumerate(self._copies)]
         self._cast_windows = self._windows_of_casts()
-        self._done = 0
+        self._done_bytes = 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes held against another copy."""
+        """Bytes that are compared with another copy."""
         return _bytes_in(self._copy_windows) + _bytes_in(self._cast_windows)
 
     @property
     def sampled(self) -> bool:
-        """Whether something was looked at in samples only."""
-        return _bytes_in(self._cast_windows) < sum(each.piece.bytes for each in self._casts)
+        """Whether casts are compared in samples only."""
+        return _bytes_in(self._cast_windows) < sum(cast.piece.bytes for cast in self._casts)
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was looked at, and how closely."""
-        notes = ["sizes and structure are as the files say; they hold no digests, so bytes kept once cannot be judged"]
+        """What was compared, and how completely."""
+        notes = ["the files are of valid size and structure; they hold no digests, so bytes stored once cannot be verified"]
         if self._copies:
-            count, tensors = len(self._copies), len({each.against for each in self._copies})
+            count, tensors = len(self._copies), len({copy.against for copy in self._copies})
             notes.append(
                 f"further copies: {count:,} of {tensors:,} tensors compared bit for bit, "
                 f"{_bytes_in(self._copy_windows):,} bytes"
             )
         if self._casts:
-            compared, whole = _bytes_in(self._cast_windows), sum(each.piece.bytes for each in self._casts)
-            pairs = len({(each.against, each.piece.tensor.fqn) for each in self._casts})
+            compared, whole = _bytes_in(self._cast_windows), sum(cast.piece.bytes for cast in self._casts)
+            pairs = len({(cast.against, cast.piece.tensor.fqn) for cast in self._casts})
             how = f"sampled, {compared:,} of {whole:,} bytes; deep compares all" if self.sampled else "compared whole"
             notes.append(f"casts of master copies: {pairs:,} tensors {how}")
         if self._incomparable:
@@ -93,112 +93,121 @@ class ListedVerification:
         return notes
 
     def damages(self) -> Iterator[Damage]:
-        """Yield everything that does not agree; nothing for a sound checkpoint."""
+        """Yield every difference; nothing for an undamaged checkpoint."""
         yield from self._damages_of_sizes()
-        yield from self._impossible
+        yield from self._invalid
         whole = TensorReader(self._index.pieces_near, self._packs, self._settings)
         yield from self._damages_of(self._copies, self._copy_windows, whole, CHUNK_BYTES)
         if self.sampled:
-            finely = TensorReader(_cut_finely(self._index.pieces_near), self._packs, self._settings)
-            yield from self._damages_of(self._casts, self._cast_windows, finely, PAGE_BYTES)
+            page_reader = TensorReader(_cut_to_pages(self._index.pieces_near), self._packs, self._settings)
+            yield from self._damages_of(self._casts, self._cast_windows, page_reader, PAGE_BYTES)
         else:
             yield from self._damages_of(self._casts, self._cast_windows, whole, CHUNK_BYTES)
 
-    def _copies_to_judge(self) -> Iterator[_ExpectedPiece]:
+    def _copies_to_compare(self) -> Iterator[_ExpectedPiece]:
         listing = self._listing
         for fqn, copies in listing.replicas.items():
             spec = listing.tensors.get(listing.aliases.get(fqn, fqn))
             for copy in copies:
                 if spec is None:
-                    self._impossible.append(Damage(copy.file, None, None, fqn, "a copy of a tensor that is not listed"))
+                    self._invalid.append(Damage(copy.file, None, None, fqn, "a copy of a tensor that is not listed"))
                     continue
                 try:
                     require_within(copy, spec, listing.files, self._files.url)
                 except CheckpointError as error:
-                    self._impossible.append(Damage(copy.file, None, None, fqn, str(error)))
+                    self._invalid.append(Damage(copy.file, None, None, fqn, str(error)))
                     continue
                 yield _ExpectedPiece(_piece(spec, copy), spec.fqn, "")
 
-    def _casts_to_judge(self) -> Iterator[_ExpectedPiece]:
+    def _casts_to_compare(self) -> Iterator[_ExpectedPiece]:
         listing = self._listing
-        for master, weight in listing.casts.items():
-            own, other = listing.tensors[weight], listing.tensors[master]
-            if own.global_shape != other.global_shape:
-                shapes = f"{list(own.global_shape)}; its master copy {master} is of shape {list(other.global_shape)}"
-                self._impossible.append(Damage("", None, None, weight, f"of shape {shapes}; expected one shape"))
+        for master_fqn, weight_fqn in listing.casts.items():
+            weight, master = listing.tensors[weight_fqn], listing.tensors[master_fqn]
+            if weight.global_shape != master.global_shape:
+                text = f"of shape {list(weight.global_shape)}; its master copy {master_fqn} is of shape "
+                text += f"{list(master.global_shape)}; expected one shape"
+                self._invalid.append(Damage("", None, None, weight_fqn, text))
                 continue
-            if own.dtype == other.dtype and list(listing.pieces[weight]) == list(listing.pieces[master]):
-                continue  # The very same bytes, listed under both names.
-            if not can_cast(other.dtype, own.dtype):
-                self._incomparable.append(f"{weight}: {own.dtype}, its master copy {other.dtype}")
+            if weight.dtype == master.dtype and list(listing.pieces[weight_fqn]) == list(listing.pieces[master_fqn]):
+                continue  # Both names list the same byte ranges.
+            if not can_cast(master.dtype, weight.dtype):
+                self._incomparable.append(f"{weight_fqn}: {weight.dtype}, its master copy {master.dtype}")
                 continue
-            for piece in self._index.pieces_of(own.fqn):
-                yield _ExpectedPiece(piece, other.fqn, other.dtype)
+            for piece in self._index.pieces_of(weight.fqn):
+                yield _ExpectedPiece(piece, master.fqn, master.dtype)
 
     def _windows_of_casts(self) -> list[list[CompareWindow]]:
         if self._deep:
-            return [list(windows_of(number, each.piece)) for number, each in enumerate(self._casts)]
+            return [list(windows_of(number, cast.piece)) for number, cast in enumerate(self._casts)]
         blocks = SAMPLED_BYTES // PAGE_BYTES // max(len(self._casts), 1)
-        return [list(sampled(number, each.piece, blocks, PAGE_BYTES)) for number, each in enumerate(self._casts)]
+        return [list(sampled(number, cast.piece, blocks, PAGE_BYTES)) for number, cast in enumerate(self._casts)]
 
     def _damages_of_sizes(self) -> Iterator[Damage]:
-        """Yield files that are no longer as long as they were when they were listed."""
+        """Yield files whose size has changed since they were listed."""
 
-        def judged(item: tuple[str, int]) -> Damage | None:
+        def check(item: tuple[str, int]) -> Damage | None:
             key, expected = item
             try:
-                found = self._files.size(key)
+                count = self._files.size(key)
             except CheckpointError as error:
                 return Damage(key, None, None, None, str(error))
-            text = f"{found} bytes; expected {expected}, as it was when it was listed"
-            return None if found == expected else Damage(key, None, None, None, text)
+            text = f"{count} bytes; expected {expected}, its size when it was listed"
+            return None if count == expected else Damage(key, None, None, None, text)
 
-        yield from filter(None, ordered_parallel_map(judged, self._listing.files.items()))
+        yield from filter(None, ordered_parallel_map(check, self._listing.files.items()))
 
     def _damages_of(
         self,
-        judged: Sequence[_ExpectedPiece],
+        checked: Sequence[_ExpectedPiece],
         windows: Sequence[Sequence[CompareWindow]],
         against: TensorReader,
         chunk_bytes: int,
     ) -> Iterator[Damage]:
-        """Yield, for each piece, where it is not what it ought to be."""
-        pieces = [_cut_to(each.piece, chunk_bytes) for each in judged]
-        own = TensorReader(lambda number, _: [pieces[int(number)]], against.packs, self._settings)
+        """Yield one damage for each piece that differs from what is expected.
+
+        Args:
+            checked: The pieces.
+            windows: By piece, what is compared of it.
+            against: Reads the expected bytes.
+            chunk_bytes: Bytes in which the pieces are read.
+        """
+        pieces = [_cut_to(expected.piece, chunk_bytes) for expected in checked]
+        reader = TensorReader(lambda number, _: [pieces[int(number)]], against.packs, self._settings)
 
         def compare(batch: Sequence[CompareWindow]) -> list[tuple[CompareWindow, Disagreement | str | None]]:
-            of = [judged[window.number] for window in batch]
+            expected = [checked[window.number] for window in batch]
             try:
-                expected, _ = against.read(
-                    [(each.against, window) for each, window in zip(of, batch, strict=True)],
-                    [each.cast_from or each.piece.tensor.dtype for each in of],
+                wanted, _ = against.read(
+                    [(piece.against, window) for piece, window in zip(expected, batch, strict=True)],
+                    [piece.cast_from or piece.piece.tensor.dtype for piece in expected],
                 )
-                found, _ = own.read(
-                    [(str(window.number), window) for window in batch], [each.piece.tensor.dtype for each in of]
+                actual, _ = reader.read(
+                    [(str(window.number), window) for window in batch], [piece.piece.tensor.dtype for piece in expected]
                 )
             except CheckpointError as error:
+                # Window by window, so that the error counts only for the one that cannot be read.
                 if len(batch) > 1:
-                    return [each for window in batch for each in compare([window])]
+                    return [outcome for window in batch for outcome in compare([window])]
                 return [(batch[0], str(error))]
             return [
-                (window, disagreement(ours, theirs, cast_from=each.cast_from))
-                for window, each, ours, theirs in zip(batch, of, expected, found, strict=True)
+                (window, disagreement(wanted_parts, actual_parts, cast_from=piece.cast_from))
+                for window, piece, wanted_parts, actual_parts in zip(batch, expected, wanted, actual, strict=True)
             ]
 
-        gathered: _Gathered | None = None
+        damage: _PieceDamage | None = None
         for outcomes in ordered_parallel_map(compare, batches(windows, BATCH_BYTES), BATCHES_AT_ONCE):
             for window, outcome in outcomes:
                 if outcome is not None:
-                    if gathered is not None and gathered.number != window.number:
-                        yield gathered.damage()
-                        gathered = None
-                    gathered = gathered or _Gathered(window.number, judged[window.number])
-                    gathered.take(window, outcome)
-                self._done += window.bytes
+                    if damage is not None and damage.number != window.number:
+                        yield damage.summary()
+                        damage = None
+                    damage = damage or _PieceDamage(window.number, checked[window.number])
+                    damage.add(window, outcome)
+                self._done_bytes += window.bytes
             if self._observer is not None:
-                self._observer.on_event(Progress(self._done, self.total_bytes))
-        if gathered is not None:
-            yield gathered.damage()
+                self._observer.on_event(Progress(self._done_bytes, self.total_bytes))
+        if damage is not None:
+            yield damage.summary()
 
     def _packs(self, name: str) -> Stored:
         return Stored(self._files, name)
@@ -206,26 +215,26 @@ class ListedVerification:
 
 @dataclass(frozen=True, slots=True)
 class _ExpectedPiece:
-    """A piece, and what it ought to hold."""
+    """A piece, and the tensor whose content it should have."""
 
     piece: Piece
-    """The piece that is judged."""
+    """The piece that is checked."""
     against: str
-    """The listed tensor that says what it ought to hold, in the same coordinates."""
+    """FQN of the listed tensor with the expected content, in the same coordinates."""
     cast_from: str
-    """Type of that tensor, where the piece ought to be a cast of it; empty where it ought to be a copy."""
+    """Dtype of that tensor, if the piece should be a cast of it; empty if it should be a copy."""
 
 
-class _Gathered:
-    """What is wrong with one piece, from all of its windows."""
+class _PieceDamage:
+    """The differences in one piece, from all of its windows."""
 
-    def __init__(self, number: int, judged: _ExpectedPiece) -> None:
-        self.number, self._judged = number, judged
+    def __init__(self, number: int, expected: _ExpectedPiece) -> None:
+        self.number, self._expected = number, expected
         self._count, self._start, self._stop, self._text = 0, -1, -1, ""
 
-    def take(self, window: CompareWindow, outcome: Disagreement | str) -> None:
-        """Take in what is wrong with a window; they come in order."""
-        piece, itemsize = self._judged.piece, self._judged.piece.tensor.itemsize
+    def add(self, window: CompareWindow, outcome: Disagreement | str) -> None:
+        """Add a window with differences, or with the error of reading it; windows come in order."""
+        piece, itemsize = self._expected.piece, self._expected.piece.tensor.itemsize
         if isinstance(outcome, str):
             first, last, text = 0, window.stop - window.start - 1, outcome
         else:
@@ -236,13 +245,13 @@ class _Gathered:
             self._start, self._text = piece.offset + (window.start + first) * itemsize, text
         self._stop = piece.offset + (window.start + last + 1) * itemsize
 
-    def damage(self) -> Damage:
-        """Return it as damage."""
-        judged, piece = self._judged, self._judged.piece
-        if judged.cast_from:
-            what = f"{self._count} elements looked at are not {judged.against} cast to {piece.tensor.dtype}"
+    def summary(self) -> Damage:
+        """Return the damage of the whole piece."""
+        expected, piece = self._expected, self._expected.piece
+        if expected.cast_from:
+            what = f"{self._count} elements looked at are not {expected.against} cast to {piece.tensor.dtype}"
         else:
-            what = f"{self._count} elements differ from the copy that is read by loads"
+            what = f"{self._count} elements differ from the copy that loads read"
         text = f"{what}; {self._text}" if self._count else self._text
         return Damage(piece.pack, self._start, self._stop, piece.tensor.fqn, text)
 
@@ -255,8 +264,8 @@ def _cut_to(piece: Piece, chunk_bytes: int) -> Piece:
     return Piece(piece.tensor, piece.region, piece.pack, piece.offset, b"", chunk_bytes)
 
 
-def _cut_finely(near: Callable[[str, Box], Sequence[Piece]]) -> Callable[[str, Box], Sequence[Piece]]:
-    """Return pieces of which a page can be read without the mebibyte around it."""
+def _cut_to_pages(near: Callable[[str, Box], Sequence[Piece]]) -> Callable[[str, Box], Sequence[Piece]]:
+    """Return pieces in chunks of a page, so that a sample reads a page and not the mebibyte around it."""
     return lambda fqn, box: [_cut_to(piece, PAGE_BYTES) for piece in near(fqn, box)]
 
 

@@ -185,7 +185,7 @@ def test_a_hole_is_found_by_the_rank_that_wants_it_and_told_to_all() -> None:
     alter(store, file_with(store, "layers.1"), without_first_piece)
     outcomes, states = load([store] * 4)
     assert all(isinstance(each, CorruptError) for each in outcomes), outcomes
-    assert any("leave holes or overlap: ['layers.1']" in str(each) for each in outcomes)
+    assert any("leave holes or overlap: layers.1" in str(each) for each in outcomes)
     assert all((tensor.array == -1).all() for found in states for tensor in found.values() if tensor.array.size)
     (damage,) = opened(store).verify()
     assert "layers.1" in damage.message
@@ -352,5 +352,5 @@ def test_a_hole_hinders_reading_what_it_is_in_and_nothing_else() -> None:
     alter(store, file_with(store, "layers.1"), without_first_piece)
     checkpoint = opened(store)
     assert (checkpoint.read("step") == 7.0).all()
-    with pytest.raises(CorruptError, match=r"leave holes or overlap: \['layers.1'\]"):
+    with pytest.raises(CorruptError, match=r"leave holes or overlap: layers\.1\."):
         checkpoint.read("layers.1")
