@@ -73,7 +73,7 @@ class ListedVerification:
     @property
     def notes(self) -> Sequence[str]:
         """What was compared, and how completely."""
-        notes = ["the files are of valid size and structure; they hold no digests, so bytes stored once cannot be verified"]
+        notes = ["files are valid in size and structure; they hold no digests, so bytes stored once are unverified"]
         if self._copies:
             count, tensors = len(self._copies), len({copy.against for copy in self._copies})
             notes.append(
