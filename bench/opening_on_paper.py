@@ -118,7 +118,7 @@ def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> 
     for thread in threads:
         thread.join()
     classes = [tuple(range(leader, leader + job.ranks_per_stage)) for leader in leaders]
-    assert agreement.own_class == classes[0], "every stage is a class of its own"
+    assert agreement.class_ranks == classes[0], "every stage is a class of its own"
     return Opened(agreement, classes, spoken, seconds)
 
 

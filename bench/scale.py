@@ -86,7 +86,7 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
     pieces = chunks = 0
     for rank in range(job.world_size):
         members = done.classes[job.stage_of(rank)]
-        agreement = replace(done.agreement, own_class=members, is_leader=rank == members[0])
+        agreement = replace(done.agreement, class_ranks=members, is_leader=rank == members[0])
         collected = job.collected_on(rank)
         tensors = [each.shard.tensor for each in collected.shards] if agreement.is_leader else []
         listing = IndexBuilder(SETTINGS.chunk_bytes, tensors)

@@ -28,7 +28,7 @@ from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, read_run_id
 from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
 from holdfast.runs.position import RunPosition
-from holdfast.runs.preemption import PreemptionHandler, owed_bytes
+from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.step_metrics import WantedMetrics
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -180,7 +180,7 @@ class CheckpointManager:
             self._preemption.save_and_exit(
                 step,
                 self._position.location_of(step),
-                lambda: self._owed_bytes(passed),
+                lambda: self._estimated_write_bytes(passed),
                 lambda: self._begin_save(step, passed.as_last()),
                 is_there=self._position.is_loaded(step),
             )
@@ -359,7 +359,7 @@ class CheckpointManager:
         self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
         self._pending.append(handle)
         if self._preemption is not None:
-            self._preemption.note(step, handle)
+            self._preemption.note_save(step, handle)
         return handle
 
     def _close(self, *, hand_on: bool) -> None:
@@ -383,12 +383,12 @@ class CheckpointManager:
             ending.callback(self._job.close)
             self.wait()
 
-    def _owed_bytes(self, passed: StepState) -> int:
+    def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
         if self._parts.last_committed.base is not None and self._job.settings.deduplicate:
             return 0  # Any of it may be unchanged.
         collected = self._job.framework.collect(passed.state, passed.selection)
-        return owed_bytes(collected.shards, self._job.comm.world_size)
+        return estimated_write_bytes(collected.shards, self._job.comm.world_size)
 
     def _require_open(self, step: object, state: object, call: str) -> None:
         if isinstance(step, Mapping):
@@ -404,7 +404,7 @@ class CheckpointManager:
 
 def _unpin_failed(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveReport]) -> None:
     """Unpin a step whose save has certainly failed. Holds no reference to the manager: the handle outlives it."""
-    if handle.may_come:
+    if handle.may_be_committed:
         pins.note_unknown(step)
     elif committed.exception() is not None:
         pins.unpin(step, is_committed=False)

@@ -82,7 +82,7 @@ class Agreement:
     attempt: str
     """Id of the attempt."""
 
-    own_class: tuple[int, ...]
+    class_ranks: tuple[int, ...]
     """Ranks with this rank's layout, ascending."""
 
     shared: Mapping[str, tuple[int, ...]]
@@ -99,11 +99,11 @@ class Agreement:
 
     def holders_of(self, fqn: str) -> tuple[int, ...]:
         """Return the ranks that hold a plain tensor of this rank."""
-        return self.shared.get(fqn, self.own_class)
+        return self.shared.get(fqn, self.class_ranks)
 
     def holders_of_each(self, fqns: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """Return the ranks that hold each of this rank's plain tensors."""
-        found = dict.fromkeys(fqns, self.own_class)
+        found = dict.fromkeys(fqns, self.class_ranks)
         found.update((fqn, ranks) for fqn, ranks in self.shared.items() if fqn in found)
         return found
 
@@ -198,7 +198,7 @@ class SaveAgreement:
         job = self._job
         key = job.key("opening", "next")
         return (
-            int(job.key_value_store.get_many([key], job.left(self._deadline))[0])
+            int(job.key_value_store.get_many([key], job.seconds_left(self._deadline))[0])
             if job.key_value_store.present(key)
             else 0
         )
@@ -209,7 +209,7 @@ class SaveAgreement:
         key = self._key("verdict", sequence)
         if not job.key_value_store.present(key):
             return None
-        return SaveVerdict.decode(job.key_value_store.get_many([key], job.left(self._deadline))[0])
+        return SaveVerdict.decode(job.key_value_store.get_many([key], job.seconds_left(self._deadline))[0])
 
     def _is_retried(self, sequence: int) -> bool:
         """Return whether rank 0 has opened this very save again, at a number."""
@@ -217,7 +217,7 @@ class SaveAgreement:
         key = self._key("open", sequence, 0)
         if not job.key_value_store.present(key):
             return False
-        (record,) = job.key_value_store.get_many([key], job.left(self._deadline))
+        (record,) = job.key_value_store.get_many([key], job.seconds_left(self._deadline))
         if len(record) != _RECORD.size:
             return False
         statement = Statement(*_RECORD.unpack(record))
@@ -230,8 +230,8 @@ class SaveAgreement:
             return
         try:
             key = self._key("open", self._sequence, job.comm.rank)
-            job.key_value_store.set(key, _REFUSAL + error_text(error).encode(), job.left(self._deadline))
-            job.remember(self._sequence, [key])
+            job.key_value_store.set(key, _REFUSAL + error_text(error).encode(), job.seconds_left(self._deadline))
+            job.record_keys(self._sequence, [key])
             if job.comm.rank == 0:
                 text = error_text(error)
                 self._settle("verdict", self._refusal(error_from(text, f"{self._name}: rank 0 refused: ")))
@@ -261,8 +261,8 @@ class SaveAgreement:
         rank = job.comm.rank
         key = self._key("open", self._sequence, rank)
         packed = _RECORD.pack(statement.step, statement.location, statement.layout, statement.agreeing, statement.other)
-        job.key_value_store.set(key, packed, job.left(self._deadline))
-        job.remember(self._sequence, [key, self._key("details", self._sequence, rank)])
+        job.key_value_store.set(key, packed, job.seconds_left(self._deadline))
+        job.record_keys(self._sequence, [key, self._key("details", self._sequence, rank)])
         verdict = self._settle("verdict", self._judge(claim)) if rank == 0 else self._await("verdict")
         if verdict.describe is not None:
             if rank in verdict.describe:
@@ -278,14 +278,14 @@ class SaveAgreement:
     def _agreement(self, verdict: SaveVerdict) -> Agreement:
         rank, world_size = self._job.comm.rank, self._job.comm.world_size
         classes = verdict.classes or (tuple(range(world_size)),)
-        own_class = next(ranks for ranks in classes if rank in ranks)
+        class_ranks = next(ranks for ranks in classes if rank in ranks)
         assert verdict.context is not None, "a verdict to go ahead carries the context"
         return Agreement(
             sequence=self._sequence,
             attempt=self._job.attempt_id(self._sequence, self._step),
-            own_class=own_class,
+            class_ranks=class_ranks,
             shared=self._holders(classes) if len(classes) > 1 else {},
-            is_leader=rank == own_class[0],
+            is_leader=rank == class_ranks[0],
             divergent=verdict.divergent,
             context=verdict.context,
         )
@@ -308,7 +308,7 @@ class SaveAgreement:
         job = self._job
         keys = [self._key("open", self._sequence, rank) for rank in range(job.comm.world_size)]
         try:
-            records = job.key_value_store.get_many(keys, job.left(self._deadline))
+            records = job.key_value_store.get_many(keys, job.seconds_left(self._deadline))
         except TimeoutError:
             absent = [rank for rank, key in enumerate(keys) if not job.key_value_store.present(key)]
             if absent:
@@ -320,7 +320,7 @@ class SaveAgreement:
                     )
                 )
             # The last of them came while we counted.
-            records = job.key_value_store.get_many(keys, job.left(job.deadline()))
+            records = job.key_value_store.get_many(keys, job.seconds_left(job.deadline()))
         for rank, record in enumerate(records):
             if record.startswith(_REFUSAL) and len(record) != _RECORD.size:
                 error = error_from(record[1:].decode())
@@ -394,12 +394,12 @@ class SaveAgreement:
         plain = {fqn: [dtype, list(shape), role.value] for fqn, (dtype, shape, role) in details.plain.items()}
         document = [details.location, plain, dict(details.agreeing), dict(details.other)]
         key = self._key("details", self._sequence, self._job.comm.rank)
-        self._job.key_value_store.set(key, json.dumps(document).encode(), self._job.left(self._deadline))
+        self._job.key_value_store.set(key, json.dumps(document).encode(), self._job.seconds_left(self._deadline))
 
     def _read_details(self, ranks: Sequence[int]) -> list[Details]:
         keys = [self._key("details", self._sequence, rank) for rank in ranks]
         found = []
-        for data in self._job.key_value_store.get_many(keys, self._job.left(self._deadline)):
+        for data in self._job.key_value_store.get_many(keys, self._job.seconds_left(self._deadline)):
             location, plain, agreeing, other = json.loads(data)
             table = {fqn: (dtype, tuple(shape), Role(role)) for fqn, (dtype, shape, role) in plain.items()}
             found.append(Details(location, table, agreeing, other))
@@ -409,20 +409,20 @@ class SaveAgreement:
         """Set the verdict unless one is set; return the one that is set."""
         job = self._job
         key = self._key(name, self._sequence)
-        standing = job.key_value_store.compare_set(key, b"", verdict.encode(), job.left(job.deadline()))
+        standing = job.key_value_store.compare_set(key, b"", verdict.encode(), job.seconds_left(job.deadline()))
         if job.comm.rank == 0:
             # Older verdicts are removed. A rank that missed them finds the next number here instead.
             job.key_value_store.set(
-                job.key("opening", "next"), str(self._sequence + 1).encode(), job.left(job.deadline())
+                job.key("opening", "next"), str(self._sequence + 1).encode(), job.seconds_left(job.deadline())
             )
-            job.remember(self._sequence, [key])
+            job.record_keys(self._sequence, [key])
         return SaveVerdict.decode(standing)
 
     def _await(self, name: str) -> SaveVerdict:
         job = self._job
         key = self._key(name, self._sequence)
         try:
-            (text,) = job.key_value_store.get_many([key], job.left(self._deadline) + _GRACE_SECONDS)
+            (text,) = job.key_value_store.get_many([key], job.seconds_left(self._deadline) + _GRACE_SECONDS)
         except TimeoutError:
             return self._settle(name, self._refusal(self._silence()))
         return SaveVerdict.decode(text)

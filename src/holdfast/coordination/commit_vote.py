@@ -65,20 +65,22 @@ class CommitVote:
         deadline = job.deadline()
         key = self._key("vote", job.comm.rank)
         text = json.dumps([vote.part_bytes, vote.part_digest]).encode()
-        job.key_value_store.set(key, text, job.left(deadline))
+        job.key_value_store.set(key, text, job.seconds_left(deadline))
         # From here on another rank may see the vote, whatever this call comes to.
         self._has_voted = True
         # Never retried: a counter added to twice would commit without a rank.
-        count = job.key_value_store.add(self._key("count"), 1, job.left(deadline))
+        count = job.key_value_store.add(self._key("count"), 1, job.seconds_left(deadline))
         shared = [self._key(name) for name in ("count", "outcome", "result")] if job.comm.rank == 0 else []
-        job.remember(self._sequence, [key, *shared])
+        job.record_keys(self._sequence, [key, *shared])
         return _VOTING if count < job.comm.world_size else self._decide(_PUBLISHING, deadline)
 
     def votes(self) -> list[Vote]:
         """Return every rank's vote, by rank; for the committing rank."""
         job = self._job
         keys = [self._key("vote", rank) for rank in range(job.comm.world_size)]
-        return [Vote(*json.loads(text)) for text in job.key_value_store.get_many(keys, job.left(job.deadline()))]
+        return [
+            Vote(*json.loads(text)) for text in job.key_value_store.get_many(keys, job.seconds_left(job.deadline()))
+        ]
 
     def abort(self, error: CheckpointError) -> Outcome:
         """End the attempt because of a failure here, unless a rank may be publishing. Never raises.
@@ -112,7 +114,7 @@ class CommitVote:
         """
         job = self._job
         try:
-            (result,) = job.key_value_store.get_many([self._key("result")], job.left(job.deadline()))
+            (result,) = job.key_value_store.get_many([self._key("result")], job.seconds_left(job.deadline()))
         except TimeoutError:
             return self._abort_for_silence()
         except CheckpointError as failure:
@@ -141,11 +143,11 @@ class CommitVote:
         """Set the outcome unless one is set; return the one that is set."""
         job = self._job
         text = wanted.encode()
-        standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.left(deadline))
+        standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.seconds_left(deadline))
         return wanted if standing == text and wanted.kind is OutcomeKind.PUBLISHING else Outcome.decode(standing)
 
     def _announce(self, outcome: Outcome, deadline: float) -> None:
-        self._job.key_value_store.set(self._key("result"), outcome.encode(), self._job.left(deadline))
+        self._job.key_value_store.set(self._key("result"), outcome.encode(), self._job.seconds_left(deadline))
 
     def _key(self, *parts: object) -> str:
         return self._job.key("attempt", self._attempt, *parts)

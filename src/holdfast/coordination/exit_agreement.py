@@ -115,7 +115,7 @@ class ExitAgreement:
 
     def _left(self) -> float:
         assert self.deadline is not None, "an alarm was raised or heard"
-        return max(self._job.left(self.deadline), AGREE_SECONDS_MIN)
+        return max(self._job.seconds_left(self.deadline), AGREE_SECONDS_MIN)
 
     def _listen(self) -> None:
         try:

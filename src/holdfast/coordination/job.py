@@ -73,7 +73,7 @@ class Job:
         if saves:
             self.nonce = comm.broadcast(clock.random_bytes(8) if comm.rank == 0 else None).hex()
         self._process = os.getpid()
-        self.ends_at: float | None = None
+        self.process_deadline: float | None = None
         """Monotonic time at which the process will be gone, where that is known: no wait for other ranks is longer."""
         self.sequence = 0
         """Number of the next save; ranks that fell behind catch up there."""
@@ -112,25 +112,27 @@ class Job:
         """Return when a wait for other ranks that begins now ends, in monotonic seconds."""
         now = self.clock.monotonic_seconds()
         timeout = self.settings.commit_timeout_seconds
-        return now + (timeout if self.ends_at is None else min(timeout, max(self.ends_at - now, _TELL_SECONDS)))
+        return now + (
+            timeout if self.process_deadline is None else min(timeout, max(self.process_deadline - now, _TELL_SECONDS))
+        )
 
-    def left(self, deadline: float) -> float:
+    def seconds_left(self, deadline: float) -> float:
         """Return the seconds left until a deadline, at least a few milliseconds."""
         return max(deadline - self.clock.monotonic_seconds(), 0.005)
 
-    def is_news(self, message: str) -> bool:
+    def is_first_occurrence(self, message: str) -> bool:
         """Return whether a message has not been logged yet, and take note of it."""
         if message in self._logged:
             return False
         self._logged.add(message)
         return True
 
-    def remember(self, sequence: int, keys: Sequence[str]) -> None:
-        """Note keys that this rank set for a save, so that `forget_before` can remove them."""
+    def record_keys(self, sequence: int, keys: Sequence[str]) -> None:
+        """Note keys that this rank set for a save, so that `delete_keys_before` can remove them."""
         with self._keys_lock:
             self._keys += [(sequence, key) for key in keys]
 
-    def forget_before(self, sequence: int) -> None:
+    def delete_keys_before(self, sequence: int) -> None:
         """Remove this rank's keys of saves before a committed one, so that the key-value store stays small.
 
         A commit carries every rank's vote, and a rank votes only when it is done with the saves before. So no rank

@@ -131,15 +131,15 @@ class NewestValid:
     falls_back = True
     newer: Sequence[int] = ()
 
-    def __init__(self, home: CheckpointLocation, clock: Clock, is_news: Callable[[str], bool]) -> None:
+    def __init__(self, home: CheckpointLocation, clock: Clock, is_first_occurrence: Callable[[str], bool]) -> None:
         """Look at no storage yet.
 
         Args:
             home: The root of the run.
             clock: For the time in quarantine records.
-            is_news: Returns whether a text is new to this job's log.
+            is_first_occurrence: Returns whether a text is new to this job's log.
         """
-        self._home, self._clock, self._is_news = home, clock, is_news
+        self._home, self._clock, self._is_first_occurrence = home, clock, is_first_occurrence
         self._untried: list[int] = []
         self._listings = 0
         self._had_steps = False
@@ -207,7 +207,7 @@ class NewestValid:
             return False
         self._judged.add((step, identity))
         self.passed_over.append(SkippedStep(step, f"quarantined: {record.why}"))
-        if self._is_news(record.key):
+        if self._is_first_occurrence(record.key):
             logger.warning(
                 "step %d is skipped: quarantined since %s: %s. `holdfast repair` checks it again",
                 step,

@@ -16,7 +16,7 @@ from holdfast.repository.epochs import current_fence, fenced_error, is_valid
 from holdfast.repository.quarantine import identity_at, list_records
 from holdfast.runs.garbage_collection import Pins
 from holdfast.runs.step_request import LastCommitted, Lineage
-from holdfast.saving.deduplication import previous_of
+from holdfast.saving.deduplication import base_from_loaded
 from holdfast.types.manifest import Parent
 
 
@@ -48,7 +48,7 @@ class RunPosition:
         # The load may fail because of damage in this very step: then the next save must not refer to it.
         self.last_committed.base = None
         if step is None:
-            return NewestValid(self.home, self._job.clock, self._job.is_news)
+            return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence)
         return ExactStep(partial(self._choose, step), partial(self._newer_than, step))
 
     def move_to(self, loaded: Loaded) -> None:
@@ -59,7 +59,7 @@ class RunPosition:
         self._loaded, self._newer = step, loaded.newer
         self._pins.has_gone_back = self.has_gone_back
         self._pins.current_step = step
-        self.last_committed.base = previous_of(manifest, loaded.index, loaded.filled)
+        self.last_committed.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
 
     def forget_loaded(self) -> None:

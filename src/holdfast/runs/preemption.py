@@ -33,7 +33,7 @@ _PROBE_BYTES_MAX = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _StartedSave:
     step: int
     handle: SaveHandle
     began_seconds: float
@@ -51,16 +51,16 @@ class PreemptionHandler:
             grace_seconds: From a signal until the process is killed.
         """
         self._job, self._signals, self._grace_seconds = job, signals, grace_seconds
-        self._alarm: ExitAgreement | None = None
-        self._under_way: list[_Begun] = []
-        self._last: _Begun | None = None
-        self._measured: deque[float] = deque(maxlen=_SAVES_MEASURED)
+        self._exit_agreement: ExitAgreement | None = None
+        self._unfinished_saves: list[_StartedSave] = []
+        self._last: _StartedSave | None = None
+        self._durations: deque[float] = deque(maxlen=_SAVES_MEASURED)
         self._end: Preempted | None = None
 
-    def note(self, step: int, handle: SaveHandle) -> None:
+    def note_save(self, step: int, handle: SaveHandle) -> None:
         """Take note of a save that began."""
-        self._last = _Begun(step, handle, self._job.clock.monotonic_seconds())
-        self._under_way = [*self._unfinished(), self._last]
+        self._last = _StartedSave(step, handle, self._job.clock.monotonic_seconds())
+        self._unfinished_saves = [*self._unfinished(), self._last]
 
     def forget_last(self) -> None:
         """Forget the last save: after going back, the loop has another state at the step of that save."""
@@ -74,16 +74,16 @@ class PreemptionHandler:
         """
         if self._end is not None:
             raise self._end
-        if self._alarm is None:
-            self._alarm = ExitAgreement(self._job, self._grace_seconds)
+        if self._exit_agreement is None:
+            self._exit_agreement = ExitAgreement(self._job, self._grace_seconds)
             self._signals.take()
         received = self._signals.received
         try:
-            return self._alarm.should_stop(None if received is None else received[1])
+            return self._exit_agreement.should_stop(None if received is None else received[1])
         except CheckpointError as error:
             # As bounded as where they agree: nobody must be killed while it waits for who cannot be heard.
-            self._job.ends_at = self._deadline
-            self._under_way = self._unfinished()
+            self._job.process_deadline = self._deadline
+            self._unfinished_saves = self._unfinished()
             self._await_saves()
             self._finish(step, None, f"ranks could not agree on a step: {error}")
 
@@ -108,8 +108,8 @@ class PreemptionHandler:
             Preempted: Always.
         """
         # No rank is waited for longer.
-        self._job.ends_at = self._deadline
-        self._under_way = self._unfinished()
+        self._job.process_deadline = self._deadline
+        self._unfinished_saves = self._unfinished()
         own = self._last.handle if self._last is not None and self._last.step == step else None
         refusal = None
         if not is_there and (own is None or own.failure is not None):
@@ -119,7 +119,7 @@ class PreemptionHandler:
             except CheckpointError as error:
                 refusal = f"it could not be saved: {error}"
         # Saves under way are abandoned before that, unless somebody is publishing: he has all of the grace.
-        self._job.ends_at = self._deadline + self._grace_seconds - usable_seconds(self._grace_seconds)
+        self._job.process_deadline = self._deadline + self._grace_seconds - usable_seconds(self._grace_seconds)
         self._await_saves()
         if own is not None and not self._is_committed(own, location):
             refusal = f"its save failed: {own.failure}"
@@ -131,13 +131,13 @@ class PreemptionHandler:
         Args:
             hand_on: Whether a signal that no step answered does now what it would have done without us.
         """
-        if self._alarm is not None:
-            self._alarm.close()
+        if self._exit_agreement is not None:
+            self._exit_agreement.close()
             if self._end is None:
                 self._signals.give_back(hand_on=hand_on)
             else:
                 # Whoever sees the first rank end may tell the others once more.
-                self._signals.mute(self._deadline if self._alarm.deadline is not None else 0.0)
+                self._signals.mute(self._deadline if self._exit_agreement.deadline is not None else 0.0)
 
     def _refusal(self, expected: float) -> str | None:
         """Return why the step is not to be saved, as rank 0 tells everybody; None if it is."""
@@ -164,9 +164,9 @@ class PreemptionHandler:
     def _expected(self, location: CheckpointLocation, held_bytes: Callable[[], int]) -> float:
         job = self._job
         now = job.clock.monotonic_seconds()
-        ages = [now - each.began_seconds for each in self._under_way]
-        if self._measured:
-            return expected_seconds(self._measured, ages, 0, None)
+        ages = [now - each.began_seconds for each in self._unfinished_saves]
+        if self._durations:
+            return expected_seconds(self._durations, ages, 0, None)
         # Named as the pack of an attempt: what is left of it where the process is killed is removed as one.
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
         key = f"{location.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
@@ -178,17 +178,21 @@ class PreemptionHandler:
             logger.warning("step %s: nobody can say how long its save would take: %s", location.step, error)
             return math.inf
 
-    def _unfinished(self) -> list[_Begun]:
+    def _unfinished(self) -> list[_StartedSave]:
         """Return the saves under way, after measuring those that are not any more."""
-        for each in self._under_way:
+        for each in self._unfinished_saves:
             committed = each.handle.committed
             if committed.done() and committed.exception() is None:
-                self._measured.append(committed.result().committed_seconds)
-        return [each for each in self._under_way if not each.handle.committed.done()]
+                self._durations.append(committed.result().committed_seconds)
+        return [each for each in self._unfinished_saves if not each.handle.committed.done()]
 
     def _await_saves(self) -> None:
         """Wait for saves under way, and abandon those that do not end in time."""
-        late = [each for each in self._under_way if not _ends_within(each.handle, self._job.left(self._deadline))]
+        late = [
+            each
+            for each in self._unfinished_saves
+            if not _ends_within(each.handle, self._job.seconds_left(self._deadline))
+        ]
         for each in late:
             each.handle.abandon(
                 UnavailableError(f"the save of step {each.step} was abandoned: the job was told to end")
@@ -226,11 +230,11 @@ class PreemptionHandler:
 
     @property
     def _deadline(self) -> float:
-        assert self._alarm is not None and self._alarm.deadline is not None, "the alarm was heard"
-        return self._alarm.deadline
+        assert self._exit_agreement is not None and self._exit_agreement.deadline is not None, "the alarm was heard"
+        return self._exit_agreement.deadline
 
     def _patience(self) -> float:
-        return max(self._job.left(self._deadline), AGREE_SECONDS_MIN)
+        return max(self._job.seconds_left(self._deadline), AGREE_SECONDS_MIN)
 
     def _key(self, *parts: object) -> str:
         return self._job.key("departure", *parts)
@@ -244,7 +248,7 @@ def _ends_within(handle: SaveHandle, seconds: float) -> bool:
     return True
 
 
-def owed_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
+def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
     """Return about how much this rank writes of a state: its share of what it holds and others hold, too.
 
     Of plain tensors every rank is taken for a holder. What falls short is abandoned in time; what was never tried

@@ -134,7 +134,7 @@ class StepRequest:
         context = claim_step(self.location, parts.writer_lease, parts.job.clock)
         return replace(
             context,
-            base=self._base.of if has_base and self._base is not None else None,
+            base=self._base.identity if has_base and self._base is not None else None,
             suspect_steps=frozenset(parts.suspect_steps.steps()) if has_base else frozenset(),
             metrics=self._metrics,
         )
@@ -158,7 +158,7 @@ class StepRequest:
 
     def _pin(self) -> bool:
         """Pin the step and its base; return whether the base is still there."""
-        store, base = self._parts.store, None if self._base is None else self._base.of
+        store, base = self._parts.store, None if self._base is None else self._base.identity
         if not self._parts.pins.pin(self._step, None if base is None else base[0]) or base is None:
             return False
         # Looked at once it is pinned: another process may have removed it before this one took the writer lease.
@@ -197,7 +197,7 @@ def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: C
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.
     """
-    run_id = found_or_read_run_id(location.store, clock)
+    run_id = create_or_read_run_id(location.store, clock)
     epoch = writer_lease.hold(run_id)
     if location.step is not None and supersede(location.store, location.step):
         logger.warning(
@@ -208,6 +208,6 @@ def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: C
     return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch)
 
 
-def found_or_read_run_id(store: Store, clock: Clock) -> str:
+def create_or_read_run_id(store: Store, clock: Clock) -> str:
     """Return the id of the run that a root belongs to; the root becomes that of a run if it is none."""
     return ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")

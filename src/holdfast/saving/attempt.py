@@ -79,7 +79,7 @@ class SaveAttempt:
         self.gc_pause = GcPause()
         """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early once much data moves
         or other ranks are waited for, and at the latest by the function that began it."""
-        self.own_keys: list[str] = []
+        self.file_keys: list[str] = []
         """Keys of the files that this rank has begun to write."""
         self._opening: SaveAgreement | None = None
         self._is_collecting = self._is_agreed = self._is_decided = False
@@ -191,7 +191,7 @@ class SaveAttempt:
             with GcPause():
                 data = encode_part(part)
             key = self.key(part_name(part.rank))
-            self.own_keys.append(key)
+            self.file_keys.append(key)
             self.location.store.put_if_absent(key, data)
         return Vote(len(data), hex_digest_of(data))
 
@@ -231,7 +231,7 @@ class SaveAttempt:
         try:
             votes = self.commit_vote.votes()
             with self.trace.phase("index"):
-                data, health = assemble(self.request, agreement, votes, self.job.settings, self.own_keys)
+                data, health = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
             with self.trace.phase("publish"):
                 outcome = publish_manifest(location, data, epoch)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
@@ -278,7 +278,7 @@ class SaveAttempt:
         self.trace.end(report, self.agreement.attempt, store, self.location.folder)
         self.handle.reach_committed(report)
         try:
-            self.job.forget_before(self.agreement.sequence)
+            self.job.delete_keys_before(self.agreement.sequence)
         except CheckpointError as error:
             logger.warning("%s: old keys of the key-value store stay for now: %s", self.name, error)
 
@@ -300,13 +300,13 @@ class SaveAttempt:
             "was removed. Look there (holdfast ls) before saving this step again"
         )
         failure.__cause__ = cause
-        self.handle.may_come = True
+        self.handle.may_be_committed = True
         self.handle.fail(failure)
 
     def _remove_own(self) -> None:
         """Remove this rank's files of the attempt; only once it is certain that it cannot be committed."""
         try:
-            self.location.store.delete(self.own_keys)
+            self.location.store.delete(self.file_keys)
         except CheckpointError as error:
             logger.warning("%s: files of the failed attempt stay for now: %s", self.name, error)
 

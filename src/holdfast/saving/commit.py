@@ -26,10 +26,10 @@ from holdfast.repository.catalog import committed_steps, exists, read_manifest
 from holdfast.repository.epochs import current_fence, is_valid, require_newest
 from holdfast.repository.publish import packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
-from holdfast.saving.health import counted_before
+from holdfast.saving.health import last_counted_health
 from holdfast.saving.health_findings import Findings
-from holdfast.saving.merge import Merged, merged
-from holdfast.saving.provenance import software_at_hand
+from holdfast.saving.merge import MergedParts, merge_parts
+from holdfast.saving.provenance import installed_versions
 from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings
 from holdfast.types.health import Health
@@ -59,12 +59,12 @@ def assemble(
         CorruptError: A part or pack is not what its rank voted for.
     """
     location, attempt, context = request.location, agreement.attempt, agreement.context
-    whole = merged(location, attempt, votes, settings.chunk_bytes)
-    indexes, overview = written_index(location, attempt, whole.index, settings, written)
+    whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
+    indexes, overview = write_index(location, attempt, whole.index, settings, written)
     # Not before: the save before this one may have been in flight until now.
     parent = request.parent()
     health = _health(location, context, parent, whole.findings)
-    manifest = manifest_of(location, attempt, whole, (indexes, overview), context.run_id, context.created)
+    manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
     data = encode_manifest(
         replace(
             manifest,
@@ -79,10 +79,10 @@ def assemble(
     return data, health
 
 
-def manifest_of(
+def build_manifest(
     location: CheckpointLocation,
     attempt: str,
-    whole: Merged,
+    whole: MergedParts,
     index: tuple[tuple[FileRecord, ...], FileRecord | None],
     run_id: str,
     created: str,
@@ -93,7 +93,7 @@ def manifest_of(
         place: The checkpoint.
         attempt: The attempt.
         whole: What its ranks wrote.
-        index: Records of the files of its index, as `written_index` returns them.
+        index: Records of the files of its index, as `write_index` returns them.
         run_id: The run.
         created: When, for people.
     """
@@ -106,7 +106,7 @@ def manifest_of(
         parent=None,
         world_size=len(whole.parts),
         layouts=whole.layouts,
-        software=software_at_hand(),
+        software=installed_versions(),
         tensors=whole.index.table.count,
         tensor_bytes=whole.index.table.bytes,
         aliases=whole.aliases,
@@ -124,10 +124,10 @@ def _health(
     """Return the health of a checkpoint; of a copy, the health that was found when the source was saved."""
     if context.health is not None:
         return context.health
-    return findings.health(*counted_before(location, parent)) if findings.has_counts else findings.health(None)
+    return findings.health(*last_counted_health(location, parent)) if findings.has_counts else findings.health(None)
 
 
-def written_index(
+def write_index(
     location: CheckpointLocation,
     attempt: str,
     index: Index,

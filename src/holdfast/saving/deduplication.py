@@ -38,7 +38,7 @@ def _key(item: PackItem | Piece) -> Key:
 class BaseStep:
     """A committed step, as far as a rank may refer to its pieces."""
 
-    of: Base
+    identity: Base
     """Which it is."""
 
     find: Callable[[Sequence[PackItem]], Mapping[Key, Piece]]
@@ -51,7 +51,7 @@ class BaseStep:
     """What the first page of a piece hashes to, where that is known."""
 
 
-def previous_of(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> BaseStep:
+def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> BaseStep:
     """Return a step that was loaded, as what a save may refer to; of its index no more is read than is asked for.
 
     Args:
@@ -117,7 +117,7 @@ class Deduplicator:
             writer: Lends windows to copy into.
             settings: Bytes of a chunk.
         """
-        self._place, self._compares = location, settings.deduplicate and location.root is not None
+        self._location, self._compares = location, settings.deduplicate and location.root is not None
         self._previous, self._writer, self._settings = previous, writer, settings
         self._first_page_digests: dict[Key, bytes] = {}
         self._written: dict[Key, Piece] = {}
@@ -172,11 +172,11 @@ class Deduplicator:
             self.nonfinite[fqn] = self.nonfinite.get(fqn, 0) + count
         return True
 
-    def note(self, pack: PlannedPack, written: WrittenPack, attempt: str) -> None:
+    def record_written(self, pack: PlannedPack, written: WrittenPack, attempt: str) -> None:
         """Take note of a pack that this save has written."""
-        if not self._compares or self._place.step is None:
+        if not self._compares or self._location.step is None:
             return
-        name = step_pack_name(self._place.step, attempt, pack.plan.name)
+        name = step_pack_name(self._location.step, attempt, pack.plan.name)
         self._own[name] = replace(written.record, name=name)
         for item, digests in zip(pack.plan.items, written.digests, strict=True):
             # There may be thousands that are too small to ever be compared.
@@ -191,7 +191,7 @@ class Deduplicator:
         Args:
             digest: That of its manifest.
         """
-        assert self._place.step is not None, "a run saves steps"
+        assert self._location.step is not None, "a run saves steps"
         pieces = {_key(piece): piece for piece in self.pieces} | self._written
         packs = {record.name: record for record in (*self.packs, *self._own.values())}
 
@@ -199,12 +199,12 @@ class Deduplicator:
             known = ((item, pieces.get(_key(item))) for item in items)
             return {_key(item): piece for item, piece in known if piece is not None and piece.tensor == item.tensor}
 
-        return BaseStep((self._place.step, digest), find, packs, self._first_page_digests)
+        return BaseStep((self._location.step, digest), find, packs, self._first_page_digests)
 
     def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[Key, Piece]:
         """Return what is stored of pieces that may be as they were."""
         previous = self._previous
-        if previous is None or previous.of != context.base:
+        if previous is None or previous.identity != context.base:
             return {}
         first_page_digests = previous.first_page_digests
         alike = [
@@ -222,13 +222,13 @@ class Deduplicator:
                 if step_of_pack(name) not in context.suspect_steps and self._is_there(previous.packs[name])
             }
         except CheckpointError as error:
-            logger.warning("%s is written whole, for the step before it cannot be read: %s", self._place.url, error)
+            logger.warning("%s is written whole, for the step before it cannot be read: %s", self._location.url, error)
             return {}
         chunk_bytes = self._settings.chunk_bytes
         return {key: piece for key, piece in found.items() if piece.pack in there and piece.chunk_bytes == chunk_bytes}
 
     def _is_there(self, pack: FileRecord) -> bool:
         """Return whether a pack can be referred to: in another step, and not removed by hand since."""
-        location = self._place
+        location = self._location
         is_other = step_of_pack(pack.name) != location.step
         return is_other and location.root is not None and stored_bytes(location.root, pack.name) == pack.bytes

@@ -24,7 +24,7 @@ class StateFingerprint:
         Raises:
             InvalidError: A value is outside the closed set, or a tensor is larger than an index can say.
         """
-        self._collected, self._place, self._settings = collected, location, job.settings
+        self._collected, self._location, self._settings = collected, location, job.settings
         self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
         """The non-tensor state, encoded."""
         own = dict(collected.per_rank)
@@ -44,7 +44,7 @@ class StateFingerprint:
         other = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER]
         return Statement(
             step=step,
-            location=short_digest_of(self._place.url.encode()),
+            location=short_digest_of(self._location.url.encode()),
             layout=self._layout_fingerprint,
             agreeing=short_digest_of(*agreeing),
             other=short_digest_of(self.tree_bytes, *other),
@@ -60,7 +60,7 @@ class StateFingerprint:
         agreeing = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER}
         other = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER}
         other |= {path: short_digest_of(data).hex() for path, data in _leaves(self._collected.tree, "")}
-        return Details(self._place.url, plain, agreeing, other)
+        return Details(self._location.url, plain, agreeing, other)
 
     def _layout(self) -> bytes:
         """Return everything that a plan depends on, the same on every rank of a class."""

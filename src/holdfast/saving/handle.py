@@ -52,7 +52,7 @@ class SaveHandle:
         self.in_flight: InFlight | None = None
         """The unfinished save: what may still be settled or abandoned. None before the ranks agreed, and once over."""
         self._saver = threading.get_ident()
-        self.may_come = False
+        self.may_be_committed = False
         """Whether it failed and may be committed, or come to be, all the same."""
         self.staged: Future[None] = Future()
         self.replicated: Future[None] = Future()

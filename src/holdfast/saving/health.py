@@ -30,7 +30,7 @@ _ANCESTORS_MAX = 100
 """Steps saved without counting that are looked past at most, each a manifest to read."""
 
 
-class Watch:
+class HealthScan:
     """One save's look at what a rank writes and at the copies it holds; made at the call, before training goes on."""
 
     def __init__(self, collected: Collected, agreement: Agreement, job: Job) -> None:
@@ -80,7 +80,7 @@ def _replicas(collected: Collected, agreement: Agreement) -> Replicas:
         )
         for holders, own in held.items()
     ]
-    return Replicas(platform.node(), agreement.own_class[0], names, tuple(groups))
+    return Replicas(platform.node(), agreement.class_ranks[0], names, tuple(groups))
 
 
 def _holders(shard: Shard, agreement: Agreement) -> tuple[int, ...]:
@@ -90,7 +90,9 @@ def _holders(shard: Shard, agreement: Agreement) -> tuple[int, ...]:
     return () if shard.role is Role.BUFFER else agreement.holders_of(shard.tensor.fqn)
 
 
-def counted_before(location: CheckpointLocation, parent: Parent | None) -> tuple[Health | None, Callable[[str], bool]]:
+def last_counted_health(
+    location: CheckpointLocation, parent: Parent | None
+) -> tuple[Health | None, Callable[[str], bool]]:
     """Return what was found in the last checkpoint before a step in which it was counted, and whether that held an FQN.
 
     A checkpoint that was saved without counting does not make anybody forget what was counted before it.

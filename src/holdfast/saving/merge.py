@@ -28,7 +28,7 @@ _DECODED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedParts:
     """All parts as one."""
 
     index: Index
@@ -53,7 +53,7 @@ class Merged:
     """What the ranks found of its health."""
 
 
-def merged(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> Merged:
+def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> MergedParts:
     """Read every rank's part, this rank's own too, prove the whole, and return it.
 
     Whatever cannot be read back is refused here, and not by the load that needs it.
@@ -87,7 +87,7 @@ def merged(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], ch
     with GcPause():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
-    packs = _each_once(packs, location.url)
+    packs = _without_repeats(packs, location.url)
     require_sizes(location.packs_in(attempt), packs, location.step)
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
@@ -95,7 +95,7 @@ def merged(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], ch
     )
     numbers = index.table.numbers
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in numbers and alias not in numbers}
-    return Merged(index, tuple(packs), tuple(records), merged_trees(trees), stored, provenance, findings)
+    return MergedParts(index, tuple(packs), tuple(records), merge_trees(trees), stored, provenance, findings)
 
 
 def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:
@@ -129,7 +129,7 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
         )
 
 
-def _each_once(packs: Sequence[FileRecord], where: str) -> list[FileRecord]:
+def _without_repeats(packs: Sequence[FileRecord], where: str) -> list[FileRecord]:
     """Return packs without repetition: several ranks may refer to one pack of another step.
 
     Raises:
@@ -152,7 +152,7 @@ def require_sizes(packs: Packs, records: Sequence[FileRecord], step: int | None)
         pass
 
 
-def merged_trees(trees: Sequence[Group]) -> Group:
+def merge_trees(trees: Sequence[Group]) -> Group:
     """Return several ranks' values as one tree: what only one has is kept, otherwise the lowest rank's."""
     result = Group("dict", {})
     for tree in trees:

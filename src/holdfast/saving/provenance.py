@@ -19,7 +19,7 @@ def layouts_of(collected: Collected) -> tuple[tuple[tuple[int, ...], tuple[str, 
     return tuple((mesh, placements, count) for (mesh, placements), count in sorted(counted.items()))
 
 
-def software_at_hand() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the versions that write this checkpoint."""
     found = {"python": platform.python_version()}
     for name in ("holdfast", "torch", "numpy"):

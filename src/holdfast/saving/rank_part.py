@@ -15,7 +15,7 @@ from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.framework import Collected
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.fingerprint import StateFingerprint
-from holdfast.saving.health import Watch
+from holdfast.saving.health import HealthScan
 from holdfast.saving.provenance import layouts_of
 from holdfast.types.plan import PlannedPack
 
@@ -39,11 +39,13 @@ class RankFacts:
     per_rank: bytes | None
     """This rank's own values, encoded; None if it has none."""
 
-    watch: Watch
+    health_scan: HealthScan
     """Findings about health."""
 
     @classmethod
-    def of(cls, collected: Collected, fingerprint: StateFingerprint, agreement: Agreement, watch: Watch) -> RankFacts:
+    def of(
+        cls, collected: Collected, fingerprint: StateFingerprint, agreement: Agreement, health_scan: HealthScan
+    ) -> RankFacts:
         """Return the facts of a collected state."""
         is_leader = agreement.is_leader
         return cls(
@@ -52,7 +54,7 @@ class RankFacts:
             layouts=layouts_of(collected) if is_leader else (),
             tree=fingerprint.tree_bytes if is_leader else None,
             per_rank=fingerprint.per_rank_bytes,
-            watch=watch,
+            health_scan=health_scan,
         )
 
 
@@ -77,7 +79,7 @@ def build_part(
         builder = IndexBuilder(job.settings.chunk_bytes, facts.tensors)
         for pack, result in zip(packs, written, strict=True):
             builder.add_pack(pack.plan, len(pack.header), result.digests)
-            deduplicator.note(pack, result, attempt_id)
+            deduplicator.record_written(pack, result, attempt_id)
         for piece in deduplicator.pieces:
             builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests)
         index = builder.index()
@@ -90,7 +92,7 @@ def build_part(
         aliases=facts.aliases,
         layouts=facts.layouts,
         per_rank=facts.per_rank,
-        counted=facts.watch.counted([*(result.nonfinite for result in written), deduplicator.nonfinite]),
-        replicas=facts.watch.replicas,
+        counted=facts.health_scan.counted([*(result.nonfinite for result in written), deduplicator.nonfinite]),
+        replicas=facts.health_scan.replicas,
         world_size=job.comm.world_size,
     )

@@ -17,7 +17,7 @@ from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import SaveHandle
-from holdfast.saving.health import Watch
+from holdfast.saving.health import HealthScan
 from holdfast.saving.rank_part import RankFacts, build_part
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.transfer import Transfer
@@ -72,7 +72,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             plan = deduplicator.pieces_to_write(plan, [each.source for each in collected.shards], agreement.context)
             packs = name_packs(attempt, plan)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
-            facts = RankFacts.of(collected, fingerprint, agreement, Watch(collected, agreement, job))
+            facts = RankFacts.of(collected, fingerprint, agreement, HealthScan(collected, agreement, job))
 
         transfer = Transfer(job, attempt.handle, request.writer, packs, trace)
         attempt.stage(transfer)
@@ -115,7 +115,7 @@ def name_packs(attempt: SaveAttempt, plan: SavePlan) -> list[PlannedPack]:
     step = "" if attempt.location.step is None else str(attempt.location.step)
     provenance = {"step": step, "attempt": attempt.agreement.attempt, "rank": str(attempt.job.comm.rank)}
     packs = [PlannedPack(attempt.key(pack.name), body.header(provenance), pack) for pack, body in plan.packs]
-    attempt.own_keys += [pack.key for pack in packs]
+    attempt.file_keys += [pack.key for pack in packs]
     return packs
 
 

@@ -49,7 +49,7 @@ class Transfer:
             packs: What is written.
             trace: Records the phases, and how many bytes are written.
         """
-        self._trace, self._moved = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
+        self._trace, self._on_progress = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
         self._job, self._handle, self._name, self._writer, self._packs = job, handle, handle.name, writer, packs
         self.staging: Staged = "none"
         """How the state was taken."""
@@ -57,14 +57,14 @@ class Transfer:
         """From the call until training might change the state."""
         self.waited_seconds = 0.0
         """How long copies have waited for buffers."""
-        self._windows = Staging(job.arena)
+        self._staging = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
         self._is_copying = False
         self._copied_at: float | None = None
-        self._held_since: list[float] = []
+        self._fence_starts: list[float] = []
         # Reentrant: what is called once all is staged may step an optimizer.
-        self._certifying = threading.RLock()
-        self._is_certified = False
+        self._check_lock = threading.RLock()
+        self._is_checked = False
         self._stamped: list[tuple[str, Source, object]] = []
         self._expected: list[tuple[bytes, ...]] | None = None
 
@@ -91,7 +91,7 @@ class Transfer:
         else:
             assert collected.fence is not None, "or it could not be lazy"
             self.staging = "lazy"
-            self._windows = Staging(arena, None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX)
+            self._staging = Staging(arena, None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX)
             self._snapshot_unfenced(shards, sources)
             collected.fence(self._block_training)
             self._copy_in_background(sources)
@@ -110,10 +110,10 @@ class Transfer:
             with self._trace.phase("write"):
                 for pack in self._packs:
                     with gc_paused_for(pack.plan.data_bytes):
-                        written.append(self._writer.write_staged(pack, self._windows, self._moved))
-            self._windows.wait()
+                        written.append(self._writer.write_staged(pack, self._staging, self._on_progress))
+            self._staging.wait()
             self._check_unmodified()
-            self._windows.raise_failure()
+            self._staging.raise_failure()
             self._require_expected(written)
         except BaseException as error:
             self.give_up(error)
@@ -122,22 +122,22 @@ class Transfer:
 
     def give_up(self, error: BaseException) -> None:
         """Copy and write nothing more; what is lent goes back, and nobody is held up."""
-        self._windows.give_up(error)
+        self._staging.give_up(error)
         self._stamped.clear()
         if not self._is_copying:
-            self._windows.end()
+            self._staging.end()
 
     def settle(self, timeout: float | None = None) -> float | None:
         """Wait until nothing more is read from the state, on the thread that trains; return what is left to wait."""
         start = self._job.clock.monotonic_seconds()
-        if self._windows.wait(timeout):
+        if self._staging.wait(timeout):
             self._check_unmodified()
         return None if timeout is None else max(start + timeout - self._job.clock.monotonic_seconds(), 0.0)
 
     def _block_training(self) -> None:
         """Be the fence."""
         start = self._job.clock.monotonic_seconds()
-        self._held_since.append(start)
+        self._fence_starts.append(start)
         with self._trace.phase("fence"):
             self.settle()
         seconds = self._job.clock.monotonic_seconds() - start
@@ -153,14 +153,14 @@ class Transfer:
     def fence_seconds(self) -> float:
         """How long the fence has held training up."""
         stop = self._job.clock.monotonic_seconds() if self._copied_at is None else self._copied_at
-        return sum(max(stop - since, 0.0) for since in self._held_since)
+        return sum(max(stop - since, 0.0) for since in self._fence_starts)
 
     def _write(self, sources: Sequence[Source]) -> None:
         self._written = []
         with self._trace.phase("write"):
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):
-                    self._written.append(self._writer.write(pack, sources, self._moved))
+                    self._written.append(self._writer.write(pack, sources, self._on_progress))
         self._reach_staged()
 
     def _reach_staged(self) -> None:
@@ -169,9 +169,9 @@ class Transfer:
 
     def _can_be_lazy(self, collected: Collected) -> bool:
         reason = collected.unfenced_because
-        owned = [shard for _, shard in self._owned(collected.shards)]
+        owned = [shard for _, shard in self._owned_shards(collected.shards)]
         if collected.fence is not None:
-            eager_bytes = sum(_held_bytes(shard) for shard in owned if not shard.fenced)
+            eager_bytes = sum(_local_bytes(shard) for shard in owned if not shard.fenced)
             if not any(shard.fenced for shard in owned):
                 # Nothing to gain, and nothing to say where all of it is small: a rank may write no more than that.
                 if eager_bytes <= _EAGER_BYTES_MAX:
@@ -182,13 +182,13 @@ class Transfer:
                 f"{eager_bytes} bytes of it are neither parameters that an optimizer of the state steps, nor such an "
                 "optimizer's state. Pass modules and optimizers themselves rather than their state_dict()"
             )
-        if self._job.is_news(reason):
+        if self._job.is_first_occurrence(reason):
             logger.warning("%s: the state is copied before the call returns, not lazily: %s", self._name, reason)
         return False
 
     def _snapshot_unfenced(self, shards: Sequence[LocalShard], sources: list[Source]) -> None:
         """Stamp what is taken lazily, and put copies of the rest in place of its sources."""
-        for number, shard in self._owned(shards):
+        for number, shard in self._owned_shards(shards):
             if shard.fenced:
                 self._stamped.append((shard.shard.tensor.fqn, shard.source, shard.source.stamp()))
             else:
@@ -196,7 +196,7 @@ class Transfer:
         if self._job.settings.verify_lazy_copy:
             self._expected = [self._writer.digests_of(pack, sources) for pack in self._packs]
 
-    def _owned(self, shards: Sequence[LocalShard]) -> Iterator[tuple[int, LocalShard]]:
+    def _owned_shards(self, shards: Sequence[LocalShard]) -> Iterator[tuple[int, LocalShard]]:
         """Yield each shard that this rank writes something of, with its number."""
         for number in dict.fromkeys(item.shard_number for pack in self._packs for item in pack.plan.items):
             yield number, shards[number]
@@ -211,7 +211,7 @@ class Transfer:
                     self._trace.phase("copy"),
                     gc_paused_for(sum(pack.plan.data_bytes for pack in self._packs)),
                 ):
-                    self._windows.copy(self._packs, sources)
+                    self._staging.copy(self._packs, sources)
             finally:
                 self.waited_seconds = arena.waited_seconds - waited_seconds
 
@@ -229,12 +229,12 @@ class Transfer:
         an operation only when it is over, and one that was writing while the last copy was made would not be seen.
         Where no fence is met it is asked once everything is written.
         """
-        with self._certifying:
-            if self._is_certified:
+        with self._check_lock:
+            if self._is_checked:
                 return
-            self._is_certified = True
+            self._is_checked = True
             self._copied_at = self._job.clock.monotonic_seconds()
-            unsure = self._windows.unsure
+            unsure = self._staging.unsure
             if unsure is not None:
                 logger.error(
                     "%s: waiting for a device's copies failed, and they may go on (%s: %s). The save fails, and its "
@@ -248,7 +248,7 @@ class Transfer:
             changed = [fqn for fqn, source, stamp in self._stamped if source.stamp() != stamp]
             self._stamped.clear()
             if changed:
-                self.give_up(InvalidError(_said_to_have_changed(self._name, changed)))
+                self.give_up(InvalidError(_modified_message(self._name, changed)))
             else:
                 self._reach_staged()
 
@@ -262,14 +262,14 @@ class Transfer:
             if own != other
         ]
         if changed:
-            raise InvalidError(_said_to_have_changed(self._name, changed))
+            raise InvalidError(_modified_message(self._name, changed))
 
 
-def _held_bytes(shard: LocalShard) -> int:
+def _local_bytes(shard: LocalShard) -> int:
     return sum(piece.numel for piece in shard.shard.pieces) * shard.shard.tensor.itemsize
 
 
-def _said_to_have_changed(name: str, changed: Sequence[str]) -> str:
+def _modified_message(name: str, changed: Sequence[str]) -> str:
     more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
     return (
         f"{name}: {', '.join(changed[:10])}{more} changed while being taken lazily; expected no change before the next "

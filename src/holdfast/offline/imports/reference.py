@@ -20,8 +20,8 @@ from holdfast.offline.imports.hash_chunks import digested
 from holdfast.ports.observer import Observer
 from holdfast.repository.catalog import check_size
 from holdfast.runs.step_request import claim_step
-from holdfast.saving.commit import publish_manifest, sweep, written_index
-from holdfast.saving.provenance import software_at_hand
+from holdfast.saving.commit import publish_manifest, sweep, write_index
+from holdfast.saving.provenance import installed_versions
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 
@@ -115,7 +115,7 @@ def _manifest(
     listed = source.manifest
     # With an overview, tensors may not have more bytes than the files; tied ones do.
     is_tied = listed.tensor_bytes > sum(file.bytes for file in files)
-    indexes, overview = written_index(location, attempt, index, settings, written, whole=is_tied)
+    indexes, overview = write_index(location, attempt, index, settings, written, whole=is_tied)
     return encode_manifest(
         Manifest(
             run_id=context.run_id,
@@ -125,7 +125,7 @@ def _manifest(
             parent=None,
             world_size=listed.world_size,
             layouts=(),
-            software=software_at_hand(),
+            software=installed_versions(),
             tensors=listed.tensors,
             tensor_bytes=listed.tensor_bytes,
             aliases=listed.aliases,

@@ -22,8 +22,8 @@ from holdfast.format.part import decode_part, is_sealed, require_part_of
 from holdfast.geometry.region import Region
 from holdfast.ports.store import Stored
 from holdfast.repository.catalog import read_file
-from holdfast.saving.commit import manifest_of, written_index
-from holdfast.saving.merge import Merged, merged
+from holdfast.saving.commit import build_manifest, write_index
+from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 
@@ -178,11 +178,11 @@ def rebuilt_manifest(
     if run_id is None:
         raise Unprovable("neither holdfast.json nor what is left of the manifest says which run it belongs to")
     try:
-        whole: Merged = merged(location, attempt, votes, chunk_bytes)
-        index = written_index(location, attempt, whole.index, settings, [])
+        whole: MergedParts = merge_parts(location, attempt, votes, chunk_bytes)
+        index = write_index(location, attempt, whole.index, settings, [])
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
-    return manifest_of(location, attempt, whole, index, run_id, _line(damaged, "created") or created)
+    return build_manifest(location, attempt, whole, index, run_id, _line(damaged, "created") or created)
 
 
 def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote]]:

@@ -35,7 +35,7 @@ from holdfast.repository.epochs import current_fence, is_valid_manifest
 from holdfast.repository.quarantine import backup, is_quarantined, quarantined, release
 from holdfast.repository.tags import tags_for_new_manifest
 from holdfast.repository.verify import Damage, Verification
-from holdfast.saving.commit import written_index
+from holdfast.saving.commit import write_index
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 
@@ -221,7 +221,7 @@ class Repair:
             logger.info("%s: its index is made again: %s", location.url, error)
         made = rebuilt_index(location, manifest)
         before = dict(overlay.pending)
-        records = written_index(location, manifest.attempt, made.index, self._settings, [])
+        records = write_index(location, manifest.attempt, made.index, self._settings, [])
         source = f"from the packs of ranks {list(made.from_packs)} and the parts of the others"
         said = f"index: rebuilt {source if made.from_packs else 'from parts'}"
         if records != (manifest.indexes, manifest.overview):

@@ -227,14 +227,14 @@ def test_a_change_before_it_is_known_that_all_is_copied_aborts_the_save(tmp_path
     training = Training()
     run = run_at(tmp_path, gate, arena_bytes_max=1 << 20)
     handle = run.save(1, training.state)
-    transfer_of(handle)._windows.wait()
+    transfer_of(handle)._staging.wait()
     in_place(training)
     training.step()
     gate.opened.set()
     with pytest.raises(InvalidError, match="changed while being taken lazily"):
         handle.wait(timeout=60.0)
     handle = run.save(2, training.state)
-    transfer_of(handle)._windows.wait()
+    transfer_of(handle)._staging.wait()
     in_place(training)
     with pytest.raises(InvalidError, match="changed while being taken lazily"):
         handle.wait(timeout=60.0)
