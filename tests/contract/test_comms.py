@@ -15,8 +15,8 @@ from holdfast.frameworks.torch.comm import SoloComm, TorchKeyValueStore
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.testing.comm import (
-    BoardSuite,
     CommSuite,
+    KeyValueStoreSuite,
     ThreadComm,
     ThreadGroup,
     outcomes_of_ranks,
@@ -24,31 +24,31 @@ from holdfast.testing.comm import (
 )
 
 
-class TestThreadBoard(BoardSuite):
+class TestThreadBoard(KeyValueStoreSuite):
     @pytest.fixture
     def key_value_store(self) -> KeyValueStore:
         return InProcessKeyValueStore()
 
 
-class TestOwnBoard(BoardSuite):
+class TestOwnBoard(KeyValueStoreSuite):
     @pytest.fixture
     def key_value_store(self) -> KeyValueStore:
         return AloneComm().key_value_store
 
 
-class TestTorchBoardOverHashStore(BoardSuite):
+class TestTorchBoardOverHashStore(KeyValueStoreSuite):
     @pytest.fixture
     def key_value_store(self) -> KeyValueStore:
         return TorchKeyValueStore(dist.PrefixStore("suite", dist.HashStore()))
 
 
-class TestTorchBoardOverFileStore(BoardSuite):
+class TestTorchBoardOverFileStore(KeyValueStoreSuite):
     @pytest.fixture
     def key_value_store(self, tmp_path: Path) -> KeyValueStore:
         return TorchKeyValueStore(dist.PrefixStore("suite", dist.FileStore(str(tmp_path / "store"), 1)))
 
 
-class TestTorchBoardOverTCPStore(BoardSuite):
+class TestTorchBoardOverTCPStore(KeyValueStoreSuite):
     @pytest.fixture
     def key_value_store(self) -> KeyValueStore:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

@@ -107,7 +107,7 @@ def test_an_error_at_any_operation_loses_nothing(in_memory: Path, template: Path
         try:
             over_store(root, faults)
         except CheckpointError as error:
-            assert "a fault was put at" in str(error) or faults.met
+            assert "a fault was injected at" in str(error) or faults.met
         require_goes_on(root)
         shutil.rmtree(root)
         if not faults.met:

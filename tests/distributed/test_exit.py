@@ -103,7 +103,7 @@ def test_a_failure_nobody_awaited_is_logged_once_and_raised_at_the_end(
     run = run_with(tmp_path / "run", store=trigger, process_group=False)
     handle = save(run, 1)
     assert isinstance(handle.committed.exception(timeout=30), UnavailableError)
-    with pytest.raises(UnavailableError, match="a fault was put at put_if_absent"):
+    with pytest.raises(UnavailableError, match="a fault was injected at put_if_absent"):
         getattr(run, ending)()
     assert len(errors(caplog)) == 1, errors(caplog)
     run.close()

@@ -106,7 +106,7 @@ def require_balance(job: Job2Job, index: Index) -> None:
     units: Counter[tuple[int, ...]] = Counter()
     for tensor in job.tensors:
         held = tensor.for_save()
-        groups = {rank: held.holders_with(rank) for rank in range(job.save_ranks) if held.names_on(rank)}
+        groups = {rank: held.holders_with(rank) for rank in range(job.save_ranks) if held.is_on(rank)}
         for rank, group in groups.items():
             if group is not None:
                 assert rank in group

@@ -88,7 +88,7 @@ class World:
             return self.boards[rank](key_value_store) if rank in self.boards else key_value_store
 
         # A rank that raises leaves the others to themselves, as it does where no collective runs.
-        return outcomes_of_ranks(self.world_size, work, group=ThreadGroup(self.world_size), board_of=view)
+        return outcomes_of_ranks(self.world_size, work, group=ThreadGroup(self.world_size), view_of=view)
 
     def committed(self) -> list[int]:
         return committed_steps(self.store)

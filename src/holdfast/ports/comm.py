@@ -1,4 +1,4 @@
-"""How the ranks of one job talk: a board of small keys for any thread, collectives for the caller's thread."""
+"""Communication of the ranks of one job: a key-value store for any thread, collectives for the caller's thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class KeyValueStore(Protocol):
-    """The job's key-value store, seen through a connection of our own.
+    """The job's key-value store, over a connection of its own.
 
-    Any thread may call. Every call takes the seconds it may last. A wait that runs out raises the built-in
-    `TimeoutError`; a store that is gone raises `UnavailableError`.
+    Any thread may make any call. `timeout_seconds` limits a call; after that it raises the built-in `TimeoutError`. If
+    the store cannot be reached, a call raises `UnavailableError`.
     """
 
     def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
@@ -30,7 +30,10 @@ class KeyValueStore(Protocol):
         ...
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
-        """Set `key` to `desired` if it holds `expected` (empty: if it is not set); return what it holds then."""
+        """Set `key` to `desired` if it holds `expected` (empty: if it is not set); return its value after that.
+
+        Values are ASCII text: `torch.distributed` stores accept nothing else here.
+        """
         ...
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
@@ -38,7 +41,7 @@ class KeyValueStore(Protocol):
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forget keys; absent ones are no error."""
+        """Remove keys; absent ones are no error."""
         ...
 
 
@@ -61,20 +64,20 @@ class Comm(Protocol):
         ...
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Return rank 0's payload on every rank. A collective: caller's thread only, every rank must call."""
+        """Return rank 0's payload. A collective: every rank must call it, on the thread that called Holdfast."""
         ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank. A collective: caller's thread only, every rank must call."""
+        """Return every rank's payload, by rank. A collective, as `broadcast`."""
         ...
 
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
-        """Give other ranks bytes and take theirs. A collective: caller's thread only, every rank must call.
+        """Send bytes to other ranks and receive theirs. A collective, as `broadcast`.
 
-        Nothing is said about sizes: what one rank gives another is, buffer by buffer, as long as what that one takes.
+        Sizes are not transmitted: buffer by buffer, a sender's memory must be as long as the receiver's.
 
         Args:
-            gives: Writable memory to send, by rank and in order; the same memory may go to several ranks.
-            takes: Writable memory to fill, by the rank it comes from and in order.
+            gives: Writable memory to send, by receiving rank, in order; several ranks may receive the same memory.
+            takes: Writable memory to fill, by sending rank, in order.
         """
         ...

@@ -1,4 +1,4 @@
-"""The format: another system's checkpoint, read in place or written."""
+"""Formats of other systems' checkpoints: those that Holdfast reads in place, and those that it writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from holdfast.types.listing import ForeignListing
 
 
 class Format(Protocol):
-    """A layout on storage that Holdfast lists without converting it."""
+    """A storage format whose checkpoints Holdfast lists without converting them."""
 
     def recognises(self, files: Readable, name: str) -> bool:
-        """Return whether this is a checkpoint of the format, from names and sizes of files and a few of their bytes.
+        """Return whether this is a checkpoint of the format, by names and sizes of files and a few of their bytes.
 
         Args:
             files: The folder that was named, or the folder of the file that was named.
@@ -23,29 +23,29 @@ class Format(Protocol):
         ...
 
     def listing(self, files: Readable, name: str) -> ForeignListing:
-        """Return what the checkpoint holds; reads its metadata and no tensor.
+        """Return the content of the checkpoint; reads its metadata, but no tensor.
 
-        Nothing that is read is executed, and nothing is allocated for a count, length or shape before it has been held
-        against the real size of the file that states it. Arguments as `recognises`.
+        Nothing in the files is executed. A count, length or shape is compared with the real size of its file before
+        memory is allocated for it. Arguments as for `recognises`.
 
         Raises:
-            CorruptError: A file is damaged, cut short, or states what cannot be; the message names it and the byte.
-            InvalidError: It holds what Holdfast does not read; the message names what, and what to do.
-            MissingError: A file that it speaks of is not there.
+            CorruptError: A file is damaged, truncated or contradictory; the message names the file and the byte.
+            InvalidError: Holdfast does not support part of the content; the message names it, and what to do.
+            MissingError: The checkpoint names a file that does not exist.
         """
         ...
 
 
 class Writer(Protocol):
-    """Another system's layout on storage that Holdfast writes: where every byte of every file comes from."""
+    """A storage format that Holdfast writes: it tells where every byte of every file comes from."""
 
     @property
     def name(self) -> str:
-        """What it is called on the command line, e.g. `dcp`."""
+        """Its name on the command line, e.g. `dcp`."""
         ...
 
     def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
-        """Return the files to be written; the same for the same arguments, in every process.
+        """Return the files to write; equal arguments give equal files, in every process.
 
         Raises:
             InvalidError: The format cannot hold a tensor, name or value; the message names it, and what to do.

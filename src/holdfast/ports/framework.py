@@ -1,4 +1,4 @@
-"""What the machine asks of a tensor framework: shards to save, targets to load into, bytes of both."""
+"""The tensor framework: takes a state apart into shards, offers targets to load into, and copies their bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.types.values import Group, Value
 
 
 class Ticket(Protocol):
-    """A copy on its way."""
+    """A copy that may still be under way."""
 
     def wait(self) -> None:
-        """Return once the copy is complete; any thread may ask, any number of times. Where it raises, it may go on."""
+        """Return once the copy is complete; any thread, any number of times. If it raises, the copy may go on."""
         ...
 
 
@@ -25,53 +25,53 @@ Unpin = Callable[[], None]
 """Undoes a pin, before the memory is freed."""
 
 Pin = Callable[[memoryview], Unpin]
-"""Page-locks host memory, so that a device copies into it while the host does something else.
+"""Page-locks host memory, so that a device copies into it asynchronously.
 
 Raises:
-    UnavailableError: It cannot be; the memory is as good as before, only slower to copy into.
+    UnavailableError: It failed; the memory is still usable, but copies into it are slower.
 """
 
 
 class Source(Protocol):
-    """The bytes of what one rank holds of one tensor, read piece by piece."""
+    """The bytes of one rank's shard of a tensor, read piece by piece."""
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `buffer`.
 
         Args:
-            piece: A region inside one of the shard's pieces and of its kind.
+            piece: A region inside one of the shard's pieces, and of the same kind (box or flat range).
             start, stop: Half-open byte range within the piece's own row-major bytes.
-            buffer: Writable memory of at least `stop - start` bytes. It must not be used, nor the source let go, until
-                the ticket says so; where this raises, nothing is under way.
+            buffer: Writable memory of at least `stop - start` bytes. Until the ticket's `wait` returns, keep the source
+                alive and do not use the buffer. If this call raises, no copy is under way.
         """
         ...
 
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Ticket:
-        """Copy pieces of several sources of one state, each whole, one after the other: far less work for tiny ones.
+        """Copy whole pieces of several sources of one state, one after the other: much faster for tiny pieces.
 
         Args:
             sources: Where each piece comes from.
-            pieces: As for `copy_into`; none empty.
-            buffer: Writable memory of as many bytes as all pieces have.
+            pieces: As for `copy_into`; none is empty.
+            buffer: Writable memory with exactly the bytes of all pieces.
         """
         ...
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
-        """Return at most `blocks` blocks of `block_bytes` spread evenly over the held bytes; all of them if fewer."""
+        """Return up to `blocks` blocks of `block_bytes`, evenly spaced over the shard; all bytes if there are fewer."""
         ...
 
     def stamp(self) -> object:
-        """Return what compares equal until the memory is moved, or written to in a way that is counted."""
+        """Return a value that stays equal until the memory moves, or changes in a way that the framework counts."""
         ...
 
     def copied(self) -> Source:
-        """Return a source of the bytes as they are now, in memory of its own."""
+        """Return a source of a copy of the present bytes."""
         ...
 
 
 class Target(Protocol):
-    """A writable view of what one rank wants of one tensor."""
+    """A writable view of the part of one tensor that one rank wants."""
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box` into this target.
@@ -79,7 +79,7 @@ class Target(Protocol):
         Args:
             part: Global coordinates; inside the wanted box and inside `source_box`.
             source: The row-major bytes of `source_box`, in the dtype that was saved.
-            source_box: Global coordinates of what `source` holds.
+            source_box: Global coordinates of `source`.
         """
         ...
 
@@ -87,22 +87,22 @@ class Target(Protocol):
     def place_together(
         cls, targets: Sequence[Self], boxes: Sequence[Box], source: memoryview, ranges: Sequence[tuple[int, int]]
     ) -> None:
-        """Copy boxes to several targets of one state, one to each: where it can be less work for tiny ones.
+        """Copy one box to each of several targets of one state: faster for tiny ones where a framework can.
 
         Args:
             targets: Where each box goes.
-            boxes: As the part for `place`.
-            source: Where the row-major bytes of every box lie, in the dtype that was saved.
+            boxes: As `part` of `place`.
+            source: Memory that holds the row-major bytes of every box, in the dtype that was saved.
             ranges: Half-open byte range of each box in `source`.
         """
         for target, box, (start, stop) in zip(targets, boxes, ranges, strict=True):
             target.place(box, source[start:stop], box)
 
     def memory(self, part: Box) -> memoryview | None:
-        """Return the memory in which the row-major bytes of `part`, as they are stored, would lie as one run.
+        """Return the target's own memory for `part`, if it holds the stored bytes as one contiguous run.
 
-        None where there is no such run in host memory: a slice of columns, a device, another dtype. What is read
-        straight into it spares the copy out of a buffer, which costs as much as the read.
+        None if host memory has no such run: a slice of columns, device memory, another dtype. Reading straight into the
+        memory saves the copy out of a buffer, which costs as much as a read from the page cache.
 
         Args:
             part: Global coordinates; inside the wanted box.
@@ -112,7 +112,7 @@ class Target(Protocol):
 
 @value_class
 class LocalShard:
-    """A shard together with the means to read its bytes."""
+    """A shard and the source of its bytes."""
 
     shard: Shard
     """What this rank holds."""
@@ -121,12 +121,12 @@ class LocalShard:
     """Its bytes."""
 
     fenced: bool = False
-    """Whether it changes only behind the fence of what it was collected with."""
+    """Whether its bytes change only after the fence of its `Collected` has run a call."""
 
 
 Fence = Callable[[Callable[[], None]], None]
-"""Has a call run, on the thread that trains, before anything fenced changes (an optimizer steps, a state is loaded),
-until it has run to its end once. Source: the copies fenced by the optimizer step of DataStates-LLM."""
+"""Registers a call. It runs on the training thread before a fenced shard changes (optimizer step, load), and again
+before later changes until one run has completed. Source: the copies fenced by the optimizer step of DataStates-LLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,28 +134,28 @@ class Collected:
     """A state taken apart."""
 
     shards: Sequence[LocalShard]
-    """One per tensor this rank holds something of, FQNs distinct."""
+    """One per tensor of which this rank holds a part; FQNs are distinct."""
 
     tree: Group
-    """Everything that is not a tensor, with the shape of its containers."""
+    """All values that are not tensors, in their nested containers."""
 
     aliases: Mapping[str, str]
-    """Tied names: the alias, and the FQN the tensor is stored under."""
+    """Tied names: alias to the FQN under which the tensor is stored."""
 
     skipped: Sequence[str]
-    """FQNs and paths that `only` and `skip` left out."""
+    """FQNs and paths excluded by `only` and `skip`."""
 
     per_rank: Mapping[str, Value] = field(default_factory=dict)
-    """This rank's own values by path; the tree holds a `PerRankRef` in their place."""
+    """This rank's own values by path; the tree holds a `PerRankRef` for each."""
 
     fence: Fence | None = None
-    """What tells before the fenced shards change; None where nothing does, so that all must be copied at the call."""
+    """The fence of the fenced shards; None if there is none: then all shards must be copied during the call."""
 
     unfenced_because: str = ""
     """Why there is no fence."""
 
     pin: Pin | None = None
-    """Page-locks memory that the shards are copied into; None where all of them lie in host memory."""
+    """Page-locks memory for copies of the shards; None if all shards are in host memory."""
 
 
 @value_class
@@ -172,7 +172,7 @@ class Wanted:
     """Shape of the whole target tensor."""
 
     boxes: tuple[Box, ...]
-    """What this rank wants of it, global coordinates."""
+    """The boxes that this rank wants, global coordinates."""
 
     target: Target
     """Where it goes."""
@@ -182,7 +182,7 @@ class Wanted:
 
 
 class Restoration(Protocol):
-    """A load under way: what it wants, and how it ends."""
+    """A load under way: the tensors that it wants, and its last step."""
 
     @property
     def wanted(self) -> Sequence[Wanted]:
@@ -191,35 +191,35 @@ class Restoration(Protocol):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes of each tensor of this rank's state that takes part, by one of its names: measured on the memory.
+        """Bytes in memory of each selected tensor of this rank's state, by one of its names.
 
-        A tensor with several names counts once; one that the checkpoint lacks counts too.
+        A tensor with several names counts once; a tensor that the checkpoint lacks counts too.
         """
         ...
 
     @property
     def missing(self) -> Sequence[str]:
-        """Names the state has and the checkpoint lacks."""
+        """Names in the state that the checkpoint lacks."""
         ...
 
     @property
     def unexpected(self) -> Sequence[str]:
-        """Names the checkpoint has under the keys passed, and the state lacks."""
+        """Names under the passed keys in the checkpoint that the state lacks."""
         ...
 
     @property
     def skipped(self) -> Sequence[str]:
-        """Names that `only` and `skip` left alone."""
+        """Names excluded by `only` and `skip`."""
         ...
 
     def finish(self) -> None:
-        """Put values back once every tensor is placed: plain values, hyperparameters, `load_state_dict`."""
+        """Restore everything else once every tensor is placed: plain values, hyperparameters, `load_state_dict`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What a checkpoint offers."""
+    """The content of a checkpoint, as a restoration sees it."""
 
     tensors: Mapping[str, TensorSpec]
     """Stored tensors by FQN."""
@@ -231,59 +231,59 @@ class Catalog:
     """The non-tensor state."""
 
     run_id: str
-    """Run the checkpoint belongs to."""
+    """Run to which the checkpoint belongs."""
 
     step: int | None
     """Its step."""
 
     world_size: int
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
 
     per_rank: Callable[[int], Mapping[str, Value]]
-    """Reads what one of those ranks kept as its own, by path."""
+    """Returns the own values of one of those ranks, by path."""
 
     same_content: Callable[[str, str], bool]
-    """Whether two stored FQNs are known to hold the same bytes: by digests, or where there are none by reading."""
+    """Whether two stored FQNs hold the same bytes; decided by digests, or without digests by reading."""
 
     masters: Mapping[str, str] = field(default_factory=dict)
-    """Stored FQN to that of its master copy, of higher precision, where another system kept both: a target of the
-    master's dtype is filled from the master. Nobody need have a place for a master itself."""
+    """Stored FQN to the FQN of its master copy of higher precision, if another system stored both. A target of the
+    master's dtype is filled from the master. A state needs no target for the master itself."""
 
     drops_ties: bool = False
-    """Whether what wrote it may have kept a tied tensor under only one of its names, as Hugging Face does: another name
-    of memory that is filled is not missing then."""
+    """Whether its writer may have stored a tied tensor under one of its names only, as Hugging Face does. Then
+    another name of filled memory is not missing."""
 
     require_stored: Callable[[str], None] = lambda _: None
-    """Refuses a stored FQN whose packs are not there in full; asked before memory of its shape is allocated."""
+    """Raises for a stored FQN whose packs are missing or truncated; called before memory of its shape is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which FQNs take part, by glob patterns as in `fnmatch`, and whether gradients do."""
+    """Selects FQNs by glob patterns as in `fnmatch`, and gradients or not."""
 
     only: tuple[str, ...] | None = None
-    """If given, a name takes part only when one of these matches it."""
+    """If given, only names that match one of these patterns are selected."""
 
     skip: tuple[str, ...] = ()
-    """A name matching one of these is left out."""
+    """Names that match one of these patterns are excluded."""
 
     grads: bool = False
-    """Whether gradients take part, each under the FQN of its parameter with `.grad` after it."""
+    """Whether gradients are selected; each has the FQN of its parameter plus `.grad`."""
 
 
 class Framework(Protocol):
     """A tensor framework."""
 
     def collect(self, state: Mapping[str, object], selection: Selection) -> Collected:
-        """Take a state apart, touching nothing.
+        """Take a state apart without changing it.
 
         Raises:
-            InvalidError: Something in it cannot be saved; the message names its path, type and what to do.
+            InvalidError: A value cannot be saved; the message names its path, its type and what to do.
         """
         ...
 
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> Restoration:
-        """Work out what a state wants of a checkpoint, touching no value of it.
+        """Return what a state wants of a checkpoint, without changing the state.
 
         Raises:
             InvalidError: The state cannot be filled as it is (meta tensors, conflicting hyperparameters).

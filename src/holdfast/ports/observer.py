@@ -1,4 +1,4 @@
-"""Who wants to know what goes on: how far a long piece of work has come, what saves and loads do."""
+"""The observer: receives events about saves and loads, and the progress of long operations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from holdfast.types.events import Event
 
 
 class Observer(Protocol):
-    """Told of events.
+    """Receives events.
 
-    A `CheckpointManager` tells its observers on threads of theirs, so that one that is slow or raises hurts neither
-    saving nor loading. Who is told of an import, an export, a comparison or a verification is told on the thread that
-    works, and must return quickly and not raise.
+    A `CheckpointManager` calls each observer on a thread of its own, so a slow or raising observer affects neither
+    saves nor loads. Imports, exports, comparisons and verifications call the observer on the working thread: there it
+    must return quickly and must not raise.
     """
 
     def on_event(self, event: Event) -> None:
-        """Hear of an event; kinds that are not known are to be passed over."""
+        """Take an event; ignore unknown kinds."""
         ...

@@ -1,4 +1,4 @@
-"""The store: keys to bytes, on a file system or in an object store alike."""
+"""The store: keys to bytes, in a file system or an object store. Also the bases of wrappers around stores."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ OnBytes = Callable[[memoryview], None]
 
 
 class Upload(Protocol):
-    """One object on its way, written in parts in any order and from any thread."""
+    """An object being written, in parts, in any order and from any thread."""
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write one part.
 
         Args:
             offset: Where the part starts, in bytes; a multiple of the upload's `part_bytes`.
-            data: The part: `part_bytes` long, or what is left for the last one. Page-aligned memory is
-                written without a copy. The caller may reuse it once the call returns.
+            data: The part: `part_bytes` long, or the rest for the last one. Page-aligned memory is written without a
+                copy. The caller may reuse the memory once the call returns.
         """
         ...
 
@@ -50,26 +50,25 @@ class Upload(Protocol):
         """Make the object durable and visible.
 
         Raises:
-            ConflictError: The key exists by now; nothing of it was touched.
-            UnavailableError: It could not be made durable; the object must not be trusted, abort it.
+            ConflictError: The key exists by now; the object of the other writer was not touched.
+            UnavailableError: The object could not be made durable; do not trust it, and abort the upload.
         """
         ...
 
     def abort(self) -> None:
-        """Remove every trace of an upload that was not completed. Does nothing after `complete` or a second time."""
+        """Remove everything of an upload that was not completed. After `complete`, or a second time, do nothing."""
         ...
 
 
 class Readable(Protocol):
-    """Keys to bytes, only to be read: any store, or the files of another system under the names it gave them.
+    """Read-only access by key: a store, or files of another system under their own names.
 
-    Every call may be made from any thread. Implementations translate what they meet into the five errors, as `Store`
-    says.
+    Any thread may make any call. Implementations raise only the five errors, as `Store` describes.
     """
 
     @property
     def url(self) -> str:
-        """Where the store lies, for messages."""
+        """URL of the store, for messages."""
         ...
 
     def size(self, key: str) -> int:
@@ -140,59 +139,61 @@ class Readable(Protocol):
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in any order.
 
-        Objects not completed are not listed. A prefix under which nothing lies yields nothing.
+        Objects not completed are not listed. An unknown prefix yields nothing.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where the bytes of a pack lie."""
+    """Where a pack is stored."""
 
     files: Readable
-    """The store that holds it, or files of another system."""
+    """The store, or the files of another system."""
 
     key: str
-    """Its key there."""
+    """Its key in `files`."""
 
     @property
     def url(self) -> str:
-        """The place, for messages."""
+        """URL of the pack, for messages."""
         return f"{self.files.url}/{self.key}"
 
 
 Packs = Callable[[str], Stored]
-"""Where each pack of a checkpoint lies, by its name in the index."""
+"""Returns where a pack of a checkpoint is stored, by its name in the index."""
 
 
 def packs_under(files: Readable, prefix: str) -> Packs:
-    """Return packs that lie in one folder under their names."""
+    """Return the packs of one folder, stored under their names."""
     return lambda name: Stored(files, prefix + name)
 
 
 class Store(Readable, Protocol):
-    """Keys to bytes. Keys are relative, `/`-separated, each part matching `[A-Za-z0-9._-]{1,128}` without a
-    leading dot; anything else is `InvalidError`.
+    """Keys to bytes.
 
-    No rename, no append, no locks: a file system and an object store must behave alike. Every call may be
-    made from any thread. Implementations translate what they meet into the five errors: a wrong call or a
-    place that may not be written is `InvalidError`, what may pass (full disk, quota, I/O error, too many
-    files) is `UnavailableError`, an absent key is `MissingError`, a lost race is `ConflictError`.
+    A key is relative, its parts are separated by `/`, and each part matches `[A-Za-z0-9._-]{1,128}` without a leading
+    dot. Any other key is `InvalidError`.
+
+    A store has no rename, no append and no locks, so that file systems and object stores behave alike. Any thread may
+    make any call. Implementations raise only the five errors. A wrong call, or a place without write permission, is
+    `InvalidError`. A failure that may be temporary (full disk, quota, I/O error, too many open files) is
+    `UnavailableError`. An absent key is `MissingError`, a lost race `ConflictError`.
     """
 
     @property
     def failed_calls_are_over(self) -> bool:
-        """Whether a call that raised can have no effect later; False where a request may still be on its way."""
+        """Whether a call that raised has no effect later; False if its request may still reach the storage."""
         ...
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Store a small object whole, replacing what was there.
+        """Store a small object whole, replacing an older one.
 
         Args:
             key: The object.
             data: Its content.
-            durable: Whether it is durable on return. Otherwise a power cut may take it, or leave it empty, and the
-                call is as quick as the store can be.
+            durable: Whether the object is durable on return. If not, the call is faster, and a power cut may remove or
+                empty the object.
         """
         ...
 
@@ -200,7 +201,7 @@ class Store(Readable, Protocol):
         """Store a small object whole unless the key exists; atomic, durable on return.
 
         Raises:
-            ConflictError: The key exists and what it holds is durable; it was not touched.
+            ConflictError: The key exists, and its object is durable; it was not touched.
         """
         ...
 
@@ -209,11 +210,11 @@ class Store(Readable, Protocol):
 
         Args:
             key: Its key.
-            total_bytes: Its exact size; room for it is reserved where the store can.
+            total_bytes: Its exact size; the store reserves the space if it can.
             part_bytes: Size of every part but the last; a multiple of `PAGE_BYTES`.
         Raises:
             ConflictError: The key exists.
-            UnavailableError: There is no room for it.
+            UnavailableError: There is not enough space.
         """
         ...
 
@@ -284,7 +285,7 @@ class ForwardingStore(ForwardingReadable):
         return self._inner.failed_calls_are_over
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Store a small object whole, replacing what was there."""
+        """Store a small object whole, replacing an older one."""
         self._around("put", key, lambda: self._inner.put(key, data, durable=durable))
 
     def put_if_absent(self, key: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, and the suite that every board and comm must pass."""
+"""Ranks as threads of one process, and the suites that every key-value store and comm must pass."""
 
 # ruff: noqa: D102 -- the name of a test is its sentence.
 
@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 import pytest
 
-from holdfast.errors import InvalidError, UnavailableError
+from holdfast.errors import InvalidError, UnavailableError, first_three
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.in_process import InProcessKeyValueStore
 
@@ -23,10 +23,10 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class ThreadGroup:
-    """What the ranks of one group share: a board, and a meeting point with a deadline."""
+    """What the ranks of one group share: a key-value store, and collectives with a deadline."""
 
     def __init__(self, world_size: int, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
-        """Make a group of `world_size` ranks, none of which waits for the others longer than the timeout."""
+        """Make a group of `world_size` ranks; a collective waits at most `timeout_seconds` for the others."""
         self.world_size = world_size
         self.key_value_store = InProcessKeyValueStore()
         self._timeout_seconds = timeout_seconds
@@ -39,7 +39,7 @@ class ThreadGroup:
         """Return every rank's payload once all have called.
 
         Raises:
-            UnavailableError: A rank did not come in time, or is known to be dead.
+            UnavailableError: A rank did not call in time, or has died.
         """
         with self._changed:
             number = self._calls[rank]
@@ -49,15 +49,15 @@ class ThreadGroup:
             payloads = self._rounds[number]
             payloads[rank] = payload
             self._changed.notify_all()
-            # A collective that all have reached is complete, whatever becomes of one of them afterwards.
+            # A collective that all ranks have reached is complete, even if a rank dies afterwards.
             self._changed.wait_for(lambda: len(payloads) == self.world_size or self._dead, self._timeout_seconds)
             if len(payloads) < self.world_size:
                 absent = [other for other in range(self.world_size) if other not in payloads]
-                raise UnavailableError(f"rank {rank}: ranks {absent} did not come to collective {number}")
+                raise UnavailableError(f"rank {rank}: ranks {first_three(absent)} did not call collective {number}")
             return [cast(_Result, payloads[other]) for other in range(self.world_size)]
 
     def rank_died(self) -> None:
-        """Let every collective that waits for a rank fail from now on, as it does when a process is lost."""
+        """Make every collective that waits for a rank fail from now on, as after the loss of a process."""
         with self._changed:
             self._dead = True
             self._changed.notify_all()
@@ -71,44 +71,45 @@ class ThreadComm:
 
         Args:
             group: What the ranks share.
-            rank: This one.
-            board: This rank's view of the board, if it is not the plain one.
+            rank: This rank.
+            key_value_store: This rank's view of the key-value store, if it has one of its own.
         """
         self._group, self._rank = group, rank
         self._key_value_store = group.key_value_store if key_value_store is None else key_value_store
 
     @property
     def rank(self) -> int:
-        """As the port says."""
+        """This rank."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """As the port says."""
+        """Ranks in the group."""
         return self._group.world_size
 
     @property
     def key_value_store(self) -> KeyValueStore:
-        """As the port says."""
+        """This rank's view of the key-value store."""
         return self._key_value_store
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """As the port says."""
+        """Return rank 0's payload."""
         return self._group.meet(self._rank, bytes(payload or b"") if self._rank == 0 else b"")[0]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """As the port says."""
+        """Return every rank's payload, by rank."""
         return self._group.meet(self._rank, bytes(payload))
 
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
-        """As the port says."""
+        """Send bytes to other ranks and receive theirs."""
         sent = {rank: [bytes(buffer) for buffer in buffers] for rank, buffers in gives.items()}
-        for giver, given in enumerate(self._group.meet(self._rank, sent)):
-            taken = takes.get(giver, ())
-            found, expected = [len(each) for each in given.get(self._rank, [])], [len(each) for each in taken]
-            if found != expected:
-                raise InvalidError(f"rank {self._rank}: rank {giver} gives {found} bytes; expected {expected}")
-            for buffer, data in zip(taken, given.get(self._rank, []), strict=True):
+        for sender, received in enumerate(self._group.meet(self._rank, sent)):
+            taken = takes.get(sender, ())
+            sizes = [len(data) for data in received.get(self._rank, [])]
+            expected = [len(buffer) for buffer in taken]
+            if sizes != expected:
+                raise InvalidError(f"rank {self._rank}: rank {sender} sends {sizes} bytes; expected {expected}")
+            for buffer, data in zip(taken, received.get(self._rank, []), strict=True):
                 buffer[:] = data
 
 
@@ -117,25 +118,25 @@ def run_ranks(
     function: Callable[[ThreadComm], _Result],
     *,
     group: ThreadGroup | None = None,
-    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
+    view_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> list[_Result]:
     """Return what `function` returned on each rank, by rank.
 
     Args:
-        world_size: Ranks, one thread each.
-        function: What a rank does.
-        group: What they share; a new one if it is not given.
-        board_of: Called with rank and board: the rank's own view of the board.
-        timeout_seconds: How long all of it may take.
+        world_size: Number of ranks, one thread each.
+        function: What each rank runs.
+        group: What the ranks share; None: a new group.
+        view_of: Returns a rank's own view of the key-value store, given the rank and the store.
+        timeout_seconds: Limit for the whole run.
     Raises:
-        ExceptionGroup: One error per rank that failed, its rank in a note.
+        ExceptionGroup: One error per failed rank, with its rank in a note.
     """
-    outcomes = _outcomes(world_size, function, group, board_of, timeout_seconds)
-    failures = [each.error for each in outcomes if isinstance(each, _Raised)]
+    outcomes = _outcomes(world_size, function, group, view_of, timeout_seconds)
+    failures = [outcome.error for outcome in outcomes if isinstance(outcome, _Raised)]
     if failures:
         raise BaseExceptionGroup(f"{len(failures)} of {world_size} ranks failed", failures)
-    return [each for each in outcomes if not isinstance(each, _Raised)]
+    return [outcome for outcome in outcomes if not isinstance(outcome, _Raised)]
 
 
 def outcomes_of_ranks(
@@ -143,12 +144,12 @@ def outcomes_of_ranks(
     function: Callable[[ThreadComm], _Result],
     *,
     group: ThreadGroup | None = None,
-    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
+    view_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> list[_Result | BaseException]:
-    """Return for each rank what `function` returned or raised; arguments as `run_ranks`."""
-    outcomes = _outcomes(world_size, function, group, board_of, timeout_seconds)
-    return [each.error if isinstance(each, _Raised) else each for each in outcomes]
+    """Return what `function` returned or raised on each rank; arguments as for `run_ranks`."""
+    outcomes = _outcomes(world_size, function, group, view_of, timeout_seconds)
+    return [outcome.error if isinstance(outcome, _Raised) else outcome for outcome in outcomes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +161,17 @@ def _outcomes(
     world_size: int,
     function: Callable[[ThreadComm], _Result],
     group: ThreadGroup | None,
-    board_of: Callable[[int, KeyValueStore], KeyValueStore],
+    view_of: Callable[[int, KeyValueStore], KeyValueStore],
     timeout_seconds: float,
 ) -> list[_Result | _Raised]:
     shared = ThreadGroup(world_size, timeout_seconds=timeout_seconds) if group is None else group
     outcomes: list[_Result | _Raised] = [_Raised(TimeoutError("still running"))] * world_size
 
     def work(rank: int) -> None:
-        comm = ThreadComm(shared, rank, board_of(rank, shared.key_value_store))
+        comm = ThreadComm(shared, rank, view_of(rank, shared.key_value_store))
         try:
             outcomes[rank] = function(comm)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever started the ranks
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
             error.add_note(f"on rank {rank}")
             outcomes[rank] = _Raised(error)
             shared.rank_died()
@@ -189,13 +190,13 @@ def _outcomes(
     return outcomes
 
 
-class BoardSuite:
-    """Everything a board promises. Subclass it in a test module and override the fixture `key_value_store`."""
+class KeyValueStoreSuite:
+    """Every promise of `KeyValueStore`. Subclass it in a test module and override the fixture `key_value_store`."""
 
     @pytest.fixture
     def key_value_store(self) -> KeyValueStore:
-        """Return an empty board; override."""
-        raise NotImplementedError("override the fixture `key_value_store` with one that returns an empty board")
+        """Return an empty key-value store; override."""
+        raise NotImplementedError("override the fixture `key_value_store` with one that returns an empty store")
 
     def test_set_and_get(self, key_value_store: KeyValueStore) -> None:
         data = bytes(range(256))
@@ -267,13 +268,13 @@ class BoardSuite:
     def test_compare_set_has_one_winner(self, key_value_store: KeyValueStore) -> None:
         with ThreadPoolExecutor(4) as pool:
             for turn in range(20):
-                race = [
+                calls = [
                     pool.submit(key_value_store.compare_set, f"key{turn}", b"", b"%d" % number, 30.0)
                     for number in range(8)
                 ]
-                standing = {each.result(30.0) for each in race}
-                assert len(standing) == 1
-                assert key_value_store.get_many([f"key{turn}"], 5.0) == list(standing)
+                values = {call.result(30.0) for call in calls}
+                assert len(values) == 1
+                assert key_value_store.get_many([f"key{turn}"], 5.0) == list(values)
 
     def test_compare_set_wakes_who_waits(self, key_value_store: KeyValueStore) -> None:
         with ThreadPoolExecutor(1) as pool:
@@ -293,7 +294,7 @@ class BoardSuite:
 
 
 class CommSuite:
-    """Everything a comm promises. Subclass it in a test module and override `run`."""
+    """Every promise of `Comm`. Subclass it in a test module and override `run`."""
 
     def run(self, world_size: int, function: Callable[[Comm], object]) -> list[object]:
         """Return what `function` returned on each rank; override."""
@@ -320,21 +321,22 @@ class CommSuite:
 
     @pytest.mark.parametrize("world_size", (1, 2, 5))
     def test_exchange_gives_every_rank_what_is_meant_for_it(self, world_size: int) -> None:
-        def sent(giver: int, taker: int) -> list[bytes]:
-            """Nothing from some, several buffers of unequal lengths from others."""
+        def sent(sender: int, receiver: int) -> list[bytes]:
+            """Return nothing for some pairs of ranks, several buffers of unequal lengths for others."""
             return [
-                bytes([giver, taker, number]) * (1 + 1000 * giver + number) for number in range((giver + taker) % 3)
+                bytes([sender, receiver, number]) * (1 + 1000 * sender + number)
+                for number in range((sender + receiver) % 3)
             ]
 
         def talk(comm: Comm) -> dict[int, list[bytes]]:
             others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-            gives = {rank: [memoryview(bytearray(each)) for each in sent(comm.rank, rank)] for rank in others}
-            takes = {rank: [memoryview(bytearray(len(each))) for each in sent(rank, comm.rank)] for rank in others}
+            gives = {rank: [memoryview(bytearray(data)) for data in sent(comm.rank, rank)] for rank in others}
+            takes = {rank: [memoryview(bytearray(len(data))) for data in sent(rank, comm.rank)] for rank in others}
             comm.exchange(gives, takes)
-            return {rank: [bytes(each) for each in buffers] for rank, buffers in takes.items()}
+            return {rank: [bytes(buffer) for buffer in buffers] for rank, buffers in takes.items()}
 
         expected = [
-            {giver: sent(giver, rank) for giver in range(world_size) if giver != rank} for rank in range(world_size)
+            {sender: sent(sender, rank) for sender in range(world_size) if sender != rank} for rank in range(world_size)
         ]
         assert self.run(world_size, talk) == expected
 
@@ -361,11 +363,11 @@ class CommSuite:
 
     def test_collectives_follow_each_other(self) -> None:
         def talk(comm: Comm) -> list[object]:
-            said: list[object] = []
+            results: list[object] = []
             for turn in range(10):
-                said.append(comm.broadcast(b"%d" % turn if comm.rank == 0 else None))
-                said.append(comm.all_gather(b"%d-%d" % (turn, comm.rank)))
-            return said
+                results.append(comm.broadcast(b"%d" % turn if comm.rank == 0 else None))
+                results.append(comm.all_gather(b"%d-%d" % (turn, comm.rank)))
+            return results
 
         found = self.run(3, talk)
         assert found[0] == found[1] == found[2]

@@ -1,7 +1,7 @@
-"""Faults on purpose: the n-th operation of a store, a board or the operating system fails, stalls or kills.
+"""Fault injection: the n-th operation of a store, a key-value store or the operating system fails, stalls or kills.
 
-A wrapper counts every operation that passes through it and meets the fault at the chosen one. Nothing inside is
-touched, so what is tested is the real implementation in a real process.
+A wrapper counts the operations that pass through it and runs an action at the chosen one. The wrapped object is
+unchanged, so tests run the real implementation in a real process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class FaultPoint:
     """Method called, e.g. "fsync", "put_if_absent", "upload.write", "compare_set"."""
 
     subject: str
-    """Path or key it was about; keys joined by ',' where there are several; empty where unknown."""
+    """Its path or key; several keys are joined by ','; empty if unknown."""
 
 
 Action = Callable[[FaultPoint], None]
-"""What a fault does: raise, stall or kill. Returning lets the operation go on."""
+"""What a fault does: raise, stall or kill. If it returns, the operation goes on."""
 
 
 def fail_with(code: int) -> Action:
@@ -45,16 +45,16 @@ def fail_with(code: int) -> Action:
 
 
 def raise_error(make: Callable[[str], CheckpointError]) -> Action:
-    """Return an action that raises what `make` (an error class, say) builds from a message."""
+    """Return an action that raises the result of `make`, such as an error class, called with a message."""
 
     def act(operation: FaultPoint) -> None:
-        raise make(f"a fault was put at {operation.name} of {operation.subject!r}")
+        raise make(f"a fault was injected at {operation.name} of {operation.subject!r}")
 
     return act
 
 
 def kill_process() -> Action:
-    """Return an action that ends this process as a lost machine would: SIGKILL, nothing cleaned up."""
+    """Return an action that kills this process with SIGKILL, without cleanup, like the loss of a machine."""
 
     def act(operation: FaultPoint) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +63,7 @@ def kill_process() -> Action:
 
 
 def stall_until(released: threading.Event, *, timeout_seconds: float = 60.0) -> Action:
-    """Return an action that holds the operation until `released` is set, or the time is over."""
+    """Return an action that blocks the operation until `released` is set, or the timeout has passed."""
 
     def act(operation: FaultPoint) -> None:
         released.wait(timeout_seconds)
@@ -72,7 +72,7 @@ def stall_until(released: threading.Event, *, timeout_seconds: float = 60.0) -> 
 
 
 class Faults:
-    """Counts operations from any thread and acts at the chosen one."""
+    """Counts operations of any thread and runs an action at the chosen one."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class Faults:
         """Arm a fault.
 
         Args:
-            action: What happens; None only records.
-            at: Which operation meets it, counted from 1.
-            names: Only operations of these names count.
-            lasting: Every counted operation from there on meets it, until `heal`.
-            after: The operation is done first and its reply lost.
+            action: What happens; None: operations are only recorded.
+            at: Number of the operation that meets the fault, counted from 1.
+            names: Names of the operations that count; None: all.
+            lasting: Whether every later counted operation meets the fault too, until `heal`.
+            after: Whether the operation is made first, so that only its reply is lost.
         """
         self._action = action
         self._at = at
@@ -98,8 +98,8 @@ class Faults:
         self._lasting = lasting
         self._after = after
         self._lock = threading.Lock()
-        self._counted = 0
-        self._met = 0
+        self._counted_operations = 0
+        self._met_count = 0
         self._seen: list[FaultPoint] = []
 
     @property
@@ -110,23 +110,23 @@ class Faults:
 
     @property
     def counted(self) -> int:
-        """Operations so far that count."""
+        """Number of operations so far that counted."""
         with self._lock:
-            return self._counted
+            return self._counted_operations
 
     @property
     def met(self) -> int:
-        """How often the fault was met: 0 tells that a test did not test."""
+        """How often the fault was met; 0 means that a test has tested nothing."""
         with self._lock:
-            return self._met
+            return self._met_count
 
     def heal(self) -> None:
-        """Let every later operation pass."""
+        """Disarm the fault."""
         with self._lock:
             self._action = None
 
     def around(self, name: str, subject: str, call: Callable[[], _Result], *, always_done: bool = False) -> _Result:
-        """Do one operation, or meet the fault in its place; with `always_done`, after it."""
+        """Make one operation, or meet the fault instead; with `always_done`, after the operation."""
         operation = FaultPoint(name, subject)
         action = self._due(operation)
         after = self._after or always_done
@@ -142,18 +142,18 @@ class Faults:
             self._seen.append(operation)
             if self._names is not None and operation.name not in self._names:
                 return None
-            self._counted += 1
-            due = self._counted >= self._at if self._lasting else self._counted == self._at
+            self._counted_operations += 1
+            due = self._counted_operations >= self._at if self._lasting else self._counted_operations == self._at
             if not due or self._action is None:
                 return None
-            self._met += 1
+            self._met_count += 1
             return self._action
 
 
 class FaultySyscalls:
-    """Any object of plain methods over descriptors and paths, with a fault; pass it in that object's place.
+    """Wraps an object whose methods take descriptors or paths, and injects a fault; pass it in place of that object.
 
-    It wraps by delegation and learns paths from `open`, so that operations on descriptors are recorded by path.
+    It remembers the paths passed to `open`, so operations on descriptors are recorded by path.
     """
 
     def __init__(self, inner: object, faults: Faults) -> None:
@@ -169,7 +169,7 @@ class FaultySyscalls:
             subject = self._subject(arguments[0] if arguments else None, options.get("dir_fd"))
             if name == "close" and isinstance(arguments[0], int):
                 self._paths.pop(arguments[0], None)
-            # A descriptor is released even by a close that fails.
+            # A `close` that fails releases the descriptor too.
             result = self._faults.around(
                 name, subject, lambda: method(*arguments, **options), always_done=name == "close"
             )
@@ -222,7 +222,7 @@ class _FaultyUpload:
 
 
 class FaultyKeyValueStore:
-    """A board with a fault. Operations: the port's methods."""
+    """A key-value store with a fault. Operations: the port's methods."""
 
     def __init__(self, inner: KeyValueStore, faults: Faults) -> None:
         """Wrap `inner`."""
@@ -230,31 +230,31 @@ class FaultyKeyValueStore:
         self._faults = faults
 
     def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
-        """As the port says."""
+        """Set a key."""
         self._faults.around("set", key, lambda: self._inner.set(key, value, timeout_seconds))
 
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
-        """As the port says."""
+        """Return the values of all keys."""
         return self._faults.around("get_many", ",".join(keys), lambda: self._inner.get_many(keys, timeout_seconds))
 
     def present(self, key: str) -> bool:
-        """As the port says."""
+        """Return whether a key is set."""
         return self._faults.around("present", key, lambda: self._inner.present(key))
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:
-        """As the port says."""
+        """Add to a counter."""
         return self._faults.around("add", key, lambda: self._inner.add(key, amount, timeout_seconds))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
-        """As the port says."""
+        """Set a key if it holds `expected`."""
         return self._faults.around(
             "compare_set", key, lambda: self._inner.compare_set(key, expected, desired, timeout_seconds)
         )
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        """As the port says."""
+        """Return once every key is set."""
         self._faults.around("wait", ",".join(keys), lambda: self._inner.wait(keys, timeout_seconds))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """As the port says."""
+        """Remove keys."""
         self._faults.around("delete", ",".join(keys), lambda: self._inner.delete(keys))

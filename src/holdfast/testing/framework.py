@@ -1,4 +1,4 @@
-"""A framework over numpy: states of global arrays, of which each rank holds what its layout gives it."""
+"""A framework over numpy: states are global arrays, of which each rank holds the part that its layout assigns to it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from holdfast.types.values import Group
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """A tensor seen whole, though a rank uses only what it holds of it."""
+    """A whole tensor; a rank uses only its own part."""
 
     dtype: str
     """Element type, a key of `DTYPES`."""
 
     array: NDArray[np.generic]
-    """All elements, as the numpy dtype that holds the same bits; loading fills this rank's part of it."""
+    """All elements, in the numpy dtype of the same bits; a load fills this rank's part."""
 
     layout: Layout | None = None
-    """Mesh and placements; None for a plain tensor, which every rank that names it holds whole."""
+    """Mesh and placements; None for a plain tensor, which every rank that has it holds whole."""
 
     role: Role = Role.PARAMETER
     """Whether copies of a plain tensor must agree."""
 
     declared: Mapping[int, tuple[Region, ...]] | None = None
-    """Instead of a layout: by rank, what it holds; equal entries are replicas."""
+    """Instead of a layout: the regions of each rank; ranks with equal regions are replicas."""
 
     def regions_on(self, rank: int) -> tuple[Region, ...]:
-        """Return what a rank holds."""
+        """Return the regions that a rank holds."""
         if self.declared is not None:
             return self.declared.get(rank, ())
         if self.layout is None:
@@ -49,26 +49,26 @@ class GlobalTensor:
         return boxes_at(self.layout, self.array.shape, coordinate_of(self.layout, rank))
 
     def holders_with(self, rank: int) -> tuple[int, ...] | None:
-        """Return the ranks stated to hold what `rank` holds; None for a plain tensor."""
+        """Return the ranks that hold the same regions as `rank`; None for a plain tensor."""
         if self.declared is not None:
-            own = self.declared.get(rank)
-            return tuple(sorted(each for each, regions in self.declared.items() if regions == own))
+            held = self.declared.get(rank)
+            return tuple(sorted(other for other, regions in self.declared.items() if regions == held))
         if self.layout is None:
             return None
         return replica_ranks(self.layout, coordinate_of(self.layout, rank))
 
-    def names_on(self, rank: int) -> bool:
-        """Return whether a rank has any part in the tensor."""
+    def is_on(self, rank: int) -> bool:
+        """Return whether the tensor is in a rank's state."""
         if self.declared is not None:
             return rank in self.declared
         return self.layout is None or rank in self.layout.mesh_ranks
 
 
 class _Copied:
-    """A copy that was complete at once."""
+    """The ticket of a copy that is already complete."""
 
     def wait(self) -> None:
-        """Return."""
+        """Return at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _ArraySource:
     held: tuple[Region, ...]
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> _Copied:
-        assert any(contains(region, piece) for region in self.held), f"{piece} is read; held are {self.held}"
+        assert any(contains(region, piece) for region in self.held), f"{piece} is read; expected a part of {self.held}"
         buffer[: stop - start] = _bytes_of(self.array, piece)[start:stop]
         return _Copied()
 
@@ -111,13 +111,15 @@ class _ArrayTarget(Target):
     held: tuple[Box, ...]
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
-        assert source_box.contains(part), f"{part} is placed out of {source_box}"
-        assert any(box.contains(part) for box in self.held), f"{part} is placed; wanted are {self.held}"
+        assert source_box.contains(part), f"{part} is placed from {source_box}; expected a part of it"
+        assert any(box.contains(part) for box in self.held), f"{part} is placed; expected a part of {self.held}"
         stored = np.frombuffer(source, dtype=self.array.dtype).reshape(source_box.shape)
         self.array[part.relative_to((0,) * len(part.start))] = stored[part.relative_to(source_box.start)]
 
     def memory(self, part: Box) -> memoryview | None:
-        assert any(box.contains(part) for box in self.held), f"{part} is to be filled; wanted are {self.held}"
+        assert any(box.contains(part) for box in self.held), (
+            f"memory of {part} is requested; expected a part of {self.held}"
+        )
         run = self.array[part.relative_to((0,) * len(part.start))]
         return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None
 
@@ -138,54 +140,54 @@ class _NumpyRestoration:
 
 
 class NumpyFramework:
-    """States are dicts of FQN to `GlobalTensor` or plain value."""
+    """States are dicts that map an FQN to a `GlobalTensor` or a plain value."""
 
     def __init__(self, rank: int) -> None:
-        """Serve one rank."""
+        """Serve the states of one rank."""
         self._rank = rank
 
     def collect(self, state: Mapping[str, object], selection: Selection) -> Collected:
-        """As the port says; an exception among the values is raised, as a state that cannot be taken apart would."""
+        """Take a state apart. An exception among the values is raised, like the error of an invalid value."""
         shards: list[LocalShard] = []
         items: dict[str, object] = {}
         skipped: list[str] = []
-        for fqn, each in state.items():
-            if isinstance(each, Exception):
-                raise each
+        for fqn, value in state.items():
+            if isinstance(value, Exception):
+                raise value
             if not _takes_part(fqn, selection):
                 skipped.append(fqn)
-            elif not isinstance(each, GlobalTensor):
-                items[fqn] = each
-            elif each.names_on(self._rank):
-                held = each.regions_on(self._rank)
-                spec = TensorSpec(fqn, each.dtype, each.array.shape)
-                shard = Shard(spec, each.layout, each.holders_with(self._rank), each.role, held)
-                shards.append(LocalShard(shard, _ArraySource(each.array, held)))
+            elif not isinstance(value, GlobalTensor):
+                items[fqn] = value
+            elif value.is_on(self._rank):
+                held = value.regions_on(self._rank)
+                spec = TensorSpec(fqn, value.dtype, value.array.shape)
+                shard = Shard(spec, value.layout, value.holders_with(self._rank), value.role, held)
+                shards.append(LocalShard(shard, _ArraySource(value.array, held)))
         return Collected(shards, Group("dict", items), {}, skipped)
 
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> _NumpyRestoration:
-        """As the port says."""
+        """Return what a state wants of a checkpoint."""
         wanted: list[Wanted] = []
         missing: list[str] = []
         values: dict[str, object] = {}
         measured: dict[str, int] = {}
         chosen = [fqn for fqn in state if _takes_part(fqn, selection)]
         for fqn in chosen:
-            each = state[fqn]
-            if isinstance(each, Exception):
-                raise each
-            if isinstance(each, GlobalTensor):
-                measured[fqn] = sum(len(_bytes_of(each.array, region)) for region in each.regions_on(self._rank))
+            value = state[fqn]
+            if isinstance(value, Exception):
+                raise value
+            if isinstance(value, GlobalTensor):
+                measured[fqn] = sum(len(_bytes_of(value.array, region)) for region in value.regions_on(self._rank))
                 spec = catalog.tensors.get(fqn)
                 if spec is None:
                     missing.append(fqn)
                     continue
-                if spec.global_shape != each.array.shape:
-                    raise InvalidError(f"{fqn}: shape {each.array.shape} wanted, {spec.global_shape} saved")
-                regions = each.regions_on(self._rank)
-                held = tuple(box for region in regions for box in region_boxes(region, each.array.shape))
-                target = _ArrayTarget(each.array, held)
-                wanted.append(Wanted(fqn, each.dtype, each.array.shape, held, target, fqn))
+                if spec.global_shape != value.array.shape:
+                    raise InvalidError(f"{fqn}: shape {value.array.shape} wanted, {spec.global_shape} saved")
+                regions = value.regions_on(self._rank)
+                held = tuple(box for region in regions for box in region_boxes(region, value.array.shape))
+                target = _ArrayTarget(value.array, held)
+                wanted.append(Wanted(fqn, value.dtype, value.array.shape, held, target, fqn))
             elif fqn in catalog.tree.items:
                 values[fqn] = catalog.tree.items[fqn]
             else:

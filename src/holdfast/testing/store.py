@@ -27,12 +27,12 @@ BAD_PREFIXES = ("a", "/", "../", "a//", ".hidden/", "a\0/")
 
 
 def aligned_buffer(range_bytes: int) -> memoryview:
-    """Return zeroed, page-aligned memory as `get_ranges` wants it for a range of this length."""
+    """Return zeroed, page-aligned memory as `get_ranges` needs it for a range of this length."""
     return memoryview(mmap.mmap(-1, range_bytes + 2 * PAGE_BYTES))
 
 
 def fill(store: Store, key: str, data: bytes, *, part_bytes: int = PART_BYTES, threads: int = 1) -> None:
-    """Upload `data` whole, last part first, from several threads if wanted."""
+    """Upload `data` whole, last part first, from `threads` threads."""
     upload = store.upload(key, len(data), part_bytes)
     offsets = range(0, len(data), part_bytes)[::-1]
     with ThreadPoolExecutor(threads) as pool:
@@ -42,7 +42,7 @@ def fill(store: Store, key: str, data: bytes, *, part_bytes: int = PART_BYTES, t
 
 
 def read(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Read ranges into buffers of their own."""
+    """Read ranges into one buffer each."""
     views = store.get_ranges(key, ranges, [aligned_buffer(stop - start) for start, stop in ranges])
     return [bytes(view) for view in views]
 
@@ -372,10 +372,10 @@ class Ranges(_StoreFixture):
             start, stop = sorted(chance.choices(range(len(data) + 1), k=2))
             cuts = [start, *sorted(chance.choices(range(start, stop + 1), k=chance.randrange(5))), stop]
             buffers = [memoryview(bytearray(end - begin)) for begin, end in itertools.pairwise(cuts)]
-            told = bytearray()
-            count = store.get_cached("folder/key", start, buffers, told.extend)
+            reported = bytearray()
+            count = store.get_cached("folder/key", start, buffers, reported.extend)
             assert 0 <= count <= stop - start
-            assert told == data[start : start + count], f"seed {seed}, cuts {cuts}"
+            assert reported == data[start : start + count], f"seed {seed}, cuts {cuts}"
             assert b"".join(buffers)[:count] == data[start : start + count], f"seed {seed}, cuts {cuts}"
 
     def test_asking_for_what_is_at_hand_in_a_wrong_way(self, store: Store) -> None:
@@ -456,8 +456,8 @@ class Listings(_StoreFixture):
 
 
 class StoreSuite(SmallObjects, Uploads, Ranges, Listings):
-    """Everything the port promises.
+    """Every promise of `Store`.
 
-    Subclass it in a test module and override the fixture `store`; where uploads are listed before they are
-    complete, set `uploads_hidden = False`.
+    Subclass it in a test module and override the fixture `store`. If the store lists uploads before they are complete,
+    set `uploads_hidden = False`.
     """

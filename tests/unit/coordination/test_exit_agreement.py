@@ -26,7 +26,7 @@ def played(
     part: Callable[[int, ExitAgreement, Job], object],
     *,
     grace_seconds: float = 20.0,
-    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
+    view_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
 ) -> list[object]:
     """Return what each rank's part returned; the first error of any rank is raised."""
 
@@ -39,7 +39,7 @@ def played(
             alarm.close()
             job.close()
 
-    outcomes = outcomes_of_ranks(world_size, work, group=ThreadGroup(world_size), board_of=board_of)
+    outcomes = outcomes_of_ranks(world_size, work, group=ThreadGroup(world_size), view_of=view_of)
     for each in outcomes:
         if isinstance(each, BaseException):
             raise each
@@ -183,7 +183,7 @@ def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_grace() -> N
         gone = Faults(raise_error(UnavailableError), names=("get_many",), lasting=True)
         return FaultyKeyValueStore(key_value_store, gone) if rank == 1 else key_value_store
 
-    assert played(2, part, grace_seconds=1.5, board_of=view) == ["left alone", "silent"]
+    assert played(2, part, grace_seconds=1.5, view_of=view) == ["left alone", "silent"]
 
 
 def test_a_loop_that_goes_back_is_counted_by_its_calls() -> None:
@@ -214,6 +214,7 @@ def test_a_call_without_an_alarm_asks_the_board_nothing() -> None:
             assert not alarm.should_stop(None)
         return asked[rank].counted == before
 
-    assert played(
-        2, part, board_of=lambda rank, key_value_store: FaultyKeyValueStore(key_value_store, asked[rank])
-    ) == [True, True]
+    assert played(2, part, view_of=lambda rank, key_value_store: FaultyKeyValueStore(key_value_store, asked[rank])) == [
+        True,
+        True,
+    ]

@@ -41,7 +41,7 @@ def played(
     *,
     timeout_seconds: float = 20.0,
     group: ThreadGroup | None = None,
-    board_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
+    view_of: Callable[[int, KeyValueStore], KeyValueStore] = lambda _, key_value_store: key_value_store,
 ) -> list[object]:
     def work(comm: ThreadComm) -> object:
         job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=timeout_seconds))
@@ -50,7 +50,7 @@ def played(
         finally:
             job.close()
 
-    outcomes = outcomes_of_ranks(world_size, work, group=group or ThreadGroup(world_size), board_of=board_of)
+    outcomes = outcomes_of_ranks(world_size, work, group=group or ThreadGroup(world_size), view_of=view_of)
     for each in outcomes:
         if isinstance(each, BaseException):
             raise each
@@ -287,7 +287,7 @@ def test_ranks_agree_again_after_a_board_that_failed_at_any_call(
     with pytest.MonkeyPatch.context() as patch:
         # As if steps were slow: many announcements, and not one for all steps.
         patch.setattr(plan, "AHEAD_CALLS_MAX", 6)
-        first_saved, *others = played(world_size, policy, part, board_of=view)
+        first_saved, *others = played(world_size, policy, part, view_of=view)
     assert faults.met
     assert all(each == first_saved for each in others), (seed, first_saved, others)
     assert {187, 204, 221, 238, 255} <= set(first_saved)  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ class World:
         def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
             return self.boards[rank](key_value_store) if rank in self.boards else key_value_store
 
-        outcomes = outcomes_of_ranks(self.size, work, group=ThreadGroup(self.size), board_of=view)
+        outcomes = outcomes_of_ranks(self.size, work, group=ThreadGroup(self.size), view_of=view)
         for each in outcomes:
             if isinstance(each, BaseException) and not isinstance(each, Preempted):
                 raise each

@@ -148,7 +148,7 @@ def test_any_sequence_of_layouts_is_saved_as_it_is(seed: int) -> None:
     def part(rank: int, run: CheckpointManager) -> object:
         planned = []
         for step, state in enumerate(states()):
-            own = {name: each for name, each in state.items() if each.names_on(rank)}
+            own = {name: each for name, each in state.items() if each.is_on(rank)}
             planned.append(report_of(run, step, own).planned)
             require_loaded(run, step, own)
         return planned
