@@ -245,7 +245,7 @@ def test_a_name_tied_to_nothing_is_corrupt() -> None:
 def test_two_index_files_that_list_one_tensor_are_corrupt() -> None:
     data = encode_index(small_index())
     twice = replace(manifest(), indexes=manifest().indexes * 2)
-    with pytest.raises(CorruptError, match="repeats"):
+    with pytest.raises(CorruptError, match="two index files list one tensor"):
         index_from(twice, [data, data], "here/")
     with pytest.raises(CorruptError, match="no index"):
         index_from(replace(manifest(), indexes=()), [], "here/")

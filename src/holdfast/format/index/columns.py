@@ -1,4 +1,4 @@
-"""Whole numbers packed in columns, each in the narrowest width that holds its largest."""
+"""Columns of whole numbers, each stored in the narrowest width that holds its largest number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ assert sys.byteorder == "little", "columns are stored little-endian and read wit
 
 
 def encode_column(numbers: ArrayLike) -> tuple[int, bytes]:
-    """Return a column as its width in bytes and its little-endian bytes.
+    """Return a column as (width in bytes, little-endian bytes).
 
     Args:
         numbers: Whole numbers from 0 to 2**63 - 1; shape (count,).
@@ -34,50 +34,53 @@ def decode_column(column: tuple[int, bytes], where: str, count: int | None = Non
     """Return the numbers of a column, shape (count,).
 
     Raises:
-        CorruptError: The width is none of ours, the length does not fit, or a number exceeds 2**63 - 1.
+        CorruptError: The width is not 1, 2, 4 or 8, the length does not fit, or a number exceeds 2**63 - 1.
     """
     width, data = column
     if width not in (1, 2, 4, 8) or len(data) % width or (count is not None and len(data) != count * width):
-        raise CorruptError(f"{where}: a column of {len(data)} bytes, width {width}; expected {count} numbers")
+        raise CorruptError(
+            f"{where}: a column of {len(data)} bytes, width {width}; expected {count} numbers. Read another copy"
+        )
     numbers = np.frombuffer(data, dtype=f"<u{width}")
     if width == 8 and numbers.size and int(numbers.max()) > np.iinfo(np.int64).max:
-        raise CorruptError(f"{where}: a number of {int(numbers.max())}; expected at most 2**63 - 1")
+        raise CorruptError(f"{where}: a number of {int(numbers.max())}; expected at most 2**63 - 1. Read another copy")
     return numbers.astype(np.int64)
 
 
 def run_starts(counts: Ints) -> Ints:
-    """Return where each of several runs begins that lie one after the other, and where the last one ends."""
-    found = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=found[1:])
-    return found
+    """Return the start of each of several consecutive runs, and the end of the last; shape (runs + 1,)."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 def positions(first: Ints, numbers: Ints) -> Ints:
-    """Return every position of the runs chosen, run after run.
+    """Return every position of the chosen runs, run after run.
 
     Args:
-        first: Where each run begins, and where the last one ends.
-        numbers: Which runs, in any order.
+        first: The start of each run, and the end of the last, as `run_starts` returns.
+        numbers: Numbers of the chosen runs, in any order.
     """
     begin = first[numbers]
     counts = first[numbers + 1] - begin
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    found: Ints = np.repeat(begin - (ends - counts), counts)
-    found += np.arange(total)  # In place: there may be tens of millions.
-    return found
+    result: Ints = np.repeat(begin - (ends - counts), counts)
+    result += np.arange(total)  # In place: there may be tens of millions.
+    return result
 
 
 def products(counts: Ints, factors: NDArray[Number]) -> NDArray[Number]:
-    """Return the product of each of several runs that lie one after the other; 1 of an empty one.
+    """Return the product of each of several consecutive runs of factors; 1 for an empty run.
 
     Args:
-        counts: Factors of each run.
-        factors: Those of all runs.
+        counts: Number of factors of each run.
+        factors: The factors of all runs, run after run.
     """
     first = run_starts(counts)
-    found = np.ones(len(counts), dtype=factors.dtype)
-    for place in range(int(counts.max()) if len(counts) else 0):
-        longer = np.flatnonzero(counts > place)
-        found[longer] *= factors[first[longer] + place]
-    return found
+    result = np.ones(len(counts), dtype=factors.dtype)
+    # One pass per factor position, over all runs that are long enough: runs are shapes, so there are few passes.
+    for position in range(int(counts.max()) if len(counts) else 0):
+        longer = np.flatnonzero(counts > position)
+        result[longer] *= factors[first[longer] + position]
+    return result

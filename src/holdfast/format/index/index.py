@@ -1,7 +1,7 @@
-"""The index: which tensors there are, which pieces they are stored as, what each chunk hashes to.
+"""The index of a checkpoint: its tensors, the pieces that store them, and the digest of each chunk.
 
-Columnar on storage and in memory, one packed array per field. Chunk offsets follow from the piece, so a chunk costs
-its digest alone, and a piece becomes a Python value only when somebody asks for it.
+It is columnar on storage and in memory: one array per field. Chunk offsets follow from the piece, so a chunk costs
+its digest alone. A piece becomes a Python value only on request, because there may be millions.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.plan import Piece
 
 _FEW = 8
-"""Pieces of a tensor that are sooner asked one by one than put in order."""
+"""Up to this many pieces of a tensor, testing each is faster than sorting them."""
 
 _MADE_AT_ONCE_MAX = 1 << 18
-"""Pieces of an index of small tensors that become values all at once when the first is asked for, which is faster."""
+"""Up to this many pieces, an index of small tensors makes all values at the first request, which is faster."""
 
 _JOINED_AT_ONCE = 256
-"""Indexes of which the pieces are moved together while more are added: freed one by one, small columns leave holes that
-no large one fits into."""
+"""Indexes whose columns are joined early, while more are added. Thousands of small columns, freed one by one at the
+end, would fragment the memory that the joined columns need."""
 
 
 class Index:
-    """Tensors and pieces, by tensor and by where they start in it, with lookup by FQN."""
+    """Tensors, and their pieces in order of tensor and start, with lookup by FQN, box and pack."""
 
     def __init__(self, chunk_bytes: int, table: TensorTable, packs: Sequence[str], pieces: PieceColumns) -> None:
-        """Hold columns that have been checked.
+        """Take checked columns.
 
         Args:
             chunk_bytes: Bytes of every chunk but the last of a piece.
             table: The tensors.
             packs: Names of packs, by number.
-            pieces: Pieces, by tensor.
+            pieces: Pieces, in order of tensor and start.
         """
         self.chunk_bytes, self.table, self.packs, self.pieces = chunk_bytes, table, packs, pieces
         self._pieces_of: dict[str, list[Piece]] = {}
@@ -57,20 +57,20 @@ class Index:
 
     def pieces_of(self, fqn: str) -> Sequence[Piece]:
         """Return the stored pieces of a tensor."""
-        found = self._pieces_of.get(fqn)
-        if found is not None or fqn not in self.table.specs:
-            return found or ()
+        known = self._pieces_of.get(fqn)
+        if known is not None or fqn not in self.table.specs:
+            return known or ()
         if self.pieces.count > min(_MADE_AT_ONCE_MAX, _FEW * self.table.count):
-            made = self._pieces_of[fqn] = self._made(self.pieces.between(*self._run_of(fqn)))
-            return made
-        pieces, first = self._made(self.pieces), self._first.tolist()
+            pieces = self._pieces_of[fqn] = self._values(self.pieces.between(*self._run_of(fqn)))
+            return pieces
+        pieces, first = self._values(self.pieces), self._first.tolist()
         self._pieces_of = {
-            each: pieces[begin:end] for each, begin, end in zip(self.table.fqns, first, first[1:], strict=False)
+            name: pieces[start:stop] for name, start, stop in zip(self.table.fqns, first, first[1:], strict=False)
         }
         return self._pieces_of[fqn]
 
     def pieces_near(self, fqn: str, box: Box) -> Sequence[Piece]:
-        """Return pieces of a tensor among which are all that share an element with a box, each once."""
+        """Return every piece of a tensor that overlaps a box, each once; others may be among them."""
         if fqn not in self.table.specs:
             return ()
         if fqn in self._pieces_of and len(self._pieces_of[fqn]) <= _FEW:
@@ -82,7 +82,7 @@ class Index:
         if nearby is None:
             nearby = PieceIntervals(self.pieces.between(first, stop), self.table.specs[fqn].global_shape)
             self._nearby[fqn] = nearby
-        return self._made(self.pieces.taken(first + nearby.near(box)))
+        return self._values(self.pieces.taken(first + nearby.near(box)))
 
     def all_pieces(self) -> Iterator[Piece]:
         """Yield every piece, by FQN."""
@@ -90,23 +90,23 @@ class Index:
             yield from self.pieces_of(fqn)
 
     def pieces_in(self, pack: str) -> list[Piece]:
-        """Return the pieces that lie in a pack, by offset."""
+        """Return the pieces in a pack, by offset."""
         number = self._pack_numbers.get(pack)
         if number is None:
             return []
         order, first = self._by_pack
-        return self._made(self.pieces.taken(order[first[number] : first[number + 1]]))
+        return self._values(self.pieces.taken(order[first[number] : first[number + 1]]))
 
     @cached_property
     def bytes_by_pack(self) -> Mapping[str, int]:
-        """Bytes of the pieces in each pack, by its name; bytes that two pieces share count twice."""
-        found = np.zeros(len(self.packs), dtype=np.int64)
-        np.add.at(found, self.pieces.packs, self.pieces.bytes)
-        return dict(zip(self.packs, found.tolist(), strict=True))
+        """Bytes of the pieces in each pack, by pack name; bytes that two pieces share count twice."""
+        totals = np.zeros(len(self.packs), dtype=np.int64)
+        np.add.at(totals, self.pieces.packs, self.pieces.bytes)
+        return dict(zip(self.packs, totals.tolist(), strict=True))
 
     @cached_property
     def _first(self) -> Ints:
-        """For each tensor, and one past the last: number of its first piece."""
+        """Number of the first piece of each tensor, and one past the last piece; shape (tensors + 1,)."""
         return np.searchsorted(self.pieces.tensors, np.arange(self.table.count + 1))
 
     @cached_property
@@ -115,7 +115,7 @@ class Index:
 
     @cached_property
     def _by_pack(self) -> tuple[Ints, Ints]:
-        """The numbers of all pieces by pack and offset, and where each pack begins among them."""
+        """The numbers of all pieces by pack and offset, and the start of each pack among them."""
         order = np.lexsort((self.pieces.bytes, self.pieces.offsets, self.pieces.packs))
         return order, np.searchsorted(self.pieces.packs[order], np.arange(len(self.packs) + 1))
 
@@ -127,11 +127,11 @@ class Index:
         number = self.table.numbers[fqn]
         return int(self._first[number]), int(self._first[number + 1])
 
-    def _made(self, pieces: PieceColumns) -> list[Piece]:
-        """Return pieces as values."""
+    def _values(self, pieces: PieceColumns) -> list[Piece]:
+        """Return pieces as Python values."""
         specs, packs, digests = self._specs, self.packs, bytes(pieces.digests)
         starts, stops = pieces.starts.tolist(), pieces.stops.tolist()
-        made = []
+        values = []
         at = digest_at = 0
         for number, pack, offset, flat, width, chunks in zip(
             pieces.tensors.tolist(),
@@ -152,12 +152,12 @@ class Index:
             else:
                 region = Box(start, stop)
             digest_stop = digest_at + DIGEST_BYTES * chunks
-            made.append(Piece(tensor, region, packs[pack], offset, digests[digest_at:digest_stop], self.chunk_bytes))
+            values.append(Piece(tensor, region, packs[pack], offset, digests[digest_at:digest_stop], self.chunk_bytes))
             digest_at = digest_stop
-        return made
+        return values
 
     def __eq__(self, other: object) -> bool:
-        """Return whether another index lists the same."""
+        """Return whether another index has equal tensors and pieces."""
         if not isinstance(other, Index):
             return NotImplemented
         return (
@@ -170,14 +170,14 @@ class Index:
 
 
 class IndexMerger:
-    """Indexes on their way to becoming one."""
+    """Merges indexes: `add` each, then `merged`."""
 
     def __init__(self, chunk_bytes: int, table: TensorTable | None = None) -> None:
-        """Begin with no piece.
+        """Begin with no pieces.
 
         Args:
-            chunk_bytes: What all of them must cut chunks to.
-            table: Tensors to be listed whether or not a piece of them is.
+            chunk_bytes: The chunk size that every index must have.
+            table: Tensors to list even without a piece.
         """
         self._chunk_bytes = chunk_bytes
         self._tensors: dict[str, TensorSpec] = {}
@@ -190,13 +190,16 @@ class IndexMerger:
             self._number(table, "")
 
     def add(self, index: Index, where: str) -> None:
-        """Add everything an index lists.
+        """Add the tensors and pieces of an index.
 
         Raises:
-            InvalidError: It cuts chunks differently, or describes a tensor differently than another.
+            InvalidError: It has another chunk size, or another dtype or shape of a tensor.
         """
         if index.chunk_bytes != self._chunk_bytes:
-            raise InvalidError(f"{where}: chunk_bytes={index.chunk_bytes}; expected {self._chunk_bytes} as elsewhere")
+            raise InvalidError(
+                f"{where}: chunk_bytes={index.chunk_bytes}; expected {self._chunk_bytes}, as on other "
+                "ranks. Use one chunk size on all ranks"
+            )
         numbers = self._number(index.table, where)
         packs = [self._packs.setdefault(name, len(self._packs)) for name in index.packs]
         pieces = index.pieces
@@ -208,30 +211,30 @@ class IndexMerger:
             self._parts.clear()
 
     def _number(self, table: TensorTable, where: str) -> Ints:
-        """Return the number here of each tensor of a table; thousands of ranks share a few tables."""
+        """Return the merged number of each tensor of a table; cached, because thousands of ranks share few tables."""
         known = self._tables.get(id(table))
         if known is None:
             if not self._tables:
-                # As they are: until another table comes, nothing need be looked up.
+                # The first table keeps its numbers, so a job with one table never looks up a name.
                 numbers = np.arange(table.count)
             else:
-                self._look_up_first()
+                self._register_first()
                 for tensor in table.specs.values():
                     register_tensor(self._tensors, tensor, where)
-                found = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.fqns]
-                numbers = np.array(found, dtype=np.int64)
+                merged_numbers = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.fqns]
+                numbers = np.array(merged_numbers, dtype=np.int64)
             known = self._tables[id(table)] = table, numbers
         return known[1]
 
-    def _look_up_first(self) -> None:
-        """Know the tensors of the first table, if they are not known yet."""
+    def _register_first(self) -> None:
+        """Register the tensors of the first table when a second table comes."""
         if len(self._tables) == 1:
             ((first, _),) = self._tables.values()
             self._tensors.update(first.specs)
             self._numbers.update(first.numbers)
 
     def merged(self) -> Index:
-        """Return all as one; nothing can be added any more."""
+        """Return the merged index. Nothing can be added afterwards."""
         if len(self._tables) == 1:
             ((whole, number_of),) = self._tables.values()
         else:
@@ -241,27 +244,27 @@ class IndexMerger:
         self._blocks.clear()
         self._parts.clear()
         pieces = joined(parts)
-        parts.clear()  # Millions of pieces twice are enough.
+        parts.clear()  # Free the unmerged columns before the next copy: there may be millions of pieces.
         pieces = replace(pieces, tensors=number_of[pieces.tensors])
         return Index(self._chunk_bytes, whole, list(self._packs), in_order(pieces))
 
 
 def in_order(pieces: PieceColumns) -> PieceColumns:
-    """Return pieces by tensor and by where they start in it."""
+    """Return pieces in order of tensor and start."""
     order = pieces.order()
     return pieces if bool((order[1:] > order[:-1]).all()) else pieces.taken(order)
 
 
 def register_tensor(tensors: dict[str, TensorSpec], tensor: TensorSpec, where: str) -> None:
-    """Note a tensor.
+    """Add a tensor to `tensors`.
 
     Raises:
-        InvalidError: It is known with another dtype or shape.
+        InvalidError: It is registered with another dtype or shape.
     """
     known = tensors.setdefault(tensor.fqn, tensor)
-    # Not as wholes: the one plan of many saves holds other values than each of these, a hundred thousand perhaps.
+    # Compare two fields, not the objects: cached plans hold equal but distinct specs, and there may be 100,000.
     if known is not tensor and (known.dtype != tensor.dtype or known.global_shape != tensor.global_shape):
         raise InvalidError(
             f"{where}: {tensor.fqn} is {tensor.dtype} {list(tensor.global_shape)} here and "
-            f"{known.dtype} {list(known.global_shape)} on another rank; expected one tensor"
+            f"{known.dtype} {list(known.global_shape)} on another rank. Rename one of them"
         )

@@ -1,4 +1,4 @@
-"""Pieces listed one by one, as they are written, until they make an index."""
+"""Builds an index from pieces that are added as they are written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from holdfast.types.plan import PackPlan
 
 
 class IndexBuilder:
-    """What a rank wrote."""
+    """Collects the pieces that a rank wrote."""
 
     def __init__(self, chunk_bytes: int, tensors: Iterable[TensorSpec] = ()) -> None:
-        """Begin with no piece.
+        """Begin with no pieces.
 
         Args:
             chunk_bytes: Bytes of every chunk but the last of a piece.
-            tensors: Tensors to be listed whether or not a piece of them is.
+            tensors: Tensors to list even without a piece.
         """
         self._chunk_bytes = chunk_bytes
         self._tensors = {tensor.fqn: tensor for tensor in tensors}
@@ -41,7 +41,7 @@ class IndexBuilder:
         """Add one piece.
 
         Raises:
-            InvalidError: The tensor is known with another dtype or shape.
+            InvalidError: The tensor was added with another dtype or shape.
         """
         register_tensor(self._tensors, tensor, pack)
         self._fqns.append(tensor.fqn)
@@ -52,12 +52,12 @@ class IndexBuilder:
         self._digests.append(digests)
 
     def add_pack(self, pack: PackPlan, header_bytes: int, digests: Sequence[bytes]) -> None:
-        """Add every piece of a pack that was written.
+        """Add every piece of a written pack.
 
         Args:
             pack: The pack.
             header_bytes: Bytes before its data.
-            digests: Of each piece, those of its chunks.
+            digests: For each piece, the digests of its chunks, 16 bytes each.
         """
         items = pack.items
         assert len(items) == len(digests), f"{len(digests)} digests of {len(items)} pieces"
@@ -72,7 +72,7 @@ class IndexBuilder:
         self._digests += digests
 
     def index(self) -> Index:
-        """Return what is listed by now."""
+        """Return the index of all pieces added so far."""
         table = TensorTable.of(self._tensors.values())
         flat = [isinstance(region, FlatRange) for region in self._regions]
         starts, stops = zip(*map(corners, self._regions), strict=True) if self._regions else ((), ())

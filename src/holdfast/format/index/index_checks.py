@@ -1,4 +1,4 @@
-"""An index checked against its manifest: totals, places in packs, and which tensors a short pack cuts."""
+"""Checks of an index against its manifest: totals, offsets in packs, and the tensors that a short pack damages."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from holdfast.types.manifest import Manifest
 
 
 def index_from(manifest: Manifest, files: list[bytes], where: str, overview: Overview | None = None) -> Index:
-    """Return the index of a checkpoint from the content of its index files, checked against the manifest.
+    """Return the index of a checkpoint from its index files, checked against the manifest.
 
     Args:
         manifest: The commit record.
-        files: The index files it names.
+        files: Content of the index files that it names.
         where: Folder of the checkpoint, for messages.
-        overview: What it says of them, if it names one.
+        overview: The overview of the files, if the manifest names one.
     Raises:
-        CorruptError: A file is not an index, two files list one tensor, or a piece lies outside its pack.
+        CorruptError: A file is not an index, two files list one tensor, or a piece is outside its pack.
     """
     indexes = [
         decode_index(data, f"{where}{manifest.attempt}/{record.name}")
         for data, record in zip(files, manifest.indexes, strict=True)
     ]
     if not indexes:
-        raise CorruptError(f"{where}: the manifest names no index")
-    index = indexes[0]
+        raise CorruptError(f"{where}: the manifest names no index. Read another copy")
     if overview is not None:
-        for number, (each, record) in enumerate(zip(indexes, manifest.indexes, strict=True)):
-            overview.require_within(number, each, f"{where}{manifest.attempt}/{record.name}")
+        for number, (index, record) in enumerate(zip(indexes, manifest.indexes, strict=True)):
+            overview.require_within(number, index, f"{where}{manifest.attempt}/{record.name}")
         index = _merged(indexes, overview.table, f"{where}{manifest.attempt}")
     elif len(indexes) > 1:
-        listed = [fqn for each in indexes for fqn in each.tensors]
+        listed = [fqn for index in indexes for fqn in index.tensors]
         if len(set(listed)) < len(listed):
-            raise CorruptError(f"{where}{manifest.attempt}: two index files list one tensor: one repeats the other")
+            raise CorruptError(f"{where}{manifest.attempt}: two index files list one tensor. Read another copy")
         index = _merged(indexes, None, f"{where}{manifest.attempt}")
+    else:
+        index = indexes[0]
     require_places(index, manifest, where)
     _require_totals(index.table, manifest, where)
     return index
@@ -51,15 +52,16 @@ def overview_from(manifest: Manifest, data: bytes, where: str) -> Overview:
     """Return the overview of a checkpoint from its file, checked against the manifest.
 
     Raises:
-        CorruptError: It is not an overview, or claims more than the packs can hold.
+        CorruptError: The file is not an overview, or claims more bytes than the packs hold.
     """
     overview = decode_overview(data, len(manifest.indexes), f"{where}{manifest.attempt}/{OVERVIEW_FILE}")
     _require_totals(overview.table, manifest, where)
     pack_bytes = sum(pack.bytes for pack in manifest.packs)
-    # Who reads little of the index must not be made to allocate what the rest of it would have to hold.
+    # Only a whole index proves the shapes. A reader of one part must not allocate memory for a false shape.
     if manifest.tensor_bytes > pack_bytes:
         raise CorruptError(
-            f"{where}{MANIFEST_FILE}: {manifest.tensor_bytes} bytes of tensors in packs of {pack_bytes}; expected room"
+            f"{where}{MANIFEST_FILE}: {manifest.tensor_bytes} bytes of tensors in packs of {pack_bytes} bytes. Read "
+            "another copy"
         )
     return overview
 
@@ -67,22 +69,22 @@ def overview_from(manifest: Manifest, data: bytes, where: str) -> Overview:
 def _merged(indexes: Sequence[Index], table: TensorTable | None, where: str) -> Index:
     merging = IndexMerger(indexes[0].chunk_bytes, table)
     try:
-        for each in indexes:
-            merging.add(each, where)
+        for index in indexes:
+            merging.add(index, where)
     except InvalidError as error:
         raise CorruptError(str(error)) from error
     return merging.merged()
 
 
 def require_places(index: Index, manifest: Manifest, where: str) -> None:
-    """Refuse pieces beyond the end of their packs, and two that share a byte of a pack that Holdfast wrote.
+    """Refuse pieces beyond the end of their packs, and pieces that share a byte of a pack that Holdfast wrote.
 
     Raises:
-        CorruptError: Names the first.
+        CorruptError: The message names the first such piece.
     """
     pieces = index.pieces
     known = {pack.name: pack.bytes for pack in manifest.packs}
-    # What no pack holds is beyond the end of every pack.
+    # A pack that the manifest does not name gets size -1, so that every piece in it is beyond its end.
     ends = np.array([min(known.get(name, -1), np.iinfo(np.int64).max) for name in index.packs], dtype=np.int64)
     room = ends[pieces.packs] - pieces.bytes
     beyond = pieces.offsets > room
@@ -93,25 +95,29 @@ def require_places(index: Index, manifest: Manifest, where: str) -> None:
         start = int(pieces.offsets[at])
         raise CorruptError(
             f"{where}{manifest.attempt}/{pack}: {fqn} at bytes {start}–{start + int(pieces.bytes[at])}; "
-            f"the manifest gives the pack {known.get(pack)} bytes"
+            f"expected it within the {known.get(pack)} bytes of the pack. Read another copy"
         )
     filled = np.flatnonzero(pieces.bytes)
     order = filled[np.lexsort((pieces.offsets[filled], pieces.packs[filled]))]
     stops = pieces.offsets[order] + pieces.bytes[order]
-    # Files of another system may hold tied tensors once.
+    # Referenced files of other systems may store tied tensors once, so pieces may share bytes there.
     is_ours = np.array([not is_file_url(name) for name in index.packs], dtype=bool)[pieces.packs[order]]
     same_pack = pieces.packs[order][1:] == pieces.packs[order][:-1]
     shared = is_ours[1:] & same_pack & (pieces.offsets[order][1:] < stops[:-1])
     if shared.any():
         at = int(order[1:][int(shared.argmax())])
         name, byte = index.packs[int(pieces.packs[at])], int(pieces.offsets[at])
-        raise CorruptError(f"{where}{manifest.attempt}/{name}: two pieces hold byte {byte}; expected one")
+        raise CorruptError(
+            f"{where}{manifest.attempt}/{name}: two pieces hold byte {byte}; expected one. Read another copy"
+        )
 
 
 def _require_totals(table: TensorTable, manifest: Manifest, where: str) -> None:
     for alias, fqn in manifest.aliases.items():
         if fqn not in table.numbers or alias in table.numbers:
-            raise CorruptError(f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor")
+            raise CorruptError(
+                f"{where}{MANIFEST_FILE}: {alias} is tied to {fqn}; expected a stored tensor. Read another copy"
+            )
     if (table.count, table.bytes) != (manifest.tensors, manifest.tensor_bytes):
         raise CorruptError(
             f"{where}{manifest.attempt}: {table.count} tensors of {table.bytes} bytes in the index; "
@@ -120,11 +126,16 @@ def _require_totals(table: TensorTable, manifest: Manifest, where: str) -> None:
 
 
 def cut_short(index: Index, short: Mapping[str, tuple[int, CheckpointError]]) -> dict[str, CheckpointError]:
-    """Return what to say of each tensor of which a piece lies where a short pack has ended, by FQN."""
+    """Return the error of each tensor with a piece beyond the end of a short pack, by FQN.
+
+    Args:
+        index: The index.
+        short: Readable bytes and error of each short pack, by name.
+    """
     pieces, packs, names = index.pieces, index.packs, list(index.tensors)
     cut = np.array([name in short for name in packs], dtype=bool)
     ends = np.array([short[name][0] if name in short else 0 for name in packs], dtype=np.int64)
     beyond = np.flatnonzero(cut[pieces.packs] & (pieces.offsets > ends[pieces.packs] - pieces.bytes))
     tensors, first = np.unique(pieces.tensors[beyond], return_index=True)
-    said = zip(tensors.tolist(), pieces.packs[beyond[first]].tolist(), strict=True)
-    return {names[tensor]: short[packs[pack]][1] for tensor, pack in said}
+    first_packs = zip(tensors.tolist(), pieces.packs[beyond[first]].tolist(), strict=True)
+    return {names[tensor]: short[packs[pack]][1] for tensor, pack in first_packs}

@@ -1,4 +1,4 @@
-"""An index as it lies in a file: encoded, and decoded with every number of it checked."""
+"""Encode and decode an index file. Decoding checks every number."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _BOX, _FLAT = 0, 1
 """Kinds of pieces in the column `piece_kinds`."""
 
 _OWN, _FILE, _STEP = "own", "file", "step"
-"""Kinds of packs: written by this checkpoint's attempt, a file that another system wrote, or a pack of another step."""
+"""Kinds of packs: written by this attempt, a file that another system wrote, or a pack of another step."""
 
 _CHUNK_BYTES_MAX = 4 * MIB
-"""What one digest may vouch for; also what bounds the tensors that a small index can claim."""
+"""Largest chunk of one digest. It bounds the tensor bytes that a small index can claim."""
 
 INDEX_BYTES_MAX = 1 << 30
-"""An index file or part larger than this is taken for damage, not read."""
+"""Readers refuse a larger index file or part as damaged, without reading it."""
 
 
 class IndexDocument(TensorsDocument):
-    """The index as it lies in a file: some columns go by tensor, `piece_*` by piece, ordered by tensor."""
+    """An index file. Columns `piece_*` have one entry for each piece, in order of tensor."""
 
     packs: list[tuple[str, str]]
     piece_tensors: Column
@@ -41,7 +41,7 @@ class IndexDocument(TensorsDocument):
 
 
 def document_of(index: Index) -> IndexDocument:
-    """Return an index as it is stored."""
+    """Return the document of an index."""
     pieces = index.pieces
     used, packs = np.unique(pieces.packs, return_inverse=True)
     by_name = sorted(range(len(used)), key=lambda number: index.packs[int(used[number])])
@@ -76,43 +76,44 @@ def _is_known(kind: str, name: str) -> bool:
 def index_of(
     document: IndexDocument, where: str, tables: TensorTables | None = None, *, unhashed: bool = False
 ) -> Index:
-    """Return a stored index, every number of it checked.
+    """Return the index of a document, every number checked.
 
     Args:
-        document: The index as it is stored.
-        where: What it is, for messages.
-        tables: Tables of tensors that were decoded before.
-        unhashed: Whether it is one of another system's files, as they lie: without digests, and of any names.
+        document: The document.
+        where: The file, for messages.
+        tables: Tensor tables that were decoded before.
+        unhashed: Whether it indexes another system's files: without digests, with any file names.
     Raises:
-        CorruptError: A count, name, shape or range is impossible; the message says which.
+        CorruptError: A count, name, shape or range is impossible; the message names it.
     """
     if not PAGE_BYTES <= document.chunk_bytes <= _CHUNK_BYTES_MAX or document.chunk_bytes % PAGE_BYTES:
         expected = f"a multiple of {PAGE_BYTES}, at most {_CHUNK_BYTES_MAX}"
-        raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}")
+        raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}. Read another copy")
     table = decode_tensors(document, where) if tables is None else tables.of(document, where)
-    for origin, name in document.packs:
-        if not (unhashed and origin == _FILE) and not _is_known(origin, name):
+    for kind, name in document.packs:
+        if not (unhashed and kind == _FILE) and not _is_known(kind, name):
             raise CorruptError(
-                f"{where}: pack {name[:200]!r} of kind {origin[:80]!r}; expected a pack of this checkpoint or of "
-                "another step, or the URL of a file"
+                f"{where}: pack {name[:200]!r} of kind {kind[:80]!r}; expected a pack of this checkpoint or of "
+                "another step, or the URL of a file. Read another copy"
             )
     if len({name for _, name in document.packs}) < len(document.packs):
-        # Under two numbers, pieces of one pack would not be seen to share bytes.
-        raise CorruptError(f"{where}: a pack is listed twice; expected each once")
+        # With two numbers for one pack, the check for pieces that share bytes would miss some.
+        raise CorruptError(f"{where}: a pack is listed twice; expected each once. Read another copy")
     tensors = decode_column(document.piece_tensors, where)
     count = len(tensors)
     packs = decode_column(document.piece_packs, where, count)
     offsets = decode_column(document.piece_offsets, where, count)
     if count and (int(tensors.max()) >= table.count or int(packs.max()) >= len(document.packs)):
-        raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed")
+        raise CorruptError(f"{where}: a piece names a tensor or pack that is not listed. Read another copy")
     if (tensors[1:] < tensors[:-1]).any():
-        raise CorruptError(f"{where}: pieces are not in the order of their tensors")
+        raise CorruptError(f"{where}: pieces are not in the order of their tensors. Read another copy")
     flat = np.zeros(count, dtype=bool)
     if document.piece_kinds is not None:
         kinds = decode_column(document.piece_kinds, where, count)
         if count and int(kinds.max()) > _FLAT:
             raise CorruptError(
-                f"{where}: a piece of kind {int(kinds.max())}; expected {_BOX} (box) or {_FLAT} (flat range)"
+                f"{where}: a piece of kind {int(kinds.max())}; expected {_BOX} (box) or {_FLAT} (flat range). Read "
+                "another copy"
             )
         flat = kinds == _FLAT
     widths = np.where(flat, 1, table.ndims[tensors])
@@ -131,10 +132,10 @@ def index_of(
 def _require_inside(
     table: TensorTable, tensors: Ints, flat: Bools, widths: Ints, starts: Ints, stops: Ints, where: str
 ) -> None:
-    """Refuse pieces that do not lie inside their tensors.
+    """Refuse pieces that are not inside their tensors.
 
     Raises:
-        CorruptError: Names the first.
+        CorruptError: The message names the first such piece.
     """
     outside = (starts > stops) | (stops > bounds_of(table, tensors, flat, widths))
     if outside.any():
@@ -142,23 +143,23 @@ def _require_inside(
         spec = table.specs[table.fqns[int(np.repeat(tensors, widths)[at])]]
         raise CorruptError(
             f"{where}: {spec.fqn}: a piece from {int(starts[at])} to {int(stops[at])}; expected it inside "
-            f"{spec.global_shape}"
+            f"{spec.global_shape}. Read another copy"
         )
 
 
 def _require_digests(table: TensorTable, tensors: Ints, chunks: Ints, digest_bytes: int, where: str) -> None:
-    """Refuse pieces of other chunks than there are digests.
+    """Refuse digests that are fewer or more than the chunks of all pieces.
 
     Raises:
-        CorruptError: There are too few, or too many.
+        CorruptError: There are too few or too many digests.
     """
-    # No single piece first, so that the sum over all cannot wrap around.
+    # Check the largest piece alone first: then the sum over all pieces cannot wrap around.
     if len(chunks) and int(chunks.max()) * DIGEST_BYTES > digest_bytes:
         fqn = table.fqns[int(tensors[int(chunks.argmax())])]
-        raise CorruptError(f"{where}: {fqn}: digests end before the pieces do")
+        raise CorruptError(f"{where}: {fqn}: digests end before the pieces do. Read another copy")
     expected = int(chunks.sum()) * DIGEST_BYTES
     if expected != digest_bytes:
-        raise CorruptError(f"{where}: {digest_bytes} bytes of digests; expected {expected}")
+        raise CorruptError(f"{where}: {digest_bytes} bytes of digests; expected {expected}. Read another copy")
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -171,16 +172,16 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, where: str) -> Index:
-    """Return the index that a file holds.
+    """Return the index in a file.
 
     Raises:
-        CorruptError: It is not an index, or not a possible one.
+        CorruptError: The file is not an index, or has an impossible value.
     """
     return index_of(_document_in(data, where), where)
 
 
 def decode_unhashed(data: bytes, where: str) -> Index:
-    """Return the index of another system's files that `encode_index` wrote down; errors as `decode_index`."""
+    """Return an index of another system's files, which has no digests; errors as `decode_index`."""
     return index_of(_document_in(data, where), where, unhashed=True)
 
 
@@ -188,4 +189,4 @@ def _document_in(data: bytes, where: str) -> IndexDocument:
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{where}: not an index of format 1 ({error})") from error
+        raise CorruptError(f"{where}: not an index of format 1: {error}. Read another copy") from error

@@ -1,7 +1,7 @@
-"""The overview of a large index: every tensor, and which index file holds the pieces of which rows.
+"""The overview of a large index: every tensor, and which index file lists the pieces of which rows.
 
-An index file holds a band of rows of a run of tensors. So a rank that wants a few rows of many tensors, or many rows
-of a few, reads little of the index; what no layout asks for together is not kept together.
+An index file covers a run of tensors and a band of their rows. So a rank that wants a few rows of many tensors, or
+many rows of a few tensors, reads a small part of the index.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from holdfast.geometry.box import Box
 from holdfast.settings import PAGE_BYTES
 
 BANDS_MAX = 128
-"""Bands that a writer cuts the rows of tensors into: a rank of a large job wants one or two of them."""
+"""Most bands that a writer cuts rows into. With 128, a rank of a large job needs one or two of them."""
 
 _BANDS_READ_MAX = 4096
-"""Bands that a reader believes."""
+"""Most bands that a reader accepts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overview:
-    """All tensors of a checkpoint, and what each index file covers."""
+    """All tensors of a checkpoint, and the span of each index file."""
 
     chunk_bytes: int
     """Bytes of every chunk but the last of a piece."""
@@ -38,14 +38,14 @@ class Overview:
     """Every tensor."""
 
     bands: int
-    """Into how many bands rows are cut."""
+    """Number of bands that the rows of each tensor are cut into."""
 
     spans: Ints
-    """What each index file covers, in the order of the manifest: first tensor and the one past the last, first band of
-    their rows and the one past the last; shape (files, 4)."""
+    """Span of each index file, in the order of the manifest: first tensor, tensor past the last, first band, band past
+    the last; shape (files, 4)."""
 
     def files_for(self, fqn: str, box: Box) -> list[int]:
-        """Return the numbers of the index files that may list a piece which shares an element with a box."""
+        """Return the numbers of the index files that may list a piece that overlaps a box of a tensor."""
         number = self.table.numbers[fqn]
         shape = self.table.specs[fqn].global_shape
         first_band = last_band = self.bands
@@ -57,17 +57,20 @@ class Overview:
         return np.flatnonzero(met).tolist()
 
     def require_within(self, number: int, index: Index, where: str) -> None:
-        """Refuse an index file that lists what it is not said to.
+        """Refuse an index file that lists anything outside its span.
 
         Raises:
-            CorruptError: A tensor is another than here, or a piece lies outside the file's span.
+            CorruptError: A tensor differs from the overview, or a piece is outside the span of the file.
         """
         first_tensor, stop_tensor, first_band, stop_band = self.spans[number].tolist()
         if index.chunk_bytes != self.chunk_bytes:
-            raise CorruptError(f"{where}: chunk_bytes={index.chunk_bytes}; the overview says {self.chunk_bytes}")
+            raise CorruptError(
+                f"{where}: chunk_bytes={index.chunk_bytes}; expected {self.chunk_bytes}, as in the overview. "
+                "Read another copy"
+            )
         for fqn, tensor in index.tensors.items():
             if self.table.specs.get(fqn) != tensor or not first_tensor <= self.table.numbers[fqn] < stop_tensor:
-                raise CorruptError(f"{where}: lists {tensor}; the overview says nothing of that. Read another copy")
+                raise CorruptError(f"{where}: lists {tensor}, which the overview does not list here. Read another copy")
         first, stop = bands_touched(index.pieces, index.table, self.bands)
         outside = (first < first_band) | (stop > stop_band)
         if outside.any():
@@ -78,9 +81,9 @@ class Overview:
 
 
 def bands_touched(pieces: PieceColumns, table: TensorTable, bands: int) -> tuple[Ints, Ints]:
-    """Return the first band of rows that each piece touches, and the one past the last.
+    """Return the first band of rows that each piece touches, and the band past the last.
 
-    What has no rows to cut lies in a band of its own beyond the others, which those who want a few rows never ask for.
+    Tensors with at most one row get the extra band number `bands`, which readers of a few rows never need.
     """
     tensors = pieces.tensors
     deep = table.ndims[tensors] > 0
@@ -99,7 +102,7 @@ def bands_touched(pieces: PieceColumns, table: TensorTable, bands: int) -> tuple
 
 
 def _rows(table: TensorTable) -> Ints:
-    """Return the length of the first dimension of each tensor; 1 where there is none."""
+    """Return the length of the first dimension of each tensor; 1 for a tensor without dimensions."""
     rows = np.ones(len(table.ndims), dtype=np.int64)
     deep = table.ndims > 0
     rows[deep] = table.lengths[table.first_length[:-1][deep]]
@@ -107,19 +110,19 @@ def _rows(table: TensorTable) -> Ints:
 
 
 def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
-    """Return an index as several of about `chunks_max` chunks each, and the overview of them.
+    """Return an index split into several of about `chunks_max` chunks each, and their overview.
 
-    Bands come first: they are what keeps one rank's share of the index small, whether it holds a slice of everything
-    or everything of a slice of the layers.
+    It splits by bands of rows first, then by runs of tensors. Bands keep each rank's share of the index small, both
+    for ranks that hold a slice of every tensor and for ranks that hold whole layers.
 
     Args:
-        index: The whole; it has at least one piece.
-        chunks_max: Chunks of one file, more or less: a band of a run of tensors stays together.
+        index: The whole index; it has at least one piece.
+        chunks_max: Approximate chunks of one file: a band of a run of tensors is never split.
     """
     pieces, table = index.pieces, index.table
     count = table.count
     files = max(int(pieces.first_chunk[-1]) // chunks_max, 1)
-    # More bands than most tensors have pieces would leave most of them empty.
+    # With more bands than pieces per tensor, most bands would be empty.
     bands = 1 << max(min(BANDS_MAX, files, pieces.count // count).bit_length() - 1, 0)
     runs = max(files // bands, 1)
     chunks_before = pieces.first_chunk[np.searchsorted(pieces.tensors, np.arange(count + 1))]
@@ -127,12 +130,12 @@ def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
     first_band, stop_band = bands_touched(pieces, table, bands)
     rows = _rows(table)
     all_bands = -(-rows // np.maximum(-(-rows // bands), 1))
-    # What touches every band of its tensor, and what has none, lies apart: whoever wants a row of it reads it anyway.
-    apart = (first_band == bands) | ((first_band == 0) & (stop_band >= all_bands[pieces.tensors]))
-    # The further a piece reaches, the wider the file it lies in: else it would be read with every band that it is near.
+    # Pieces that touch every band, or have no rows, go to one file of the run: every reader of the tensor needs them.
+    spans_all = (first_band == bands) | ((first_band == 0) & (stop_band >= all_bands[pieces.tensors]))
+    # A piece that spans many bands goes to a file for wide pieces, so that readers of one band skip it.
     level = np.searchsorted(2 << np.arange(bands.bit_length()), stop_band - first_band)
     levels = bands.bit_length()
-    place = np.where(apart, levels * bands, level * bands + (first_band >> level))
+    place = np.where(spans_all, levels * bands, level * bands + (first_band >> level))
     key = run_of[pieces.tensors] * (levels * bands + 1) + place
     order = np.argsort(key, kind="stable")
     by_file = pieces.taken(order)
@@ -175,24 +178,32 @@ def encode_overview(overview: Overview) -> bytes:
 
 
 def decode_overview(data: bytes, files: int, where: str) -> Overview:
-    """Return the overview that a file holds.
+    """Return the overview in a file.
 
     Args:
-        data: The file.
-        files: How many index files the manifest names.
+        data: Content of the file.
+        files: Number of index files that the manifest names.
         where: The file, for messages.
     Raises:
-        CorruptError: It is not an overview, or not a possible one.
+        CorruptError: The file is not an overview, or has an impossible value.
     """
     try:
-        found = _DECODER.decode(data)
+        document = _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{where}: not an overview of format 1 ({error})") from error
-    if found.chunk_bytes < PAGE_BYTES or not 1 <= found.bands <= _BANDS_READ_MAX:
-        raise CorruptError(f"{where}: chunk_bytes={found.chunk_bytes}, bands={found.bands}; expected possible ones")
-    table = decode_tensors(found, where)
-    columns = (found.file_tensors_first, found.file_tensors_stop, found.file_bands_first, found.file_bands_stop)
+        raise CorruptError(f"{where}: not an overview of format 1: {error}. Read another copy") from error
+    if document.chunk_bytes < PAGE_BYTES or not 1 <= document.bands <= _BANDS_READ_MAX:
+        raise CorruptError(
+            f"{where}: chunk_bytes={document.chunk_bytes}, bands={document.bands}; expected at least {PAGE_BYTES} "
+            f"bytes and 1 to {_BANDS_READ_MAX} bands. Read another copy"
+        )
+    table = decode_tensors(document, where)
+    columns = (
+        document.file_tensors_first,
+        document.file_tensors_stop,
+        document.file_bands_first,
+        document.file_bands_stop,
+    )
     spans = np.stack([decode_column(column, where, files) for column in columns], axis=1)
     if (spans[:, 0] > spans[:, 1]).any() or (spans[:, 1] > table.count).any() or (spans[:, 2] > spans[:, 3]).any():
-        raise CorruptError(f"{where}: an index file of a range of tensors or bands that cannot be. Read another copy")
-    return Overview(found.chunk_bytes, table, found.bands, spans)
+        raise CorruptError(f"{where}: an index file has an impossible range of tensors or bands. Read another copy")
+    return Overview(document.chunk_bytes, table, document.bands, spans)

@@ -1,4 +1,4 @@
-"""Pieces as columns: millions of them in as many numbers, a Python value made only of those that are asked for."""
+"""Pieces as columns of numbers: there may be millions, too many for one Python object each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BY_COORDINATE = ("starts", "stops")
 
 @dataclass(frozen=True, eq=False)
 class PieceColumns:
-    """Pieces by number."""
+    """Columns with one entry for each piece, or for each coordinate or chunk of each piece."""
 
     tensors: Ints
-    """Number of the tensor of each."""
+    """Number of its tensor; shape (pieces,)."""
 
     packs: Ints
     """Number of its pack."""
@@ -37,43 +37,43 @@ class PieceColumns:
     """Bytes from the start of the pack."""
 
     flat: Bools
-    """Whether it is a flat range; otherwise a box."""
+    """Whether it is a flat range; otherwise it is a box."""
 
     widths: Ints
-    """Coordinates of each: one for a flat range, for a box one per dimension."""
+    """Number of its coordinates: one for a flat range, one per dimension for a box."""
 
     starts: Ints
-    """First coordinates, one piece after the other."""
+    """First coordinates, piece after piece; shape (sum of widths,)."""
 
     stops: Ints
-    """Coordinates past the last, likewise."""
+    """Coordinates past the last, piece after piece; shape (sum of widths,)."""
 
     bytes: Ints
-    """Size of each."""
+    """Its size."""
 
     chunks: Ints
-    """Count of chunks of each."""
+    """Number of its chunks."""
 
     digests: memoryview
-    """16 bytes per chunk, piece after piece."""
+    """16 bytes for each chunk, piece after piece."""
 
     @cached_property
     def first_coordinate(self) -> Ints:
-        """For each piece, and one past the last: where its coordinates begin."""
+        """Start of each piece's coordinates, and the end of the last; shape (pieces + 1,)."""
         return run_starts(self.widths)
 
     @cached_property
     def first_chunk(self) -> Ints:
-        """For each piece, and one past the last: number of its first chunk."""
+        """Number of each piece's first chunk, and one past the last chunk; shape (pieces + 1,)."""
         return run_starts(self.chunks)
 
     @property
     def count(self) -> int:
-        """How many pieces there are."""
+        """Number of pieces."""
         return len(self.tensors)
 
     def taken(self, numbers: Ints) -> PieceColumns:
-        """Return some of the pieces, in the order given."""
+        """Return the pieces with these numbers, in this order."""
         chunks = positions(self.first_chunk, numbers)
         digests = np.frombuffer(self.digests, dtype=f"V{DIGEST_BYTES}")[chunks]
         return self._select(numbers, positions(self.first_coordinate, numbers), digests.view(np.uint8).data)
@@ -91,7 +91,8 @@ class PieceColumns:
         return PieceColumns(**columns, digests=digests)
 
     def order(self) -> Ints:
-        """Return the numbers of the pieces by tensor, and by where they start in it."""
+        """Return the numbers of the pieces in order of tensor and start."""
+        # Stable sorts from the least to the most significant key: last dimension first, tensor last.
         order = np.arange(self.count)
         first = self.first_coordinate
         for dim in reversed(range(int(self.widths.max()) if self.count else 0)):
@@ -102,7 +103,7 @@ class PieceColumns:
 
 
 def joined(parts: Sequence[PieceColumns]) -> PieceColumns:
-    """Return pieces of several parts as one; their tensors and packs are numbered alike."""
+    """Return the pieces of several parts, which share the numbers of tensors and packs."""
     columns = {
         name: np.concatenate([getattr(part, name) for part in parts or [_NONE]]) for name in _BY_PIECE + _BY_COORDINATE
     }
@@ -119,16 +120,16 @@ def corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
 _NONE = PieceColumns(
     *(np.empty(0, dtype=np.int64),) * 3, np.empty(0, dtype=bool), *(np.empty(0, dtype=np.int64),) * 5, memoryview(b"")
 )
-"""No piece at all."""
+"""Columns of no pieces."""
 
 
 def bounds_of(table: TensorTable, tensors: Ints, flat: Bools, widths: Ints) -> Ints:
-    """Return what no coordinate of a piece may exceed: the length of its dimension, or the elements of its tensor."""
+    """Return the limit of each coordinate: the length of its dimension, or for a flat range the tensor's elements."""
     bounds = table.lengths[positions(table.first_length, tensors[~flat])]
     if not flat.any():
         return bounds
-    found = np.empty(int(widths.sum()), dtype=np.int64)
+    merged = np.empty(int(widths.sum()), dtype=np.int64)
     of_flat = np.repeat(flat, widths)
-    found[~of_flat] = bounds
-    found[of_flat] = table.numels[tensors[flat]]
-    return found
+    merged[~of_flat] = bounds
+    merged[of_flat] = table.numels[tensors[flat]]
+    return merged

@@ -1,4 +1,4 @@
-"""Which pieces of a tensor a box may meet, without asking each."""
+"""Lookup of the pieces of one tensor that overlap a box, without testing every piece."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holdfast.geometry.box import Box
 
 
 class PieceIntervals:
-    """Pieces of one tensor, ordered by the rows they touch."""
+    """The pieces of one tensor, sorted by the first row that they touch."""
 
     def __init__(self, pieces: PieceColumns, shape: tuple[int, ...]) -> None:
-        """Put them in order.
+        """Sort the pieces.
 
         Args:
             pieces: Pieces of one tensor.
@@ -34,27 +34,28 @@ class PieceIntervals:
         self._rows_max = int((stop - first).max()) if pieces.count else 0
 
     def near(self, box: Box) -> Ints:
-        """Return the numbers of pieces among which are all that share an element with a box, ascending."""
+        """Return the numbers of all pieces that overlap a box, ascending; near flat ranges may be among them."""
+        # No piece has more than `_rows_max` rows, so a piece that begins earlier than that ends before the box.
         first, stop = (box.start[0], box.stop[0]) if box.start else (0, 1)
         low, high = np.searchsorted(self._first_rows, (first - self._rows_max, stop))
         numbers = np.sort(self._order[low:high])
-        return numbers[self._meets(numbers, box)]
+        return numbers[self._overlaps(numbers, box)]
 
-    def _meets(self, numbers: Ints, box: Box) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return which of some pieces overlap a box; of a flat range, whether it comes near."""
+    def _overlaps(self, numbers: Ints, box: Box) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return which of these pieces overlap a box. Flat ranges count if they overlap its row-major span."""
         pieces, shape = self._pieces, self._shape
         flat = pieces.flat[numbers]
         at = pieces.first_coordinate[numbers]
-        met = np.ones(len(numbers), dtype=bool)
+        overlaps = np.ones(len(numbers), dtype=bool)
         for dim in range(len(shape)):
             where = np.where(flat, at, at + dim)
             inside = (pieces.starts[where] < box.stop[dim]) & (pieces.stops[where] > box.start[dim])
-            met &= inside | flat
+            overlaps &= inside | flat
         if flat.any() and shape:
             first, last = (_row_major(corner, shape) for corner in (box.start, tuple(stop - 1 for stop in box.stop)))
-            met &= ~flat | ((pieces.starts[at] <= last) & (pieces.stops[at] > first))
-        return met
+            overlaps &= ~flat | ((pieces.starts[at] <= last) & (pieces.stops[at] > first))
+        return overlaps
 
 
-def _row_major(at: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    return sum(each * math.prod(shape[dim + 1 :]) for dim, each in enumerate(at))
+def _row_major(position: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    return sum(coordinate * math.prod(shape[dim + 1 :]) for dim, coordinate in enumerate(position))

@@ -1,4 +1,4 @@
-"""The index of a large checkpoint, of which only those files are read that somebody needs."""
+"""The index of a large checkpoint. Its files are read on demand, only where a request needs them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ReadFiles = Callable[[Sequence[FileRecord]], Iterable[bytes]]
 
 
 class SplitIndex:
-    """Tensors, and pieces as far as they have been asked for."""
+    """All tensors, and the pieces of the index files that were read so far."""
 
     def __init__(self, overview: Overview, manifest: Manifest, read_files: ReadFiles, where: str) -> None:
         """Read nothing yet.
 
         Args:
-            overview: Every tensor, and what each index file covers.
+            overview: Every tensor, and the span of each index file.
             manifest: The commit record that names the files.
-            read_files: Reads some of them.
+            read_files: Reads index files.
             where: Folder of the checkpoint, for messages.
         """
         self._overview, self._manifest, self._read_files, self._where = overview, manifest, read_files, where
@@ -44,12 +44,12 @@ class SplitIndex:
         return sum(self._manifest.indexes[number].bytes for number in self._files)
 
     def pieces_of(self, fqn: str) -> Sequence[Piece]:
-        """Return the stored pieces of a tensor, by where they start in it."""
-        found = [piece for index in self.files_of(fqn) for piece in index.pieces_of(fqn)]
-        return sorted(found, key=lambda piece: corners(piece.region))
+        """Return the stored pieces of a tensor, in order of start."""
+        pieces = [piece for index in self.files_of(fqn) for piece in index.pieces_of(fqn)]
+        return sorted(pieces, key=lambda piece: corners(piece.region))
 
     def files_of(self, fqn: str) -> list[Index]:
-        """Return the content of the index files that list pieces of a tensor; their places in packs are not judged."""
+        """Return the index files that list pieces of a tensor. Offsets in packs are not checked."""
         if fqn not in self.tensors:
             return []
         needed = self._overview.files_for(fqn, Box.whole(self.tensors[fqn].global_shape))
@@ -57,10 +57,10 @@ class SplitIndex:
         return [self._files[number] for number in needed]
 
     def read_for(self, wanted: Iterable[tuple[str, Box]]) -> Index:
-        """Return an index of every tensor, and of the pieces that boxes may meet; others may be missing.
+        """Return an index of every tensor, and of all pieces that overlap the wanted boxes; others may be missing.
 
         Raises:
-            CorruptError: A file is not what the manifest and the overview say, or a piece lies outside its pack.
+            CorruptError: A file contradicts the manifest or the overview, or a piece is outside its pack.
         """
         needed = self._needed(wanted)
         self._read(needed)
@@ -72,14 +72,14 @@ class SplitIndex:
         return merged
 
     def bytes_for(self, wanted: Iterable[tuple[str, Box]]) -> int:
-        """Return the bytes of the index files that list pieces which boxes may meet, read already or not."""
+        """Return the bytes of the index files that list the pieces of the wanted boxes, read already or not."""
         return sum(self._manifest.indexes[number].bytes for number in self._needed(wanted))
 
     def _needed(self, wanted: Iterable[tuple[str, Box]]) -> list[int]:
         return sorted({number for fqn, box in wanted for number in self._overview.files_for(fqn, box)})
 
     def _read(self, numbers: Sequence[int]) -> None:
-        """Read the index files among these that have not been read."""
+        """Read those of the index files that were not read yet."""
         absent = [number for number in numbers if number not in self._files]
         records = [self._manifest.indexes[number] for number in absent]
         for number, data in zip(absent, self._read_files(records), strict=True):

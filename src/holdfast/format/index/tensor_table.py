@@ -1,4 +1,4 @@
-"""The tensors of an index: their specs by FQN, and the same as columns, for checks on all of them at once."""
+"""The tensors of an index as columns, for checks of all at once, and as specs by FQN on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NDIM_MAX = 64
 """Dimensions of a tensor, as in torch and numpy."""
 
 _TENSOR_BYTES_MAX = 1 << 62
-"""Bytes of one tensor, its empty dimensions counted as one: what numpy and torch can address."""
+"""Limit of the bytes of one tensor, empty dimensions counted as one: numpy and torch cannot address more."""
 
 
 class TensorsDocument(msgspec.Struct):
@@ -38,26 +38,26 @@ class TensorsDocument(msgspec.Struct):
 
 
 class TensorTable:
-    """Tensors numbered by FQN, ascending: columns, and what is asked by name once it is asked for."""
+    """Tensors numbered in order of FQN. Columns are the data; lookups by name are built on first use."""
 
     def __init__(self, fqns: list[str], dtypes: Sequence[str], dtype_numbers: Ints, ndims: Ints, lengths: Ints) -> None:
-        """Hold columns that have been checked.
+        """Take checked columns.
 
         Args:
             fqns: FQN of each tensor, ascending.
-            dtypes: Element types.
-            dtype_numbers: Which of them each tensor has.
-            ndims: Dimensions of each.
-            lengths: Shapes, one tensor after the other.
+            dtypes: Element types, by number.
+            dtype_numbers: Number of each tensor's element type.
+            ndims: Number of each tensor's dimensions.
+            lengths: Shapes, tensor after tensor.
         """
         self.fqns, self.ndims, self.lengths = fqns, ndims, lengths
         self._dtypes, self._dtype_numbers = dtypes, dtype_numbers
         self.first_length = run_starts(ndims)
-        """For each, and one past the last: where its shape begins in `lengths`."""
+        """Start of each tensor's shape in `lengths`, and the end of the last; shape (tensors + 1,)."""
 
     @staticmethod
     def of(tensors: Iterable[TensorSpec]) -> TensorTable:
-        """Return the table of tensors that may be listed; no two of one FQN."""
+        """Return the table of tensors that pass `require_listable`; no two may have one FQN."""
         specs = sorted(tensors, key=attrgetter("fqn"))
         shapes = [spec.global_shape for spec in specs]
         names = [spec.dtype for spec in specs]
@@ -72,7 +72,7 @@ class TensorTable:
 
     @property
     def count(self) -> int:
-        """How many tensors there are."""
+        """Number of tensors."""
         return len(self.fqns)
 
     @cached_property
@@ -93,21 +93,21 @@ class TensorTable:
 
     @cached_property
     def itemsizes(self) -> Ints:
-        """Bytes of an element of each."""
+        """Bytes of one element of each tensor."""
         return np.array([DTYPES[name].itemsize for name in self._dtypes], dtype=np.int64)[self._dtype_numbers]
 
     @cached_property
     def numels(self) -> Ints:
-        """Elements of each."""
+        """Elements of each tensor."""
         return products(self.ndims, self.lengths)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all tensors."""
         return sum((self.numels * self.itemsizes).tolist())
 
     def taken(self, chosen: Ints) -> TensorTable:
-        """Return the table of some of the tensors, by their numbers, ascending."""
+        """Return the table of the tensors with these numbers, ascending."""
         return TensorTable(
             [self.fqns[number] for number in chosen.tolist()],
             self._dtypes,
@@ -117,7 +117,7 @@ class TensorTable:
         )
 
     def encoded(self) -> dict[str, Any]:
-        """Return the fields of a `TensorsDocument` but `chunk_bytes`; inverse of `decode_tensors`."""
+        """Return the fields of a `TensorsDocument` except `chunk_bytes`; inverse of `decode_tensors`."""
         used = np.unique(self._dtype_numbers).tolist()
         dtypes = sorted({self._dtypes[number] for number in used})
         renumbered = np.zeros(len(self._dtypes), dtype=np.int64)
@@ -132,10 +132,10 @@ class TensorTable:
 
 
 def require_listable(tensor: TensorSpec) -> None:
-    """Refuse a tensor that no index may list.
+    """Refuse a tensor that cannot be stored.
 
     Raises:
-        InvalidError: It has too many dimensions or bytes.
+        InvalidError: The tensor has too many dimensions or bytes.
     """
     shape = tensor.global_shape
     if len(shape) > NDIM_MAX:
@@ -151,12 +151,12 @@ def require_listable(tensor: TensorSpec) -> None:
 
 
 def is_addressable(tensor: TensorSpec) -> bool:
-    """Return whether a tensor has fewer bytes than an index may say, its empty dimensions counted as one."""
+    """Return whether a tensor has under 2**62 bytes, empty dimensions counted as one."""
     return math.prod(length or 1 for length in tensor.global_shape) * tensor.itemsize < _TENSOR_BYTES_MAX
 
 
 class TensorTables:
-    """Tables decoded before: thousands of ranks list the same few."""
+    """Cache of decoded tables: thousands of ranks share a few tables."""
 
     def __init__(self) -> None:
         self._known: dict[object, TensorTable] = {}
@@ -171,23 +171,23 @@ class TensorTables:
 
 
 def decode_tensors(document: TensorsDocument, where: str) -> TensorTable:
-    """Return the table of a document's tensors, every number of it checked.
+    """Return the table of a document's tensors, every number checked.
 
     Raises:
-        CorruptError: Names are not ascending, a dtype is unknown, or a shape is impossible.
+        CorruptError: FQNs are not ascending, a dtype is unknown, or a shape is impossible.
     """
     fqns, dtypes, count = document.fqns, document.dtypes, len(document.fqns)
     if any(fqn >= later for fqn, later in pairwise(fqns)):
-        raise CorruptError(f"{where}: an FQN is listed twice, or FQNs are not in order")
+        raise CorruptError(f"{where}: an FQN is listed twice, or FQNs are not in order. Read another copy")
     if count and not fqns[0]:
-        raise CorruptError(f"{where}: an FQN is empty")
+        raise CorruptError(f"{where}: an FQN is empty. Read another copy")
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
-        raise CorruptError(f"{where}: dtype {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
+        raise CorruptError(f"{where}: dtype {unknown[0][:80]!r}; expected one of docs/format.md. Read another copy")
     dtype_of = decode_column(document.dtype_numbers, where, count)
     ndim_of = decode_column(document.ndims, where, count)
     if count and (int(dtype_of.max()) >= len(dtypes) or int(ndim_of.max()) > NDIM_MAX):
-        raise CorruptError(f"{where}: a tensor names a dtype that is not listed or has over {NDIM_MAX} dimensions")
+        raise CorruptError(f"{where}: a tensor has an unlisted dtype or over {NDIM_MAX} dimensions. Read another copy")
     lengths = decode_column(document.shapes, where, int(ndim_of.sum()))
     table = TensorTable(fqns, dtypes, dtype_of, ndim_of, lengths)
     _require_addressable(table, where)
@@ -195,18 +195,19 @@ def decode_tensors(document: TensorsDocument, where: str) -> TensorTable:
 
 
 def _require_addressable(table: TensorTable, where: str) -> None:
-    """Refuse tensors of more bytes than anybody can address.
+    """Refuse tensors that are too large to address.
 
     Raises:
-        CorruptError: Names the first.
+        CorruptError: The message names the first such tensor.
     """
-    # Whoever is near the limit is reckoned again, exactly: whole numbers of numpy's would wrap around.
+    # Estimate in floats first, because numpy integers would wrap around. Compute exactly only near the limit.
     lengths = np.maximum(table.lengths, 1).astype(np.float64)
-    with np.errstate(over="ignore"):  # Infinitely many are too many, too.
+    with np.errstate(over="ignore"):  # An infinite product is above the limit, as it should be.
         likely = products(table.ndims, lengths) * table.itemsizes
     for number in np.flatnonzero(likely >= _TENSOR_BYTES_MAX / 2).tolist():
         spec = table.specs[table.fqns[number]]
         if not is_addressable(spec):
             raise CorruptError(
-                f"{where}: {spec.fqn}: {spec.dtype} of shape {spec.global_shape}; expected under 2**62 bytes"
+                f"{where}: {spec.fqn}: {spec.dtype} of shape {spec.global_shape}; expected under 2**62 bytes. Read "
+                "another copy"
             )
