@@ -1,4 +1,4 @@
-"""Names of files and folders on storage: a closed set, so that data never becomes a path."""
+"""Names of files and folders on storage. It is a closed set, so that no stored text is used as a path unchecked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EPOCH = re.compile(r"(\d{12})(\.json|\.accepted\.json|\.beat)", re.ASCII)
 _INDEX = re.compile(r"index-\d{5}\.msgpack", re.ASCII)
 
 STEP_MAX = 10**12 - 1
-"""The largest step its folder can name."""
+"""Largest step: a folder name has 12 digits."""
 
 EPOCH_MAX = 10**12 - 1
-"""The largest epoch its record can be named after."""
+"""Largest epoch: the name of its record has 12 digits."""
 
 WORLD_SIZE_MAX = 100_000
-"""The largest rank a file can name, plus one."""
+"""Largest number of ranks: a file name has 5 digits for the rank."""
 
 
 def step_folder(step: int) -> str:
@@ -35,7 +35,7 @@ def step_folder(step: int) -> str:
 
 
 def step_of_folder(name: str) -> int | None:
-    """Return the step a folder name stands for, or None if it is no step folder."""
+    """Return the step of a folder name, or None if it is no step folder."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -46,23 +46,23 @@ def epoch_key(number: int) -> str:
 
 
 def accepted_key(number: int) -> str:
-    """Return the key of what an epoch accepted when it began."""
+    """Return the key of the list of steps that an epoch accepted."""
     return f"{EPOCHS_FOLDER}{number:012d}.accepted.json"
 
 
 def beat_key(number: int) -> str:
-    """Return the key of an epoch's sign of life."""
+    """Return the key of an epoch's heartbeat."""
     return f"{EPOCHS_FOLDER}{number:012d}.beat"
 
 
 def epoch_of_key(key: str) -> int | None:
-    """Return the epoch that a key under `epochs/` is about, or None if it is none of these."""
+    """Return the epoch of a key under `epochs/`, or None if the key is unknown."""
     match = _EPOCH.fullmatch(key.removeprefix(EPOCHS_FOLDER))
     return int(match[1]) if match else None
 
 
 def is_attempt_folder(name: str) -> bool:
-    """Return whether a folder name is that of an attempt."""
+    """Return whether a name is that of an attempt's folder."""
     return _ATTEMPT_FOLDER.fullmatch(name) is not None
 
 
@@ -82,18 +82,18 @@ def is_pack_name(name: str) -> bool:
 
 
 def step_pack_name(step: int, attempt: str, name: str) -> str:
-    """Return the name under which other steps of a run refer to a pack of an attempt: its path from the root."""
+    """Return the path of a pack from the root of the run, by which other steps refer to it."""
     return f"{step_folder(step)}{attempt}/{name}"
 
 
 def step_of_pack(name: str) -> int | None:
-    """Return the step that a pack lies in, from its name; None where that is not the name of another step's pack."""
+    """Return the step in a pack's path from the root; None if the name is no such path."""
     match = _STEP_PACK.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_file_url(name: str) -> bool:
-    """Return whether a name is the URL of a file on a file system, as packs that were imported by reference have it."""
+    """Return whether a name is the URL of a local file: the name of a pack that was imported by reference."""
     path = name.removeprefix("file://")
     return path != name and path.startswith("/") and "\0" not in path and not {"", ".", ".."} & set(path.split("/")[1:])
 
@@ -116,12 +116,12 @@ def rank_of_part(name: str) -> int:
 
 
 def is_attempt_file(name: str) -> bool:
-    """Return whether a name inside an attempt's folder is one that an attempt gives."""
+    """Return whether a name is that of any file inside an attempt's folder."""
     return is_pack_name(name) or is_part_name(name) or is_index_name(name) or name == OVERVIEW_FILE
 
 
 def rank_of_pack(name: str) -> int:
-    """Return the rank that wrote a pack, from its name, here or in another step."""
+    """Return the rank that wrote a pack of this or another step, from its name."""
     match = _PACK.fullmatch(name)
     if match is not None:
         return int(match[1])

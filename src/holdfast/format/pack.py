@@ -1,4 +1,4 @@
-"""The header of a pack: plain safetensors, padded so that data starts on a page."""
+"""The header of a pack: a plain safetensors header, padded so that data starts at a page boundary."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import PackItem, PackPlan
 
 HEADER_BYTES_MAX = 100_000_000
-"""The largest header stock safetensors opens."""
+"""The safetensors library opens no larger header."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderBody:
-    """What the header of a pack says whenever its pieces are written."""
+    """The header of a pack without provenance, which is the same for every save of these pieces."""
 
     pack: str
     """Name of the pack."""
 
     pieces: int
-    """Pieces in it."""
+    """Number of pieces."""
 
     metadata: bytes
     """Members of `__metadata__` as JSON, without provenance."""
@@ -44,10 +44,10 @@ class HeaderBody:
         Args:
             provenance: Step, attempt and rank, as text.
         Raises:
-            InvalidError: The header would be larger than stock safetensors opens.
+            InvalidError: The header would be too large for the safetensors library.
         """
-        own = msgspec.json.encode({f"holdfast.{name}": text for name, text in provenance.items()})[1:-1]
-        members = b",".join(filter(None, (self.metadata, own)))
+        origin = msgspec.json.encode({f"holdfast.{name}": text for name, text in provenance.items()})[1:-1]
+        members = b",".join(filter(None, (self.metadata, origin)))
         text = b'{"__metadata__":{%b}%b}' % (members, self.entries)
         padded = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
         if padded > HEADER_BYTES_MAX:
@@ -64,9 +64,9 @@ def header_of(pack: PackPlan, provenance: Mapping[str, str]) -> bytes:
 
 
 def header_body(pack: PackPlan) -> HeaderBody:
-    """Return what the header of a pack says besides its provenance.
+    """Return the header of a pack without provenance.
 
-    `DCP_SHARDING_INFO` is what PyTorch's `HuggingFaceStorageReader` needs to reshard the pack.
+    `DCP_SHARDING_INFO` lets PyTorch's `HuggingFaceStorageReader` reshard the pack.
     """
     shapes = {item.tensor.fqn: list(item.tensor.global_shape) for item in pack.items}
     metadata = {"format": "pt", "holdfast.global_shapes": _compact(shapes)}
@@ -90,21 +90,21 @@ def header_body(pack: PackPlan) -> HeaderBody:
 
 
 def header_entry(dtype: str, region: Region, *, apart: bool) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape a header states for a piece: its own, or bytes for one that lies apart."""
+    """Return the dtype and shape of a piece in a header: its own, or bytes for a flat range or an opaque pack."""
     if apart or not isinstance(region, Box):
         return "U8", (region.numel * DTYPES[dtype].itemsize,)
     return DTYPES[dtype].safetensors, region.shape
 
 
 def _piece_note(item: PackItem) -> dict[str, object]:
-    """Return what the header of a pack apart must add, so that an index can be rebuilt from it."""
+    """Return the metadata of a piece in an opaque pack, from which repair rebuilds an index."""
     region = item.region
     kind = "flat" if isinstance(region, FlatRange) else "box"
     return {"dtype": item.tensor.dtype, kind: [region.start, region.stop]}
 
 
 def _start(region: Region) -> list[int]:
-    assert isinstance(region, Box), "flat ranges lie apart"
+    assert isinstance(region, Box), "flat ranges are stored in opaque packs"
     return list(region.start)
 
 
@@ -119,13 +119,13 @@ def pack_digest(header: bytes, chunk_digests: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One piece as a pack's own header states it."""
+    """One piece in the header of a pack."""
 
     fqn: str
     """Key of the entry."""
 
     dtype: str
-    """Element type by its name in safetensors."""
+    """Element type, by its safetensors name."""
 
     shape: tuple[int, ...]
     """Shape of the piece."""
@@ -144,20 +144,23 @@ class _EntryDocument(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.dtype not in BY_SAFETENSORS:
-            raise ValueError(f"dtype {self.dtype[:80]!r} is unknown")
+            raise ValueError(f"dtype {self.dtype[:80]!r}; expected one of safetensors")
 
 
 def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
-    """Return what a header lists; the inverse of `header_of`, for a reader that trusts nothing.
+    """Return the pieces in a header; the inverse of `header_of`, with every field checked.
 
     Args:
-        header: All bytes before the data, the length included.
+        header: All bytes before the data, including the length.
         where: The pack, for messages.
     Raises:
-        CorruptError: The header is not that of a safetensors file we could have written.
+        CorruptError: The header is not one that Holdfast writes.
     """
     if len(header) < 8 or struct.unpack("<Q", header[:8])[0] != len(header) - 8:
-        raise CorruptError(f"{where}: its first 8 bytes say {header[:8].hex()}; expected {len(header) - 8}, its length")
+        raise CorruptError(
+            f"{where}: the first 8 bytes are {header[:8].hex()}; expected {len(header) - 8}, the "
+            "length of the header. Read another copy"
+        )
     document = convert(loads(header[8:]), dict[str, object], f"{where}: the header")
     document.pop("__metadata__", None)
     entries = convert(document, dict[str, _EntryDocument], f"{where}: the header")

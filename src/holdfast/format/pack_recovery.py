@@ -1,4 +1,4 @@
-"""What a pack says of its own pieces: enough to list them again where the index is lost."""
+"""Recovers the pieces of a pack from its header, to rebuild a lost index."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from holdfast.types.plan import OPAQUE_FOLDER
 
 @dataclass(frozen=True, slots=True)
 class StatedPiece:
-    """One piece as the header of its pack tells it."""
+    """One piece in the header of its pack."""
 
     tensor: TensorSpec
-    """The tensor it is of."""
+    """Its tensor."""
 
     region: Region
-    """What it holds of it."""
+    """Its region of the tensor."""
 
     start: int
     """First byte in the pack."""
@@ -37,11 +37,11 @@ def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]
     """Return the pieces of a pack, by offset.
 
     Args:
-        header: All bytes before the data, the length included.
+        header: All bytes before the data, including the length.
         pack: Name of the pack.
-        where: The same, for messages.
+        where: The pack, for messages.
     Raises:
-        CorruptError: It is not the header of a pack, or says something impossible.
+        CorruptError: It is not the header of a pack, or has an impossible value.
     """
     try:
         metadata: dict[str, Any] = cast(Any, loads(header[8:]))["__metadata__"]
@@ -61,11 +61,14 @@ def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]
             tensor = TensorSpec(entry.fqn, dtype, tuple(shapes[entry.fqn]))
             if region.numel * DTYPES[dtype].itemsize != entry.stop - entry.start:
                 raise CorruptError(
-                    f"{where}: {entry.fqn} has {entry.stop - entry.start} bytes; expected those of {region}"
+                    f"{where}: {entry.fqn} has {entry.stop - entry.start} bytes; expected the size of {region}. Read "
+                    "another copy"
                 )
             pieces.append(StatedPiece(tensor, region, entry.start, entry.stop))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidError) as error:
-        raise CorruptError(f"{where}: the header does not tell where its pieces belong ({error})") from error
+        raise CorruptError(
+            f"{where}: the header lacks the regions of its pieces: {error}. Read another copy"
+        ) from error
     return sorted(pieces, key=lambda piece: (piece.start, piece.stop))
 
 
