@@ -1,4 +1,4 @@
-"""Any checkpoint saved again, as a checkpoint of Holdfast with packs of its own."""
+"""Copies any checkpoint into a checkpoint of Holdfast with packs of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoi
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.format.names import MANIFEST_FILE
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region, flat_run
@@ -40,20 +40,20 @@ def saved_again(
     observer: Observer | None = None,
     writer_lease: WriterLease | None = None,
 ) -> SaveReport:
-    """Save what a checkpoint holds once more, through the way every save goes; its bytes are read once and checked.
+    """Save the content of a checkpoint again, by an ordinary save; its bytes are read once and checked.
 
-    Tensors whose pieces follow one another become one piece; others keep theirs.
+    A tensor whose pieces are consecutive runs of its elements becomes one piece. Other tensors keep their pieces.
 
     Args:
         source: Any checkpoint: of Holdfast, or of another system.
-        location: Where it goes.
+        location: Where the copy goes.
         job: This process alone.
-        observer: Told of progress.
-        writer_lease: The right to write to the run, for a step of one.
+        observer: Receives progress.
+        writer_lease: The run's, if the copy becomes a step.
     Raises:
         ConflictError: A checkpoint is there; it was not touched. Or another job writes to the run, or a file of the
-            source was written again meanwhile; nothing was committed.
-        InvalidError: Ranks that saved the source kept values of their own.
+            source was rewritten meanwhile; nothing was committed.
+        InvalidError: Several ranks saved the source, with per-rank values.
         CorruptError: The source is damaged; nothing was committed.
         UnavailableError: Storage failed, or the outcome is unknown.
     """
@@ -61,12 +61,11 @@ def saved_again(
     assert (location.step is None) == (writer_lease is None), "steps are written under an epoch, and nothing else is"
     if location.step is not None:
         require_no_checkpoint(location.store)
-
     return save_and_wait(job, CopyRequest(source, location, job, observer, writer_lease))
 
 
 class CopyRequest:
-    """A `SaveRequest` that saves what a checkpoint holds."""
+    """A `SaveRequest` that saves the content of a checkpoint."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class CopyRequest:
         return _collected(self._source, self._observer)
 
     def claim(self) -> SaveContext:
-        """Claim the location, and carry over what the source's manifest says beyond its tensors."""
+        """Claim the location, and carry over the source's origin, master copies, metrics and health."""
         manifest = self._source.manifest
         if self._writer_lease is None:
             context = claim_path(self.location, self._job)
@@ -98,15 +97,15 @@ class CopyRequest:
             origin=self._source.origin,
             masters=manifest.masters,
             metrics=manifest.metrics,
-            # As it was found when the source was saved: a copy knows no roles, and no checkpoint before it.
+            # The source's findings: a copy knows neither the roles of tensors nor an earlier checkpoint.
             health=manifest.health,
         )
 
     def parent(self) -> Parent | None:
-        """Return None: a copy continues no checkpoint. All is copied by now, so check that the source did not change.
+        """Return None: a copy has no parent. Everything is copied by now, so check that the source did not change.
 
         Raises:
-            ConflictError: A file of the source was written again meanwhile.
+            ConflictError: A file of the source was rewritten meanwhile.
         """
         self._source.require_unchanged()
         return None
@@ -116,16 +115,16 @@ class CopyRequest:
 
 
 def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | None = None) -> ExportReport:
-    """Save what a checkpoint holds once more, as the one checkpoint that a store is to hold.
+    """Copy a checkpoint to a store that holds no other.
 
     Arguments and errors as `saved_again`.
     """
     start = job.clock.monotonic_seconds()
     report = saved_again(source, CheckpointLocation(store, "", None), job, observer)
-    made = read_manifest(store, "")
-    overviews = () if made.overview is None else (made.overview,)
+    copy = read_manifest(store, "")
+    overviews = () if copy.overview is None else (copy.overview,)
     files = {
-        f"{made.attempt}/{file.name}": file.bytes for file in (*made.packs, *made.parts, *made.indexes, *overviews)
+        f"{copy.attempt}/{file.name}": file.bytes for file in (*copy.packs, *copy.parts, *copy.indexes, *overviews)
     }
     return ExportReport(
         url=report.url,
@@ -140,11 +139,11 @@ def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | No
 
 def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
     manifest = source.manifest
-    kept = sorted(per_rank_paths(manifest.tree))
-    if kept and manifest.world_size > 1:
+    per_rank = sorted(per_rank_paths(manifest.tree))
+    if per_rank and manifest.world_size > 1:
         raise InvalidError(
-            f"{source.url}: {manifest.world_size} ranks saved it and kept values of their own under {kept[:5]}; "
-            "expected none, for one process copies it. Copy its folder, or load it on as many ranks and save it there"
+            f"{source.url}: {manifest.world_size} ranks saved it, with per-rank values under {first_three(per_rank)}; "
+            "expected none, since one process copies it. Copy its folder, or load it on as many ranks and save it there"
         )
     for pack in manifest.packs:
         check_pack(source.packs(pack.name), pack, manifest.step)
@@ -155,7 +154,7 @@ def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
         tree=manifest.tree,
         aliases=manifest.aliases,
         skipped=[],
-        per_rank=source.per_rank(0) if kept else {},
+        per_rank=source.per_rank(0) if per_rank else {},
     )
 
 
@@ -166,7 +165,7 @@ def _shard(spec: TensorSpec, pieces: Sequence[Piece], reader: PieceReader) -> Lo
 
 
 def _regions(spec: TensorSpec, pieces: Sequence[Piece]) -> dict[Region, Sequence[Piece]]:
-    """Return what a tensor is saved as: whole where its pieces are runs of its elements, else piece by piece."""
+    """Return the regions in which a tensor is saved: one if its pieces are runs of its elements, else its pieces."""
     runs = [(run.start, run.stop, piece) for piece in pieces if (run := flat_run(piece.region, spec.global_shape))]
     if len(runs) < len(pieces):
         return {piece.region: [piece] for piece in pieces}

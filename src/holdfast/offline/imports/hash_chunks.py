@@ -1,4 +1,4 @@
-"""Reads every chunk of another system's files once, several reads in flight, to know what each hashes to."""
+"""Hashes every chunk of another system's files, reading each byte once, with several reads in flight."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from holdfast.types.events import Progress
 def digested(index: Index, packs: Packs, settings: Settings, observer: Observer | None = None) -> Index:
     """Return an index with the digests of all chunks, cut to `settings.chunk_bytes`.
 
-    Bytes that two pieces share from end to end, as tied tensors do, are read once.
+    Two pieces with the same byte range, as of tied tensors, are read once.
 
     Args:
-        index: Pieces of which nothing is known but where they lie.
-        packs: Where that is.
+        index: Pieces without digests.
+        packs: Locates their packs by name.
         settings: Bytes of a chunk, of a read, and reads in flight.
-        observer: Told of progress.
+        observer: Receives progress.
     Raises:
         CorruptError: A file ends before a piece does.
-        MissingError: A file is not there.
+        MissingError: A file is gone.
     """
     pieces, chunk_bytes = index.pieces, settings.chunk_bytes
     rows, row_of = np.unique(
@@ -45,25 +45,26 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
         stored = packs(index.packs[run.pack])
         with buffers.lent() as buffer:
             (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [buffer])
-            found = [digest_of(data[start - run.start : stop - run.start]) for start, stop in run.chunks]
-        return b"".join(found), run.stop - run.start
+            digests = [digest_of(data[start - run.start : stop - run.start]) for start, stop in run.chunks]
+        return b"".join(digests), run.stop - run.start
 
-    done, total, found = 0, int(rows[:, 2].sum()), bytearray()
+    done_bytes, total_bytes, row_digests = 0, int(rows[:, 2].sum()), bytearray()
     for digests, count in ordered_parallel_map(digests_of, _runs(rows, chunk_bytes, run_bytes_max)):
-        found += digests
-        done += count
+        row_digests += digests
+        done_bytes += count
         if observer is not None:
-            observer.on_event(Progress(done, total))
+            observer.on_event(Progress(done_bytes, total_bytes))
     row_chunks = -(-rows[:, 2] // chunk_bytes)
+    # Rows are distinct byte ranges; each piece takes the digests of its row.
     at = positions(run_starts(row_chunks), row_of)
-    taken = np.frombuffer(found, dtype=f"V{DIGEST_BYTES}")[at]
-    known = replace(pieces, chunks=row_chunks[row_of], digests=taken.view(np.uint8).data)
-    return Index(chunk_bytes, index.table, [packs(name).url for name in index.packs], known)
+    piece_digests = np.frombuffer(row_digests, dtype=f"V{DIGEST_BYTES}")[at]
+    hashed = replace(pieces, chunks=row_chunks[row_of], digests=piece_digests.view(np.uint8).data)
+    return Index(chunk_bytes, index.table, [packs(name).url for name in index.packs], hashed)
 
 
 @dataclass(slots=True)
 class _Run:
-    """Neighbouring chunks of one file."""
+    """Consecutive chunks of one file."""
 
     pack: int
     start: int
@@ -72,12 +73,12 @@ class _Run:
 
 
 def _runs(rows: Ints, chunk_bytes: int, run_bytes_max: int) -> Iterator[_Run]:
-    """Yield the chunks of pieces, in their order, those that adjoin together.
+    """Yield the chunks of pieces in order, consecutive ones as one run.
 
     Args:
         rows: Number of the pack, offset and bytes of each piece.
-        chunk_bytes: Bytes of each chunk but the last of a piece.
-        run_bytes_max: Bytes of a run at most.
+        chunk_bytes: Bytes of each chunk, except the last of a piece.
+        run_bytes_max: Bytes of a run, at most.
     """
     run: _Run | None = None
     for pack, offset, count in rows.tolist():

@@ -1,4 +1,4 @@
-"""A checkpoint that something else saved becomes a step of a run."""
+"""Imports a checkpoint as a step of a run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class ImportReport:
     """What one import did."""
 
     step: int
-    """The step that it became."""
+    """The step."""
 
     url: str
-    """Where that lies."""
+    """Where the step is stored."""
 
     attempt: str
     """Id of the attempt that was published."""
 
     origin: str | None
-    """What wrote the checkpoint that was imported, with a version where it says one; None for Holdfast."""
+    """The system that wrote the imported checkpoint, with a version if known; None for Holdfast."""
 
     tensors: int
     """Tensors, tied ones once."""
@@ -42,48 +42,48 @@ class ImportReport:
     """Bytes of them."""
 
     copied: bool
-    """Whether they were copied into packs of the run."""
+    """Whether the bytes were copied into packs of the run."""
 
     allowed_roots: tuple[str, ...]
-    """Where they were not: the folders that whoever reads the step must allow in `Settings.allowed_roots`."""
+    """Folders that readers of the step must allow in `Settings.allowed_roots`; empty for a copy."""
 
     seconds: float
-    """From the call until it was committed."""
+    """From the call to the commit."""
 
 
 def import_step(
     source: Checkpoint, store: Store, job: Job, step: int | None, *, copied: bool, observer: Observer | None = None
 ) -> ImportReport:
-    """Make a checkpoint a step of the run that a store holds.
+    """Import a checkpoint as a step of the run in a store.
 
     Args:
         source: The checkpoint.
         store: The root of the run.
         job: This process alone.
-        step: Which step it becomes; None for the one that it tells.
-        copied: Whether its bytes are copied into packs of the run, or stay where they are.
-        observer: Told of progress.
+        step: The step's number; None for the number in the checkpoint.
+        copied: Whether to copy its bytes into packs of the run. Otherwise the step references its files.
+        observer: Receives progress.
     Raises:
-        InvalidError: It tells no step, or cannot be imported so.
+        InvalidError: The checkpoint has no step number, or cannot be imported this way.
         CheckpointError: As `referenced` and `saved_again`.
     """
     start = job.clock.monotonic_seconds()
     if step is None:
         step = source.step
     if step is None:
-        raise InvalidError(f"{source.url}: tells no step; expected one. Say which it becomes: --step N, or step=N")
+        raise InvalidError(f"{source.url}: has no step number; pass --step N (step=N)")
     require_step(step)
     location = CheckpointLocation(store, step_folder(step), step)
-    tenure = WriterLease(store, job.clock, job.settings.lease_seconds)
+    writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
     try:
         if copied:
-            attempt = saved_again(source, location, job, observer, tenure).attempt
+            attempt = saved_again(source, location, job, observer, writer_lease).attempt
             roots: set[str] = set()
         else:
-            attempt = referenced(source, location, tenure, job.clock, job.settings, observer)
+            attempt = referenced(source, location, writer_lease, job.clock, job.settings, observer)
             roots = {source.packs(pack.name).files.url.removeprefix("file://") for pack in source.manifest.packs}
     finally:
-        tenure.release()
+        writer_lease.release()
     report = ImportReport(
         step=step,
         url=location.url,

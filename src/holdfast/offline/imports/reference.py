@@ -1,4 +1,4 @@
-"""A checkpoint of another system as a step of a run, its bytes left where they are."""
+"""Imports another system's checkpoint as a step that references its files."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def referenced(
     settings: Settings,
     observer: Observer | None = None,
 ) -> str:
-    """Publish a step whose tensors lie in another system's files; return the attempt's id.
+    """Publish a step whose tensors stay in another system's files; return the attempt's id.
 
-    Every byte of them is read once, for its digest.
+    Every byte of those files is read once, for its digest.
 
     Args:
         source: Another system's checkpoint.
-        place: The step.
-        writer_lease: The right to write to the run; used once everything is read.
-        clock: For time and chance.
+        location: The step.
+        writer_lease: The run's; taken once everything is read.
+        clock: Time and randomness.
         settings: Bytes of a chunk, and reads in flight.
-        observer: Told of progress.
+        observer: Receives progress.
     Raises:
         ConflictError: The step exists; it was not touched. Or another job writes to the run, or a file of the source
-            was written again meanwhile; nothing was published.
-        InvalidError: The source is a checkpoint of Holdfast, or a file's name cannot be written down.
+            was rewritten meanwhile; nothing was published.
+        InvalidError: The source is a checkpoint of Holdfast, or a file's path is not plain text.
         CorruptError: A file of the source is damaged; nothing was published.
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     if source.manifest.attempt:
         raise InvalidError(
-            f"{source.url}: a checkpoint of Holdfast; expected another system's, to be referenced. Copy it (--copy, "
-            "copy=True), or load it where it is"
+            f"{source.url}: a checkpoint of Holdfast; expected another system's, since only those are referenced. Copy "
+            "it (--copy, copy=True), or load it where it is"
         )
     require_no_checkpoint(location.store)
     location.require_empty()
@@ -66,16 +66,20 @@ def referenced(
         url = source.packs(pack.name).url
         if not is_file_url(url) or not values.is_json_scalar(url):
             raise InvalidError(
-                f"{url[:300]!r}: expected a path of plain text, to be written down. Import it with --copy"
+                f"{url[:300]!r}: expected a path of plain text, since the manifest stores it. Import it with --copy"
             )
     index = digested(source.index, source.packs, settings, observer)
-    files = _records(source, index)
+    files = _file_records(source, index)
+    # With an overview, tensors may not have more bytes than the files. Tied tensors share bytes, so they may.
+    is_tied = source.manifest.tensor_bytes > sum(file.bytes for file in files)
     attempt, written = clock.random_bytes(8).hex(), list[str]()
     try:
         context = claim_step(location, writer_lease, clock)
-        data = _manifest(source, location, context, attempt, index, files, settings, written)
+        index_records = write_index(location, attempt, index, settings, written, whole=is_tied)
+        manifest = _manifest(source, location, context, attempt, files, index_records)
+        # All bytes have been read by now: a file that changed meanwhile has digests of a mixture.
         source.require_unchanged()
-        outcome = publish_manifest(location, data, writer_lease.epoch)
+        outcome = publish_manifest(location, encode_manifest(manifest), writer_lease.epoch)
     except BaseException:
         _remove(location, written, name)
         raise
@@ -88,8 +92,8 @@ def referenced(
     return attempt
 
 
-def _records(source: Checkpoint, index: Index) -> tuple[FileRecord, ...]:
-    """Return the files that pieces lie in, each found as long as it was when it was listed."""
+def _file_records(source: Checkpoint, index: Index) -> tuple[FileRecord, ...]:
+    """Return the records of all files with pieces, after checking that no size has changed since the listing."""
     records = []
     for pack in source.manifest.packs:
         stored = source.packs(pack.name)
@@ -106,38 +110,31 @@ def _manifest(
     location: CheckpointLocation,
     context: SaveContext,
     attempt: str,
-    index: Index,
     files: tuple[FileRecord, ...],
-    settings: Settings,
-    written: list[str],
-) -> bytes:
-    """Write the index and return the manifest; the key of every file is told before it is written."""
+    index_records: tuple[tuple[FileRecord, ...], FileRecord | None],
+) -> Manifest:
     listed = source.manifest
-    # With an overview, tensors may not have more bytes than the files; tied ones do.
-    is_tied = listed.tensor_bytes > sum(file.bytes for file in files)
-    indexes, overview = write_index(location, attempt, index, settings, written, whole=is_tied)
-    return encode_manifest(
-        Manifest(
-            run_id=context.run_id,
-            step=location.step,
-            attempt=attempt,
-            created=context.created,
-            parent=None,
-            world_size=listed.world_size,
-            layouts=(),
-            software=installed_versions(),
-            tensors=listed.tensors,
-            tensor_bytes=listed.tensor_bytes,
-            aliases=listed.aliases,
-            tree=listed.tree,
-            packs=files,
-            parts=(),
-            indexes=indexes,
-            overview=overview,
-            origin=listed.origin,
-            masters=listed.masters,
-            epoch=context.epoch,
-        )
+    indexes, overview = index_records
+    return Manifest(
+        run_id=context.run_id,
+        step=location.step,
+        attempt=attempt,
+        created=context.created,
+        parent=None,
+        world_size=listed.world_size,
+        layouts=(),
+        software=installed_versions(),
+        tensors=listed.tensors,
+        tensor_bytes=listed.tensor_bytes,
+        aliases=listed.aliases,
+        tree=listed.tree,
+        packs=files,
+        parts=(),
+        indexes=indexes,
+        overview=overview,
+        origin=listed.origin,
+        masters=listed.masters,
+        epoch=context.epoch,
     )
 
 
@@ -145,4 +142,4 @@ def _remove(location: CheckpointLocation, keys: list[str], name: str) -> None:
     try:
         location.store.delete(keys)
     except CheckpointError as error:
-        logger.warning("%s: files of the failed attempt stay for now: %s", name, error)
+        logger.warning("%s: files of the failed attempt remain for now: %s", name, error)

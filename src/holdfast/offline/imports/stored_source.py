@@ -1,4 +1,4 @@
-"""The bytes of stored tensors as a source to save from: read as they are written, and checked on the way."""
+"""Stored tensors as the source of a save: their bytes are read when the save writes them, and checked."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _READ_BYTES = 4 * MIB
 
 
 class PieceReader:
-    """Reads pieces of one checkpoint front to back, a part at a time; what has digests is checked against them."""
+    """Reads pieces of one checkpoint front to back, in parts, and checks them against their digests if any."""
 
     def __init__(self, packs: Packs, total_bytes: int, observer: Observer | None) -> None:
         """Read nothing yet.
 
         Args:
-            packs: Where pieces lie.
-            total_bytes: Bytes of all of them, for the observer.
-            observer: Told of progress.
+            packs: Locates packs by name.
+            total_bytes: Bytes of all pieces, for the observer.
+            observer: Receives progress.
         """
         self._packs, self._total_bytes, self._observer = packs, total_bytes, observer
         self._buffer = allocate_aligned(_READ_BYTES + 2 * PAGE_BYTES)
@@ -41,7 +41,7 @@ class PieceReader:
         """Fill memory with the bytes of a piece from `start` on.
 
         Raises:
-            CorruptError: They are not what was saved; the message names tensor, file and byte range.
+            CorruptError: The bytes differ from what was saved; the message names tensor, file and byte range.
         """
         stored, at = self._packs(piece.pack), 0
         offset = piece.offset + start
@@ -63,7 +63,7 @@ class PieceReader:
             self._observer.on_event(Progress(self._done_bytes, self._total_bytes))
 
     def _check(self, piece: Piece, start: int, data: memoryview, where: str) -> None:
-        """Hold bytes against the digests of their chunks; a chunk that goes on is checked with its last byte."""
+        """Check bytes against the digests of their chunks; a chunk is checked once its last byte has been read."""
         while data:
             number, within = divmod(start, piece.chunk_bytes)
             if not within:
@@ -76,11 +76,11 @@ class PieceReader:
             self._checked = piece, start
             if start % piece.chunk_bytes and start < piece.bytes:
                 return
-            found, expected = self._digest.digest(), piece.digests[16 * number : 16 * number + 16]
-            if found != expected:
+            digest, expected = self._digest.digest(), piece.digests[16 * number : 16 * number + 16]
+            if digest != expected:
                 first = piece.offset + number * piece.chunk_bytes
                 raise CorruptError(
-                    f"{piece.tensor.fqn}: {where}: bytes {first}–{piece.offset + start} hash to {found.hex()}; "
+                    f"{piece.tensor.fqn}: {where}: bytes {first}–{piece.offset + start} hash to {digest.hex()}; "
                     f"expected {expected.hex()}. Read another copy or another step"
                 )
 
@@ -96,14 +96,14 @@ _READ = _Read()
 
 
 class StoredSource:
-    """A tensor as a checkpoint holds it. What is stored does not change, so it needs no copy and bears no stamp."""
+    """A stored tensor as a `Source`. Stored bytes do not change, so `copied` and `stamp` return the source itself."""
 
     def __init__(self, reader: PieceReader, regions: Mapping[Region, Sequence[Piece]]) -> None:
         """Read nothing yet.
 
         Args:
             reader: Reads pieces.
-            regions: What can be copied of it: each the bytes of some pieces, one after the other.
+            regions: The regions that can be copied, each with the pieces whose bytes in order are the region's.
         """
         self._reader = reader
         self._regions = {
@@ -133,7 +133,7 @@ class StoredSource:
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         """Never called: one process copies, and there are no replicas to compare."""
-        raise AssertionError("replicas of what is stored are compared; expected one process to copy it")
+        raise AssertionError("replicas of a stored tensor are compared; expected one process to copy it")
 
     def stamp(self) -> object:
         """Return the source itself."""
