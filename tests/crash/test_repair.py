@@ -62,7 +62,7 @@ def test_a_manifest_made_again_keeps_the_tags_of_its_step(root: Path) -> None:
     put_tag(store, OLD, "old", "now")
     truncate(step_path(root, NEW) / "manifest.json")
     found = repair(store)
-    assert "given again: 2 tags" in " ".join(found.done), found
+    assert "2 tags of the previous manifest: set again" in " ".join(found.done), found
     tags = read_tags(store)
     assert set(tags.of(NEW, read_manifest(store, step_folder(NEW)).digest)) == {"release", "paper"}
     assert tags.of(OLD, read_manifest(store, step_folder(OLD)).digest) == ("old",)
@@ -271,7 +271,7 @@ def test_a_step_that_was_restored_after_a_takeover_is_taken_in(restored: Path) -
     assert repair(local_store(restored), unfinished=True, dry_run=True).outcome == "repaired"
     assert content_under(restored) == before
     found = repair(local_store(restored), unfinished=True)
-    assert (found.outcome, found.done) == ("repaired", ("manifest.json: did not count, and is published anew",))
+    assert (found.outcome, found.done) == ("repaired", ("manifest.json: was fenced off, and is published again",))
     require_whole(restored, {OLD, NEW, NEXT})
     assert repair(local_store(restored), unfinished=True).outcome == "whole"
 

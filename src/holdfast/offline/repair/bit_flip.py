@@ -1,4 +1,4 @@
-"""A sealed text of which one bit was flipped, put right: the digest that it carries proves which bit it was."""
+"""Corrects one flipped bit of a sealed text; the digest in the text proves which bit it was."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from holdfast.format.digest import digest_of
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n')
 _TAIL_BYTES = len(b',\n "digest": "') + 32 + len(b'"\n}\n')
 _BODY_BYTES_MAX = 1 << 17
-"""The work grows with the square; a text of this size takes some ten seconds."""
+"""The work grows with the square of the size; a text of this size takes about ten seconds."""
 
 
 def correct_bit_flip(data: bytes) -> bytes | None:
-    """Return what a sealed text was before one of its bits was flipped; None if that is not what happened to it."""
+    """Return a sealed text with its one flipped bit corrected; None if it has other damage.
+
+    Every bit is tried: a digest proves the right one and says nothing of where it is.
+    """
     if not _TAIL_BYTES < len(data) <= _BODY_BYTES_MAX:
         return None
     body, tail = bytearray(data[:-_TAIL_BYTES]), data[-_TAIL_BYTES:]
-    own = b',\n "digest": "' + digest_of(memoryview(body)).hex().encode() + b'"\n}\n'
-    flipped = [(left ^ right).bit_count() for left, right in zip(own, tail, strict=True)]
+    correct_tail = b',\n "digest": "' + digest_of(memoryview(body)).hex().encode() + b'"\n}\n'
+    flipped = [(left ^ right).bit_count() for left, right in zip(correct_tail, tail, strict=True)]
     if sum(flipped) == 1:
-        return bytes(body) + own
+        return bytes(body) + correct_tail  # The flipped bit is in the digest itself.
     stated = _TAIL.fullmatch(tail)
     if stated is None:
         return None

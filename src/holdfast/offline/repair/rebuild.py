@@ -1,4 +1,4 @@
-"""Index and manifest of a checkpoint made again from what else is there; nothing that is not proven."""
+"""Rebuilds the index and the manifest of a checkpoint from its parts and packs, only where digests prove them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.errors import CheckpointError, CorruptError
+from holdfast.errors import CheckpointError, CorruptError, first_three
 from holdfast.format.digest import digest_of, hex_digest_of
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_builder import IndexBuilder
@@ -32,29 +32,29 @@ _CHUNK_BYTES_MAX = 4 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """An index, and where it came from."""
+    """A rebuilt index, and its sources."""
 
     index: Index
     """Every tensor and piece."""
 
     from_packs: tuple[int, ...]
-    """Ranks whose part was of no use, so that their packs told it."""
+    """Ranks whose part is damaged, so that their packs were read instead."""
 
 
 class Unprovable(Exception):
-    """Something cannot be made again from what is there."""
+    """An index or a manifest cannot be rebuilt from the files that exist."""
 
     def __init__(self, why: str, fqns: Iterable[str] = ()) -> None:
         super().__init__(why)
         self.fqns = sorted(set(fqns))
-        """Tensors that are lost with it."""
+        """FQNs of tensors that are lost with it."""
 
 
 def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
-    """Return the index of a checkpoint whose manifest is whole, from its parts, or where they are damaged its packs.
+    """Return the index of a checkpoint with a valid manifest: from its parts, and from the packs of ranks without one.
 
     Raises:
-        Unprovable: A pack is not what the manifest says, and the part that could tell where is not either.
+        Unprovable: A pack differs from its record, and the part that could locate the damage is damaged too.
     """
     parts: dict[int, Index] = {}
     for record in manifest.parts:
@@ -66,7 +66,7 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
             continue
         parts[rank] = part.index
     if not manifest.parts:
-        raise Unprovable("it was imported without a copy: no parts and no packs of its own tell what is in it")
+        raise Unprovable("it was imported without a copy: it has no parts and no packs from which to rebuild the index")
     from_packs = tuple(rank for rank in range(manifest.world_size) if rank not in parts)
     known = {index.chunk_bytes for index in parts.values()}
     listings = []
@@ -78,17 +78,17 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
     indexes = [*parts.values(), *listings]
     elsewhere = [pack for pack in manifest.packs if step_of_pack(pack.name) is not None]
     if from_packs and elsewhere:
-        # A rank refers to pieces in packs of other steps for what it did not write: all that nobody else lists. Where
-        # two of these packs could be meant, the pieces overlap, and nothing is proven.
-        listed = {(piece.tensor.fqn, piece.region) for each in indexes for piece in each.all_pieces()}
+        # A rank without a part may have referenced pieces in packs of other steps. These are the pieces there that no
+        # other index lists. If two packs hold such a piece, the pieces overlap, and the merge below proves nothing.
+        listed = {(piece.tensor.fqn, piece.region) for part_index in indexes for piece in part_index.all_pieces()}
         indexes.append(_index_of_packs(location, manifest, elsewhere, known, listed))
     if not indexes:
-        raise Unprovable("neither a part nor a pack tells what is in it")
-    merging = IndexMerger(indexes[0].chunk_bytes)
+        raise Unprovable("no part and no pack is left from which to rebuild the index")
+    merger = IndexMerger(indexes[0].chunk_bytes)
     try:
-        for each in indexes:
-            merging.add(each, location.url)
-        index = merging.merged()
+        for part_index in indexes:
+            merger.add(part_index, location.url)
+        index = merger.merged()
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
     return Rebuilt(index, from_packs)
@@ -101,34 +101,46 @@ def _index_of_packs(
     known: set[int],
     listed: Collection[tuple[str, Region]] = (),
 ) -> Index:
-    """Return what packs say of themselves, their chunks hashed anew and proven by the digests of the packs."""
-    found = None
+    """Return an index from the headers of packs. Chunks are hashed again and proven by the digests of the packs.
+
+    Args:
+        location: The checkpoint.
+        manifest: Its manifest.
+        packs: The records of the packs.
+        known: The bytes of a chunk, if known; empty otherwise.
+        listed: FQNs and regions to leave out.
+    Raises:
+        Unprovable: A pack differs from its record.
+    """
+    builder = None
     for record in packs:
         stored = location.packs_of(manifest)(record.name)
         try:
             header = _header_of(stored, record)
             pieces = stated_pieces(header, record.name, stored.url)
-            tried = known or {1 << power for power in range(12, 23)}
-            for chunk_bytes in sorted(tried, key=lambda each: (each != MIB, each)):
+            # No part tells the bytes of a chunk: try every possible power of two, the default first. Only the right one
+            # gives the recorded digest.
+            candidates = known or {1 << power for power in range(12, 23)}
+            for chunk_bytes in sorted(candidates, key=lambda count: (count != MIB, count)):
                 digests = _digests_of(stored, pieces, chunk_bytes)
                 if pack_digest(header, b"".join(digests)) == record.digest:
                     break
             else:
                 raise Unprovable(
-                    f"{record.name} is not what the manifest says, and the part of its rank that could tell where "
-                    "is damaged too",
+                    f"{record.name} differs from its record in the manifest, and the part of its rank, which could "
+                    "locate the damage, is damaged too",
                     (piece.tensor.fqn for piece in pieces),
                 )
         except CheckpointError as error:
             raise Unprovable(f"{record.name}: {error}") from error
         known = {chunk_bytes}
-        found = IndexBuilder(chunk_bytes) if found is None else found
-        for piece, each in zip(pieces, digests, strict=True):
+        builder = IndexBuilder(chunk_bytes) if builder is None else builder
+        for piece, piece_digests in zip(pieces, digests, strict=True):
             if (piece.tensor.fqn, piece.region) in listed:
                 continue
-            found.add(piece.tensor, piece.region, record.name, piece.start, each)
-    assert found is not None, "there is a pack"
-    return found.index()
+            builder.add(piece.tensor, piece.region, record.name, piece.start, piece_digests)
+    assert builder is not None, "there is a pack"
+    return builder.index()
 
 
 def _header_of(stored: Stored, record: FileRecord) -> bytes:
@@ -147,55 +159,57 @@ def _digests_of(stored: Stored, pieces: Sequence[StatedPiece], chunk_bytes: int)
     buffer = allocate_aligned(_CHUNK_BYTES_MAX + 2 * PAGE_BYTES)
     digests = []
     for piece in pieces:
-        own = b""
+        piece_digests = b""
         for start in range(piece.start, piece.stop, chunk_bytes):
             (data,) = stored.files.get_ranges(stored.key, [(start, min(start + chunk_bytes, piece.stop))], [buffer])
-            own += digest_of(data)
-        digests.append(own)
+            piece_digests += digest_of(data)
+        digests.append(piece_digests)
     return digests
 
 
 def rebuilt_manifest(
     location: CheckpointLocation, damaged: bytes, run_id: str | None, created: str, settings: Settings
 ) -> Manifest:
-    """Return the commit record of a checkpoint whose manifest is damaged, from its parts; its index is written anew.
+    """Return the commit record of a checkpoint with a damaged manifest, from its parts; writes its index again.
 
     Args:
-        place: The checkpoint; the index goes into its store.
-        damaged: What is left of the manifest.
-        run_id: The run, if the root tells it.
-        created: The time to be told where the manifest no longer does.
+        location: The checkpoint; the index goes into its store.
+        damaged: The damaged manifest.
+        run_id: The run, if the root names it.
+        created: The time to record if it cannot be read from the damaged manifest.
         settings: How an index is split.
     Raises:
-        Unprovable: A part is missing, or cannot be proven, or what they say does not make a whole.
+        Unprovable: A part is missing, unproven, or contradicts another.
     """
     if re.search(rb'^ "masters":', damaged, re.MULTILINE):
-        raise Unprovable("it told which tensors are master copies of others, and nothing else does")
+        raise Unprovable("the damaged manifest lists the master copies of tensors, and no other file does")
     attempt, votes = _votes(location, damaged)
     where = f"{location.folder}{attempt}/{part_name(0)}"
     chunk_bytes = decode_part(location.store.get(where, INDEX_BYTES_MAX), where).index.chunk_bytes
     run_id = run_id or _line(damaged, "run_id")
     if run_id is None:
-        raise Unprovable("neither holdfast.json nor what is left of the manifest says which run it belongs to")
+        raise Unprovable("neither holdfast.json nor the damaged manifest has a readable run id")
     try:
-        whole: MergedParts = merge_parts(location, attempt, votes, chunk_bytes)
-        index = write_index(location, attempt, whole.index, settings, [])
+        merged_parts: MergedParts = merge_parts(location, attempt, votes, chunk_bytes)
+        index = write_index(location, attempt, merged_parts.index, settings, [])
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
-    return build_manifest(location, attempt, whole, index, run_id, _line(damaged, "created") or created)
+    return build_manifest(location, attempt, merged_parts, index, run_id, _line(damaged, "created") or created)
 
 
 def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote]]:
-    """Return the attempt that was published and what each of its ranks voted for, each proven."""
+    """Return the attempt that was published, and the vote of each rank, proven.
+
+    A sealed part proves itself by its own digest. Another part is proven if the damaged manifest still names its size
+    and digest.
+    """
     attempts = _attempts(location, damaged)
     if len(attempts) != 1:
-        raise Unprovable(
-            f"the manifest does not say which attempt it published, and {len(attempts)} are there; expected one"
-        )
+        raise Unprovable(f"the damaged manifest names no attempt, and {len(attempts)} attempts exist; expected one")
     (attempt,) = attempts
-    found: dict[int, Vote] = {}
-    said = _line(damaged, "world_size")
-    world_size = int(said) if said is not None else 0
+    votes: dict[int, Vote] = {}
+    line = _line(damaged, "world_size")
+    world_size = int(line) if line is not None else 0
     prefix = f"{location.folder}{attempt}/"
     names = (entry.key.removeprefix(prefix) for entry in location.store.list(f"{prefix}parts/"))
     for name in sorted(filter(is_part_name, names)):
@@ -208,22 +222,23 @@ def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote
                 raise Unprovable(f"{name}: nothing proves that it is what was saved")
         except CheckpointError as error:
             raise Unprovable(f"{name}: {error}") from error
-        found[rank_of_part(name)] = Vote(len(data), digest)
-    absent = sorted(set(range(world_size)) - set(found))
+        votes[rank_of_part(name)] = Vote(len(data), digest)
+    absent = sorted(set(range(world_size)) - set(votes))
     if not world_size or absent:
-        told = f"the parts of ranks {absent[:20]} are missing" if absent else "nothing says how many ranks saved it"
-        raise Unprovable(f"{told}; with them the values that are not tensors may be lost")
-    return attempt, [found[rank] for rank in range(world_size)]
+        why = f"the parts of ranks {first_three(absent)} are missing" if absent else "the count of ranks is lost"
+        raise Unprovable(f"{why}; values that are not tensors may be lost too")
+    return attempt, [votes[rank] for rank in range(world_size)]
 
 
 def _attempts(location: CheckpointLocation, damaged: bytes) -> list[str]:
-    there = [name for name in location.store.folders(location.folder) if re.fullmatch("[0-9a-f]{16}", name)]
+    """Return the attempt that the damaged manifest names, or all attempts if it names none that exists."""
+    existing = [name for name in location.store.folders(location.folder) if re.fullmatch("[0-9a-f]{16}", name)]
     named = _line(damaged, "attempt")
-    return [named] if named in there else there
+    return [named] if named in existing else existing
 
 
 def _line(damaged: bytes, name: str) -> str | None:
-    """Return a plain field of a damaged manifest, as text, if its line is still one."""
+    """Return a plain field of a damaged manifest as text; None if its line is damaged."""
     match = re.search(rb'^ "%s": ("[^"\\\n]*"|\d+),$' % name.encode(), damaged, re.MULTILINE)
     if match is None:
         return None
@@ -234,15 +249,16 @@ def _line(damaged: bytes, name: str) -> str | None:
 
 
 def _names(damaged: bytes, name: str, count: int, digest: str) -> bool:
-    """Return whether what is left of a manifest names a file with this content."""
+    """Return whether a damaged manifest still names a file with this size and digest."""
     pattern = rb'"%s",\s*%d,\s*"%s"' % (re.escape(name.encode()), count, digest.encode())
     return re.search(pattern, damaged) is not None
 
 
-def no_longer_told(damaged: bytes) -> list[str]:
-    """Return what a manifest said that no part repeats, as far as can be seen."""
+def lost_fields(damaged: bytes) -> list[str]:
+    """Return the fields of a damaged manifest that no part repeats, as far as they can be recognized."""
     optional = ("origin", "masters", "metrics", "health")
     lost = [name for name in optional if re.search(rb'^ "%s":' % name.encode(), damaged, re.MULTILINE)]
     if not re.search(rb'^ "state":', damaged, re.MULTILINE):
-        lost.append("whatever of origin, masters, metrics and health it said")
+        # The optional fields stand around the line of `state`. Without it, their lines may be unreadable too.
+        lost.append("possibly origin, masters, metrics and health")
     return ["parent", "software", *lost]

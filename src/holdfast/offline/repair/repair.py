@@ -1,4 +1,8 @@
-"""Repairing the steps of a run: what can be proven is made again, the rest is told, and nothing is thrown away."""
+"""Repairs the steps of a run: rebuilds what digests prove, reports the rest, and keeps every replaced file.
+
+A repair is planned on an `OverlayStore`, which keeps changes in memory, and verified there. Only then is it written, so
+a dry run does the same work, and an interrupted repair leaves the manifest of before.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.clock import Clock, utc_now_text
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import INDEX_BYTES_MAX, encode_index
@@ -20,7 +24,7 @@ from holdfast.format.names import OVERVIEW_FILE, index_name, is_index_name, step
 from holdfast.leases.writer import WriterLease
 from holdfast.offline.repair.bit_flip import correct_bit_flip
 from holdfast.offline.repair.overlay import OverlayStore
-from holdfast.offline.repair.rebuild import Unprovable, no_longer_told, rebuilt_index, rebuilt_manifest
+from holdfast.offline.repair.rebuild import Unprovable, lost_fields, rebuilt_index, rebuilt_manifest
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import (
@@ -41,44 +45,44 @@ from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
 
-_TAKEN_IN = "manifest.json: did not count, and is published anew"
+_ACCEPTED = "manifest.json: was fenced off, and is published again"
 
 
 @dataclass(frozen=True, slots=True)
 class StepRepair:
-    """What became of one step."""
+    """The repair of one step."""
 
     step: int
     """The step."""
 
     outcome: Literal["whole", "repaired", "damaged", "unfinished"]
-    """`whole`: it was; `repaired`: it is now; `damaged`: not all of it could be made again; `unfinished`: no save of it
-    was ever published, so it is no checkpoint."""
+    """`whole`: undamaged before; `repaired`: undamaged now; `damaged`: some of it could not be rebuilt; `unfinished`:
+    no save of it was ever published, so it is no checkpoint."""
 
     done: tuple[str, ...]
-    """What was made again, and from what; of a dry run, what would be."""
+    """What was rebuilt, and from what; in a dry run, what would be."""
 
     lost: tuple[str, ...]
-    """What could not be, and what is gone with it."""
+    """What could not be rebuilt, and what is lost with it."""
 
     lost_tensors: tuple[str, ...]
-    """FQNs of tensors of which something is gone, ascending."""
+    """FQNs of tensors that lost bytes, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What became of a run that was repaired."""
+    """The repair of a run."""
 
     url: str
-    """Where its root lies."""
+    """The root of the run."""
 
     steps: tuple[StepRepair, ...]
-    """Every step that was looked into, ascending."""
+    """Every step that was examined, ascending."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether none of them is damaged any more."""
-        return all(each.outcome != "damaged" for each in self.steps)
+        """Whether no examined step is damaged any more."""
+        return all(step.outcome != "damaged" for step in self.steps)
 
 
 class Repair:
@@ -95,43 +99,43 @@ class Repair:
         unfinished: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        """Look at nothing yet.
+        """Read nothing yet.
 
         Args:
             store: The root of the run.
-            references: Where files lie that steps reference by URL.
-            clock: For chance, and for the time that people are told.
+            references: Locates files that steps reference by URL.
+            clock: Randomness, and the time in rebuilt manifests.
             settings: How an index is split.
             dry_run: Write nothing.
-            unfinished: Take in a manifest that does not count, if all that it names is whole.
-            observer: Told of progress while a step is read back.
+            unfinished: Accept the manifest of a fenced writer if every file that it names is undamaged.
+            observer: Receives progress while a step is read back.
         """
         self._store, self._references, self._clock, self._settings = store, references, clock, settings
         self._dry_run, self._unfinished, self._observer = dry_run, unfinished, observer
         self._writer_lease = WriterLease(store, clock, settings.lease_seconds)
 
     def run(self, step: int | None) -> RepairReport:
-        """Repair one step, or every step of which a look at manifest, index, sizes and quarantine finds anything wrong.
+        """Repair one step, or every step with a suspicious manifest, index, file size or quarantine record.
 
         Raises:
             MissingError: There is no such step, or no step at all.
             InvalidError: A step is of a newer format, or references files that may not be read.
             ConflictError: Another process writes to the run.
-            UnavailableError: Storage failed; the same call goes on where it was.
+            UnavailableError: Storage failed; the same call continues.
         """
         require_no_checkpoint(self._store)
         steps = step_folders(self._store)
         if not steps or (step is not None and step not in steps):
-            missing = "no steps" if step is None else f"no step {step}; there are {steps[-20:]}"
-            raise MissingError(f"{self._store.url}: {missing}. Look for another path, or choose another step")
-        chosen = [each for each in steps if self._needs_repair(each)] if step is None else [step]
+            missing = "no steps" if step is None else f"no step {step}; the newest are {first_three(steps[::-1])}"
+            raise MissingError(f"{self._store.url}: {missing}. Try another path, or choose another step")
+        chosen = [number for number in steps if self._needs_repair(number)] if step is None else [step]
         try:
-            return RepairReport(self._store.url, tuple(self._step(each) for each in chosen))
+            return RepairReport(self._store.url, tuple(self._repair_step(number) for number in chosen))
         finally:
             self._writer_lease.release()
 
     def _needs_repair(self, step: int) -> bool:
-        location = self._place(self._store, step)
+        location = self._location(self._store, step)
         try:
             if is_quarantined(self._store, step):
                 return True
@@ -144,35 +148,36 @@ class Repair:
         except (CorruptError, InvalidError):
             return True
 
-    def _step(self, step: int) -> StepRepair:
+    def _repair_step(self, step: int) -> StepRepair:
         """Repair one step, and read all of it back."""
         overlay = OverlayStore(self._store)
-        location = self._place(overlay, step)
+        location = self._location(overlay, step)
         done: list[str] = []
         try:
             manifest = self._manifest(location, overlay, done)
             if manifest is None:
-                return StepRepair(step, "unfinished", (), ("no manifest that counts, so it is no checkpoint",), ())
+                return StepRepair(step, "unfinished", (), ("no valid manifest, so it is no checkpoint",), ())
             manifest = self._with_index(location, overlay, manifest, done)
         except Unprovable as error:
-            if _TAKEN_IN in done:
-                return _not_taken_in(step, [str(error)], error.fqns)
-            self._carry_out(step, overlay)
+            if _ACCEPTED in done:
+                return _not_accepted(step, [str(error)], error.fqns)
+            # What was proven before is written all the same.
+            self._write(step, overlay)
             return StepRepair(step, "damaged", tuple(done), (str(error),), tuple(error.fqns))
         surplus = _surplus(location, manifest)
         if surplus:
             overlay.delete(surplus)
-            done.append("index files that the manifest does not name: taken away")
+            done.append("index files that the manifest does not name: removed")
         damages = list(self._damages(location, manifest))
         fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
-        if damages and _TAKEN_IN in done:
-            return _not_taken_in(step, map(_told, damages), fqns)
-        self._carry_out(step, overlay)
+        if damages and _ACCEPTED in done:
+            return _not_accepted(step, map(_format_damage, damages), fqns)
+        self._write(step, overlay)
         if not damages and not self._dry_run and quarantined(self._store).get(step):
             self._hold()
             release(self._store, step)
         outcome: Literal["whole", "repaired", "damaged"] = "damaged" if damages else "repaired" if done else "whole"
-        return StepRepair(step, outcome, tuple(done), tuple(map(_told, damages)), tuple(fqns))
+        return StepRepair(step, outcome, tuple(done), tuple(map(_format_damage, damages)), tuple(fqns))
 
     def _manifest(self, location: CheckpointLocation, overlay: OverlayStore, done: list[str]) -> Manifest | None:
         where = f"{location.url}/manifest.json"
@@ -183,7 +188,7 @@ class Repair:
                 if not self._unfinished:
                     return None
                 manifest = manifest_in(location.folder, data, where)
-                return self._put_manifest(location, overlay, manifest, done, _TAKEN_IN)
+                return self._put_manifest(location, overlay, manifest, done, _ACCEPTED)
             return manifest_in(location.folder, data, where)
         except MissingError:
             return None
@@ -194,76 +199,77 @@ class Repair:
         except CorruptError:
             pass
         else:
-            raise Unprovable(f"{damage}; what lies there is whole, and of step {other}") from damage
-        whole = correct_bit_flip(data)
-        if whole is not None:
-            manifest = manifest_in(location.folder, whole, where)
-            overlay.put(location.manifest_key, whole)
-            done.append("manifest.json: one bit put right, proven by its digest")
+            raise Unprovable(f"{damage}; the manifest is undamaged, but of step {other}") from damage
+        corrected = correct_bit_flip(data)
+        if corrected is not None:
+            manifest = manifest_in(location.folder, corrected, where)
+            overlay.put(location.manifest_key, corrected)
+            done.append("manifest.json: one bit corrected, proven by its digest")
             return manifest
-        made = rebuilt_manifest(location, data, self._run_id(), utc_now_text(self._clock), self._settings)
+        rebuilt = rebuilt_manifest(location, data, self._run_id(), utc_now_text(self._clock), self._settings)
         return self._put_manifest(
             location,
             overlay,
-            made,
+            rebuilt,
             done,
-            f"manifest.json: rebuilt from {len(made.parts)} parts; lost are {', '.join(no_longer_told(data))}",
+            f"manifest.json: rebuilt from {len(rebuilt.parts)} parts; lost are {', '.join(lost_fields(data))}",
         )
 
     def _with_index(
         self, location: CheckpointLocation, overlay: OverlayStore, manifest: Manifest, done: list[str]
     ) -> Manifest:
-        """Return the manifest whose index can be read, after making the index again if need be."""
+        """Return a manifest whose index can be read, after rebuilding the index if needed."""
         try:
             self._require_sound(location, manifest)
             return manifest
         except CorruptError as error:
-            logger.info("%s: its index is made again: %s", location.url, error)
-        made = rebuilt_index(location, manifest)
+            logger.info("%s: the index is rebuilt: %s", location.url, error)
+        rebuilt = rebuilt_index(location, manifest)
         before = dict(overlay.pending)
-        records = write_index(location, manifest.attempt, made.index, self._settings, [])
-        source = f"from the packs of ranks {list(made.from_packs)} and the parts of the others"
-        said = f"index: rebuilt {source if made.from_packs else 'from parts'}"
+        records = write_index(location, manifest.attempt, rebuilt.index, self._settings, [])
+        source = f"from the packs of ranks {list(rebuilt.from_packs)} and the parts of the others"
+        action = f"index: rebuilt {source if rebuilt.from_packs else 'from parts'}"
         if records != (manifest.indexes, manifest.overview):
+            # The manifest names other files, so it must change too: one new file, then a manifest that names it.
             overlay.pending = before
-            said += ", as one file"
-            one = self._one_file(location, manifest, made.index)
-            manifest = replace(manifest, indexes=(one,), overview=None)
-            manifest = self._put_manifest(location, overlay, manifest, done, said)
+            action += ", as one file"
+            record = self._one_file(location, manifest, rebuilt.index)
+            manifest = replace(manifest, indexes=(record,), overview=None)
+            manifest = self._put_manifest(location, overlay, manifest, done, action)
         else:
-            done.append(said)
+            done.append(action)
         try:
             self._require_sound(location, manifest)
         except CorruptError as error:
             overlay.pending = before
-            raise Unprovable(f"what parts and packs say is not what the manifest does: {error}") from error
+            raise Unprovable(f"parts and packs contradict the manifest: {error}") from error
         return manifest
 
     def _one_file(self, location: CheckpointLocation, manifest: Manifest, index: Index) -> FileRecord:
-        """Put an index into one file of a name that is free, so that nothing is replaced before the manifest is."""
+        """Store an index as one file under an unused name: nothing is replaced before the manifest is."""
         prefix = f"{location.folder}{manifest.attempt}/"
-        taken = {entry.key.removeprefix(prefix) for entry in location.store.list(prefix)}
-        name = next(name for name in map(index_name, range(100_000)) if name not in taken)
+        used = {entry.key.removeprefix(prefix) for entry in location.store.list(prefix)}
+        name = next(name for name in map(index_name, range(100_000)) if name not in used)
         data = encode_index(index)
         location.store.put(prefix + name, data)
         return FileRecord(name, len(data), hex_digest_of(data))
 
     def _put_manifest(
-        self, location: CheckpointLocation, overlay: OverlayStore, manifest: Manifest, done: list[str], said: str
+        self, location: CheckpointLocation, overlay: OverlayStore, manifest: Manifest, done: list[str], action: str
     ) -> Manifest:
-        # Under an epoch of its own: what older ones accepted is known by its digest.
+        # A new epoch: a fence accepts manifests of older epochs by digest, and this digest is new.
         data = encode_manifest(replace(manifest, epoch=self._hold() or manifest.epoch))
-        made = decode_manifest(data, location.url)
-        assert made.step is not None, "a run holds steps"
-        # Before the manifest: one who is killed between them repairs again, and gives them again.
-        tags = tags_for_new_manifest(location.store, made.step, made.digest)
+        stored = decode_manifest(data, location.url)
+        assert stored.step is not None, "a run holds steps"
+        # Tags are written before the manifest: a repair that is interrupted between them is repeated, tags included.
+        tags = tags_for_new_manifest(location.store, stored.step, stored.digest)
         for key, record in tags.items():
             overlay.put(key, record)
         overlay.put(location.manifest_key, data)
-        done.append(said)
+        done.append(action)
         if tags:
-            done.append(f"given again: {len(tags)} tag{'s' * (len(tags) > 1)}, which named the manifest of before")
-        return made
+            done.append(f"{len(tags)} tag{'s' * (len(tags) > 1)} of the previous manifest: set again")
+        return stored
 
     def _require_sound(self, location: CheckpointLocation, manifest: Manifest) -> None:
         require_covered(read_index(location.store, location.folder, manifest), self._clock, location.url)
@@ -282,24 +288,24 @@ class Repair:
             ).damages()
         )
 
-    def _carry_out(self, step: int, overlay: OverlayStore) -> None:
-        """Write what was decided; of every file that is replaced or removed the bytes are kept first."""
+    def _write(self, step: int, overlay: OverlayStore) -> None:
+        """Write the overlay's changes; before a file is replaced or removed, keep a backup of its bytes."""
         if self._dry_run:
             return
         for key, data in overlay.pending.items():
             self._hold()
             try:
-                kept = backup(self._store, step, key, INDEX_BYTES_MAX)
-                logger.info("%s is kept as %s", key, kept)
+                backup_key = backup(self._store, step, key, INDEX_BYTES_MAX)
+                logger.info("%s is kept as %s", key, backup_key)
             except MissingError:
-                pass
+                pass  # A new file replaces none.
             if data is None:
                 self._store.delete([key])
             else:
                 self._store.put(key, data)
 
     def _hold(self) -> int:
-        """Return the epoch under which it is written, 0 in a dry run; refuses where another process writes."""
+        """Return the epoch to write under, 0 in a dry run; raise if another process writes to the run."""
         return 0 if self._dry_run else self._writer_lease.hold(self._run_id() or "unknown")
 
     def _run_id(self) -> str | None:
@@ -308,12 +314,12 @@ class Repair:
         except CheckpointError:
             return None
 
-    def _place(self, store: Store, step: int) -> CheckpointLocation:
+    def _location(self, store: Store, step: int) -> CheckpointLocation:
         return CheckpointLocation(store, step_folder(step), step, references=self._references, root=self._store)
 
 
 def _surplus(location: CheckpointLocation, manifest: Manifest) -> list[str]:
-    """Return the keys of index files that the manifest does not name: an earlier repair replaced them."""
+    """Return the keys of index files that the manifest does not name; an earlier repair replaced them."""
     named = {record.name for record in manifest.indexes}
     named |= set() if manifest.overview is None else {OVERVIEW_FILE}
     prefix = f"{location.folder}{manifest.attempt}/"
@@ -321,10 +327,12 @@ def _surplus(location: CheckpointLocation, manifest: Manifest) -> list[str]:
     return [prefix + name for name in files if (is_index_name(name) or name == OVERVIEW_FILE) and name not in named]
 
 
-def _not_taken_in(step: int, lost: Iterable[str], fqns: Iterable[str]) -> StepRepair:
-    return StepRepair(step, "unfinished", (), ("its manifest does not count, and not all is whole", *lost), tuple(fqns))
+def _not_accepted(step: int, lost: Iterable[str], fqns: Iterable[str]) -> StepRepair:
+    return StepRepair(
+        step, "unfinished", (), ("its manifest was fenced off, and its files are damaged", *lost), tuple(fqns)
+    )
 
 
-def _told(damage: Damage) -> str:
+def _format_damage(damage: Damage) -> str:
     where = damage.file if damage.start is None else f"{damage.file} bytes {damage.start}-{damage.stop}"
     return f"{where}{'' if damage.fqn is None else f' ({damage.fqn})'}: {damage.message}"
