@@ -62,12 +62,7 @@ def referenced(
     require_no_checkpoint(location.store)
     location.require_empty()
     name = f"import of step {location.step}"
-    for pack in source.manifest.packs:
-        url = source.packs(pack.name).url
-        if not is_file_url(url) or not values.is_json_scalar(url):
-            raise InvalidError(
-                f"{url[:300]!r}: expected a path of plain text, since the manifest stores it. Import it with --copy"
-            )
+    _require_plain_paths(source)
     index = digested(source.index, source.packs, settings, observer)
     files = _file_records(source, index)
     # With an overview, tensors may not have more bytes than the files. Tied tensors share bytes, so they may.
@@ -90,6 +85,15 @@ def referenced(
         )
     sweep(location, attempt, name, writer_lease.epoch)
     return attempt
+
+
+def _require_plain_paths(source: Checkpoint) -> None:
+    for pack in source.manifest.packs:
+        url = source.packs(pack.name).url
+        if not is_file_url(url) or not values.is_json_scalar(url):
+            raise InvalidError(
+                f"{url[:300]!r}: expected a path of plain text, since the manifest stores it. Import it with --copy"
+            )
 
 
 def _file_records(source: Checkpoint, index: Index) -> tuple[FileRecord, ...]:
