@@ -1,5 +1,5 @@
 """One load: resolve, request, plan, agree, read or exchange, restore.
 
-`runs/` and `api` call it. Read `load.py` first.
+`checkpoint_manager` and `api` call it. Read `load.py` first.
 No value changes before every rank can load.
 """

@@ -10,9 +10,10 @@ The states of a load, the same on every rank at each collective, and who moves i
 - restored: each rank has put back the values that are not tensors. An all-gather ends the load.
 - failed: a collective showed an error of some rank; every rank raises.
 
-`StepDamaged`, raised on every rank by the same all-gather, moves the load back to resolving, with an older step, from
-any state after it. A load of one exact step has no fallback, so it needs no proof before it restores:
-there the all-gather of "restored" is the only one after "filling".
+- fell back: an all-gather showed every rank that the step is damaged, and every rank raises `StepDamaged`. `load`
+  catches it and is resolving again, with an older step. Any state after resolving can lead here.
+
+A load of one exact step cannot fall back. It restores without the all-gather of "verified": one is left after filling.
 """
 
 from __future__ import annotations
