@@ -123,7 +123,6 @@ PENDING = {
     "noted": "ports/destination.py, runs/garbage_collection.py",
     "Place": "foreign/deepspeed/folder.py",
     "spend": "foreign/pickles/constructors.py",
-    "tenure": "offline/imports/copy.py",
 }
 """Retired names that the named files still use: their rewrite is under way. A name that is gone fails the test."""
 
