@@ -265,7 +265,7 @@ def restored(root: Path) -> Path:
 
 def test_a_step_that_was_restored_after_a_takeover_is_taken_in(restored: Path) -> None:
     before = content_under(restored)
-    with pytest.raises(MissingError, match=r"or was away at that time .*holdfast repair ROOT --step N --unfinished"):
+    with pytest.raises(MissingError, match=r"was moved away and back.*holdfast repair ROOT --step N --unfinished"):
         resumed(run_at(local_store(restored)), NEW)
     assert repair(local_store(restored)).outcome == "unfinished"
     assert repair(local_store(restored), unfinished=True, dry_run=True).outcome == "repaired"
