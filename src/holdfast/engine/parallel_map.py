@@ -78,7 +78,7 @@ class WorkerThreads:
         self._unfinished = 0
 
     def begin(self, call: Callable[[], None]) -> None:
-        """Have a call made, which must not raise."""
+        """Let a thread make a call, which must not raise."""
         with self._lock:
             self._unfinished += 1
             needed = min(self._unfinished, self._threads_max)

@@ -63,8 +63,8 @@ def execute(
     with ThreadPoolExecutor(count, thread_name_prefix="holdfast-read") as threads:
         reads = [threads.submit(read, run) for run in plan.runs]
         try:
-            for each in reads:
-                each.result()
+            for future in reads:
+                future.result()
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
             raise
@@ -257,9 +257,9 @@ def verify_and_place(chunk: ChunkRead, raw: memoryview, where: str, targets: Seq
 def _require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
     expected = chunk.expected
     # A foreign checkpoint that is read in place has no digests.
-    if expected and (found := digest_of(raw)) != expected:
+    if expected and (actual := digest_of(raw)) != expected:
         raise CorruptError(
             f"{chunk.piece.tensor.fqn}: {where}: bytes "
-            f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {found.hex()}; expected "
+            f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {actual.hex()}; expected "
             f"{expected.hex()}. Read another copy or another step"
         )
