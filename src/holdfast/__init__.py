@@ -1,7 +1,7 @@
-"""Holdfast keeps the state of a training run: saves it, survives what breaks, gives it back on any layout.
+"""Holdfast saves the sharded state of a training run and loads it on any parallel layout.
 
-The public names live here and are imported on first use, so that `import holdfast` loads no framework.
-Everything below this package is the project's own affair and may change without notice.
+The public names are defined here. Each is imported on first use, so that `import holdfast` loads no framework.
+Modules below this package are private, except `holdfast.api`, `policies`, `observers` and `errors`.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ _HOME = {
     "ConflictError": "holdfast.errors",
     "MissingError": "holdfast.errors",
 }
-"""Where each public name is defined."""
+"""Module of each public name."""
 
 
 def __getattr__(name: str) -> object:
-    """Return a public name, importing its module the first time."""
+    """Return a public name; the first access imports its module."""
     if name not in _HOME:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_HOME[name]), name)

@@ -1,4 +1,4 @@
-"""The public verbs: save, async_save, load, CheckpointManager, open_checkpoint."""
+"""The public functions: save, load, open, import, export, compare, repair and list checkpoints."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def save(
 
     Args:
         path: The folder that becomes the checkpoint; it must not hold one.
-        state: Nested dict of modules, optimizers, anything with `state_dict`/`load_state_dict`, tensors, values.
+        state: Nested dict of modules, optimizers, objects with `state_dict`/`load_state_dict`, tensors and values.
         only: Save only FQNs that match one of these patterns.
         skip: Leave out FQNs that match one of these patterns.
-        grads: Save gradients too, for a save in the middle of gradient accumulation: each under its parameter's FQN
-            with `.grad` after it. Without it such a save is refused where the optimizer or wrapper tells.
+        grads: Save gradients too, each under its parameter's FQN plus `.grad`, for a save in the middle of gradient
+            accumulation. Without it, such a save is refused if the optimizer or wrapper reveals the accumulation.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to save.
     Raises:
@@ -132,20 +132,20 @@ def async_save(
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveHandle:
-    """Begin to save one checkpoint; return once it is staged: copied, so that training may change the state.
+    """Begin to save one checkpoint; return once the state is copied and training may change it.
 
-    Hashing, writing and the commit go on in the background. The copies lie in host memory, at most
-    `settings.arena_bytes_max`; a state that does not fit is written before this returns.
+    Hashing, writing and the commit run in the background. The copies take at most `settings.arena_bytes_max` of host
+    memory. A state that does not fit is written before this returns.
 
-    With `settings.staging="lazy"` this returns at once, and parameters and optimizer state are copied while training
-    goes on; the next step of any `torch.optim.Optimizer`, `load_state_dict` of what was passed, and Holdfast's own load
-    wait until that is done. A tensor that changes before it is copied fails the save, and nothing is committed.
+    With `settings.staging="lazy"` this returns at once. Parameters and optimizer state are copied while training runs.
+    The next step of any `torch.optim.Optimizer`, `load_state_dict` of a passed object, and a load by Holdfast wait for
+    the remaining copies. If a tensor changes before its copy, the save fails and nothing is committed.
 
     Arguments as `save`.
 
     Raises:
-        InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. Everything else
-            lives in the handle.
+        InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. `SaveHandle.wait` raises
+            all other errors.
     """
     return begin_save(*_request(path, state, selection_of(only, skip, grads), process_group, settings))
 
@@ -176,18 +176,18 @@ def load(
 ) -> LoadReport:
     """Fill a state from one checkpoint, on any mesh. Every rank of the group calls.
 
-    Modules, optimizers and tensors are filled in place; plain values in the dict are replaced. Only the
-    top-level keys passed are judged: `load(path, {"model": model})` from a whole training checkpoint succeeds.
+    Modules, optimizers and tensors are filled in place; plain values in the dict are replaced. Only the passed
+    top-level keys are compared: `load(path, {"model": model})` from a whole training checkpoint succeeds.
 
     Args:
         path: The checkpoint.
-        state: What to fill.
-        strict: Raise if names are missing or unexpected; otherwise fill what matches and report the rest.
+        state: The state to fill.
+        strict: Raise if names are missing or unexpected; otherwise fill the matching names and report the rest.
         cast: Allow a tensor to be filled from another dtype.
         only: Fill only FQNs that match one of these patterns.
         skip: Leave FQNs that match one of these patterns as they are.
-        grads: Give parameters the gradients they were saved with, and none where they had none. Otherwise gradients
-            in the checkpoint are unexpected, since training that resumes without them is another training.
+        grads: Set gradients as they were saved, and remove those of parameters that had none. Without it, gradients in
+            the checkpoint are unexpected names, since a run that resumes without them trains differently.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to load.
     Raises:
@@ -203,11 +203,11 @@ def load(
 
 
 def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:
-    """Open a checkpoint read-only: lazy, never communicates, needs no torch.
+    """Open a checkpoint read-only. It reads lazily, never communicates, and needs no torch.
 
     Raises:
         MissingError: There is no checkpoint.
-        InvalidError: The path is the root of a run, or of a newer format.
+        InvalidError: The path is the root of a run, or the format is newer.
         CorruptError: The manifest is damaged.
     """
     return wiring.checkpoint_at(path, settings)
@@ -222,23 +222,23 @@ def import_checkpoint(
     settings: Settings = wiring.DEFAULT_SETTINGS,
     observer: Observer | None = None,
 ) -> ImportReport:
-    """Make a checkpoint of another system a step of a run; needs no torch, and this process alone calls.
+    """Make a checkpoint of another system a step of a run. One process calls; needs no torch.
 
-    Its bytes stay where they are: the step names each file, its size and the digest of every chunk, for which all of it
-    is read once. Whoever loads it must allow the folder of the files, `Settings(allowed_roots=(…,))`, and a file that
-    changed since is `CorruptError`. With `copy` they are copied into packs of the run, and the source may go; a
-    checkpoint of Holdfast's can be imported so, too.
+    The step refers to the source's files: it records each file, its size and the digest of every chunk, for which all
+    bytes are read once. A load must allow the folder of the files with `Settings(allowed_roots=(…,))`; a file that has
+    changed is a `CorruptError`. With `copy` the bytes are copied into packs of the run, and the source may be deleted.
+    A checkpoint of Holdfast can be imported with `copy` only.
 
     Args:
         src: The checkpoint: a folder or file of any format that Holdfast reads.
-        root: The folder of the run; it becomes one if it is none.
-        step: Which step it becomes; None for the one that the checkpoint tells.
+        root: The folder of the run; created if it does not exist.
+        step: The step that it becomes; None for its own step number.
         copy: Whether to copy its bytes.
         settings: Bytes of a chunk, and reads in flight.
-        observer: Told of progress.
+        observer: Receives progress.
     Raises:
-        ConflictError: The step exists and was not touched, or a file of the source was written again meanwhile.
-        InvalidError: It tells no step, or cannot be imported so.
+        ConflictError: The step exists and was not touched, or a file of the source changed during the import.
+        InvalidError: The checkpoint has no step number, or cannot be imported this way.
         MissingError: There is no checkpoint.
         CorruptError: The checkpoint is damaged; nothing was committed.
         UnavailableError: Storage failed, or the outcome is unknown.
@@ -249,7 +249,7 @@ def import_checkpoint(
 
 
 EXPORT_DTYPES = ("float32", "float16", "bfloat16")
-"""What the floating tensors of a model can be cast to on their way out."""
+"""Dtypes to which an export can cast the floating tensors of a model."""
 
 
 def export(
@@ -265,27 +265,27 @@ def export(
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> ExportReport:
-    """Write a checkpoint, Holdfast's or one it reads in place, as another system's files. Needs no torch.
+    """Write a checkpoint, of Holdfast or of a format that it reads, as files of another system. Needs no torch.
 
-    The files appear at `dst` all at once, when they are whole and durable. Until then they lie in a hidden folder
-    beside it; the same call made again goes on there, however the first one ended.
+    The files appear at `dst` all at once, when they are complete and durable. Until then they are in a hidden folder
+    beside it. After any interruption, the same call resumes there.
 
     Args:
         src: The checkpoint.
-        dst: What is to be made; nothing may be there.
+        dst: The file or folder to create; it must not exist.
         to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
             checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
-        shard_bytes: Bytes of tensors in one file, at most, where the format has several.
-        dtype: What the floating tensors of the model are cast to: float32, float16 or bfloat16; None: nothing.
-        model_only: Whether to leave out what is not the model.
-        memory_bytes: Memory for bytes on their way, of all workers together.
-        workers: Processes that do it beside each other.
-        observer: Told of progress.
+        shard_bytes: Most bytes of tensors in one file, for formats with several files.
+        dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None: as they are.
+        model_only: Whether to leave out everything but the model.
+        memory_bytes: Memory for data in flight, of all workers together.
+        workers: Number of parallel processes.
+        observer: Receives progress.
         settings: How to read.
     Raises:
-        InvalidError: The call is wrong, or the format cannot hold what the checkpoint does.
-        ConflictError: Something is at `dst`, or another process is exporting to it; it was not touched.
-        UnavailableError: There is no room, or storage failed.
+        InvalidError: The call is wrong, or the format cannot hold the checkpoint.
+        ConflictError: `dst` exists, or another process exports to it; it was not touched.
+        UnavailableError: The file system is full, or storage failed.
         CorruptError: Stored bytes are not what was saved.
     """
     if dtype is not None and dtype not in EXPORT_DTYPES:
@@ -322,17 +322,17 @@ def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTING
     """Return every step under the root of a run: committed, damaged and unfinished. Read-only, needs no torch.
 
     Raises:
-        MissingError: Nothing of a run lies there.
+        MissingError: The path holds no run.
         InvalidError: The path is one checkpoint.
     """
     return run_record(wiring.store_at(root, settings))
 
 
 def tag(root: wiring.Path, step: int, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
-    """Give a committed step of a run a name; nothing changes if it has it already. Needs no torch.
+    """Give a committed step of a run a tag; no change if it has the tag already. Needs no torch.
 
     Raises:
-        InvalidError: It cannot be a name, or the path is one checkpoint.
+        InvalidError: The name is not valid, or the path is one checkpoint.
         MissingError: There is no such step.
         ConflictError: The tag names another step; it was not touched.
     """
@@ -343,10 +343,10 @@ def tag(root: wiring.Path, step: int, name: str, *, settings: Settings = wiring.
 
 
 def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
-    """Take a name away from a step of a run; the step stays as it is. Needs no torch.
+    """Remove a tag of a run; the step stays as it is. Needs no torch.
 
     Raises:
-        InvalidError: It cannot be a name, or the path is one checkpoint.
+        InvalidError: The name is not valid, or the path is one checkpoint.
         MissingError: There is no such tag.
     """
     store = wiring.store_at(root, settings)
@@ -355,12 +355,12 @@ def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_S
 
 
 def trace(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
-    """Return what every rank did in the saves and loads of a checkpoint, or of every step of a run, as a trace.
+    """Return a trace of the saves and loads of a checkpoint, or of every step of a run, on all ranks.
 
-    Its `document`, written as JSON, is what ui.perfetto.dev and chrome://tracing draw. Needs no torch.
+    ui.perfetto.dev and chrome://tracing draw its `document`, written as JSON. Needs no torch.
 
     Raises:
-        MissingError: No rank left a report there.
+        MissingError: The path holds no reports.
     """
     return trace_of(wiring.store_at(path, settings))
 
@@ -374,30 +374,29 @@ def repair(
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> RepairReport:
-    """Make manifests and indexes of a run again from what else is there, and say what is lost where that cannot be.
+    """Rebuild damaged manifests and indexes of a run from its other files, and report what is lost.
 
-    Nothing is written that digests do not prove to be what was saved. The bytes of every file that is replaced are kept
-    under `quarantine/`; a step that is whole afterwards is resumed from again. No job may be writing to the run. Needs
-    no torch.
+    It writes only data whose digests prove that it was saved. Every replaced file is kept under `quarantine/`. A step
+    that is complete afterwards can be resumed from again. No job may write to the run. Needs no torch.
 
     Args:
         root: The root of the run.
-        step: The step; None: every step of which a look at manifest, index, sizes and quarantine finds anything wrong.
-        dry_run: Write nothing, only tell.
-        unfinished: Take in the manifest of that step though it does not count (`holdfast ls` shows it as fenced), if
-            all that it names is whole.
-        observer: Told of progress while a step is read back.
+        step: The step; None: every step whose manifest, index, file sizes or quarantine show damage.
+        dry_run: Write nothing, only report.
+        unfinished: Accept the manifest of that step although it is fenced (see `holdfast ls`), if everything that it
+            names is intact.
+        observer: Receives progress while a step is read back.
         settings: How to read, and how an index is split.
     Raises:
         MissingError: There is no such step, or none at all.
         InvalidError: The path is one checkpoint, or a step is of a newer format.
-        ConflictError: A job is writing to the run.
-        UnavailableError: Storage failed; the same call goes on where it was.
+        ConflictError: A job writes to the run.
+        UnavailableError: Storage failed; the same call resumes.
     """
     if step is not None:
         require_step(step)
     elif unfinished:
-        raise InvalidError("unfinished=True without a step; expected the step that is to be taken in, as in step=100")
+        raise InvalidError("unfinished=True without a step; expected the step to accept, as in step=100")
     store, references = wiring.store_at(root, settings), References(settings.allowed_roots)
     return Repair(
         store, references, SystemClock(), settings,
@@ -413,24 +412,24 @@ def collect(
     grace_seconds: float | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> CollectReport:
-    """Remove the steps of a run that a policy does not keep, and what dead saves left. Needs no torch.
+    """Remove the steps of a run that a policy does not keep, and files of dead saves. Needs no torch.
 
-    For runs that no job writes to: a manager made with `keep` does the same behind training. The newest valid step, the
-    last healthy one, those under quarantine and those that somebody reads always stay, and so do packs that a step
-    which stays refers to. Killed at any moment it leaves every step whole or gone; calling it again goes on.
+    For runs without a writing job: a manager with `keep` does the same in the background. The newest valid step, the
+    last healthy one, quarantined steps and steps with readers always stay. So do packs that a kept step refers to. If
+    the process is killed, every step is complete or gone, and the next call resumes.
 
     Args:
         root: The folder of the run.
         keep: Which steps stay, as in `holdfast.policies`; None for all of them.
-        dry_run: Whether only to tell what would be removed.
-        grace_seconds: How long what is to go is marked before it goes; None for `settings.collect_grace_seconds`.
-        settings: How to hold the right to write.
+        dry_run: Only report what would be removed.
+        grace_seconds: Time between mark and removal; None for `settings.collect_grace_seconds`.
+        settings: How to hold the writer lease.
     Raises:
-        MissingError: Nothing of a run lies there.
+        MissingError: The path holds no run.
         InvalidError: The path is one checkpoint, or the policy ranks by a metric that no step has.
         ConflictError: A job writes to the run; the message names it.
-        CorruptError: What must stay cannot be told; nothing was removed.
-        UnavailableError: Storage failed; calling again goes on.
+        CorruptError: A damaged file hides which steps must stay; nothing was removed.
+        UnavailableError: Storage failed; the next call resumes.
     """
     if grace_seconds is not None and not 0 <= grace_seconds < float("inf"):
         raise InvalidError(f"grace_seconds={grace_seconds!r}; expected a finite number of seconds, 0 or more")
@@ -451,24 +450,23 @@ def diff(
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> Diff:
-    """Return everything that differs between two checkpoints of any formats. Never communicates, needs no torch.
+    """Return all differences between two checkpoints of any formats. Never communicates, needs no torch.
 
-    Of two checkpoints of Holdfast's only that is read which the digests in their indexes do not show to be the same.
+    Of two checkpoints of Holdfast, bytes with equal digests are not read.
 
     Args:
-        a, b: Their paths, or the checkpoints themselves.
-        tensors: Compare only tensors of which a name matches one of these patterns, and no values.
-        cast: Compare tensors of different types by value, each widened exactly; otherwise they are only said to be of
-            different type.
-        full: Read what digests settle too, so that norms are those of whole tensors.
-        observer: Told of progress.
+        a, b: Paths, or opened checkpoints.
+        tensors: Compare only tensors with a name that matches one of these patterns, and no values.
+        cast: Compare tensors of different dtypes by value, each widened exactly; otherwise only report the dtypes.
+        full: Also read bytes with equal digests, so that norms cover whole tensors.
+        observer: Receives progress.
         settings: How to read.
     Raises:
-        MissingError: One is not there.
-        InvalidError: One is the root of a run.
-        CorruptError: One is damaged.
+        MissingError: A path holds no checkpoint.
+        InvalidError: A path is the root of a run.
+        CorruptError: A checkpoint is damaged.
     """
-    opened = [each if isinstance(each, Checkpoint) else open_checkpoint(each, settings=settings) for each in (a, b)]
+    opened = [side if isinstance(side, Checkpoint) else open_checkpoint(side, settings=settings) for side in (a, b)]
     patterns = None if tensors is None else patterns_of("tensors", tensors)
 
     def chosen(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What callers of the public verbs pass, judged and put into the words of the house."""
+"""Checks the arguments of public functions and converts them to internal values."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from holdfast.ports.framework import Selection
 from holdfast.settings import Preemption
 
 Globs = Sequence[str] | str | None
-"""FQN patterns as in `fnmatch`, one or several."""
+"""One or several FQN patterns, as in `fnmatch`."""
 
 
 def require_state(state: object, call: str) -> None:
-    """Refuse what is no state.
+    """Refuse a state that is not a dict.
 
     Raises:
-        InvalidError: It is no dict.
+        InvalidError: The state is of another type.
     """
     if not isinstance(state, Mapping):
         hint = "; the arguments are swapped" if isinstance(state, str | int | PathLike) else ""
-        raise InvalidError(f"{call}: state is {type(state).__name__}; expected a dict of what to keep{hint}")
+        raise InvalidError(f"{call}: state is {type(state).__name__}; expected a dict of what to save or load{hint}")
 
 
 def selection_of(only: Globs, skip: Globs, grads: bool) -> Selection:
-    """Return which names a call is about, and whether gradients belong to them.
+    """Return the names that a call saves or loads, and whether gradients are among them.
 
     Raises:
-        InvalidError: A pattern is none.
+        InvalidError: A pattern is not text.
     """
     return Selection(
         only=None if only is None else patterns_of("only", only),
@@ -53,10 +53,10 @@ def selection_of(only: Globs, skip: Globs, grads: bool) -> Selection:
 
 
 def patterns_of(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the patterns of an argument, one or several.
+    """Return the patterns in an argument.
 
     Raises:
-        InvalidError: One is no text.
+        InvalidError: The argument is not iterable, or a pattern is not text.
     """
     if not isinstance(globs, Iterable):
         raise InvalidError(f"{name}: {type(globs).__name__}; expected FQN patterns such as 'optimizer.*'")
@@ -68,10 +68,10 @@ def patterns_of(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def policies_of(save: object, every: object, keep: object, keep_last: object) -> Policies:
-    """Return when to save and what to keep, from policies or from their short forms.
+    """Return the save and keep policies, from policies or their short forms.
 
     Raises:
-        InvalidError: Both forms are given of one, or one is no policy of its kind.
+        InvalidError: A policy and its short form are both given, or a policy is of the wrong kind.
     """
     if save is not None and every is not None:
         raise InvalidError(f"save={save!r} and every={every!r}: expected one of them; both say when to save")
@@ -89,10 +89,10 @@ def policies_of(save: object, every: object, keep: object, keep_last: object) ->
 
 
 def preemption_of(preemption: object) -> Preemption | None:
-    """Return what signals a loop answers, or None if it answers none.
+    """Return the signals on which a loop ends, or None.
 
     Raises:
-        InvalidError: It is none of what is expected, or was asked for on a thread that hears no signals.
+        InvalidError: The argument is of another type, or this is not the main thread.
     """
     if preemption is True:
         return Preemption()
@@ -103,7 +103,7 @@ def preemption_of(preemption: object) -> Preemption | None:
     if threading.current_thread() is not threading.main_thread():
         raise InvalidError(
             f"preemption={preemption}: this is thread {threading.current_thread().name}, and Python handles signals on "
-            "the main thread only; make the manager and run the loop there, or leave preemption out"
+            "the main thread only. Make the manager and run the loop there, or pass preemption=False"
         )
     return preemption
 

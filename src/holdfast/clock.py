@@ -1,4 +1,4 @@
-"""Time and chance enter here, so that a test can replay a run exactly."""
+"""The only source of time and randomness, so that a test can replay a run exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Clock(Protocol):
     """Time and random bytes."""
 
     def monotonic_seconds(self) -> float:
-        """Return seconds on a clock that never steps back; the only clock decisions may use."""
+        """Return seconds on a clock that never steps back. Decisions use no other clock."""
         ...
 
     def unix_seconds(self) -> float:
@@ -49,5 +49,5 @@ class SystemClock:
 
 
 def utc_now_text(clock: Clock) -> str:
-    """Return the time as a manifest tells it."""
+    """Return the time in the form of a manifest: ISO 8601 in UTC."""
     return datetime.fromtimestamp(clock.unix_seconds(), UTC).isoformat(timespec="seconds")

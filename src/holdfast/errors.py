@@ -1,4 +1,4 @@
-"""Five errors, named by what the caller must do next, and the end of a process that was told to end."""
+"""Five errors, named by what the caller must do next, and the exit of a preempted process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class InvalidError(CheckpointError):
 
 
 class UnavailableError(CheckpointError):
-    """Storage or the job's key-value store did not do its part: retry, or look at the machine."""
+    """Storage or the job's key-value store failed: retry, or look at the machine."""
 
 
 class CorruptError(CheckpointError):
@@ -26,19 +26,19 @@ class ConflictError(CheckpointError):
 
 
 class MissingError(CheckpointError):
-    """What was asked for is not there: choose another step, path or name."""
+    """A requested step, path or name does not exist: choose another."""
 
 
 BY_NAME: dict[str, type[CheckpointError]] = {
     kind.__name__: kind for kind in (InvalidError, UnavailableError, CorruptError, ConflictError, MissingError)
 }
-"""The kinds by name, so that a rank can tell another rank which one it met."""
+"""The errors by name, so that a rank can send an error to another rank."""
 
 
 class Preempted(SystemExit):
-    """The job was told to end, and every rank has left its loop at the same step.
+    """A rank received a signal to end, and every rank has left its loop at the same step.
 
-    No error to catch: it ends the process. `code` is 85 where the step is committed, 86 where it is not.
+    Do not catch it: it ends the process. `code` is 85 if the step is committed, else 86.
     """
 
     def __init__(self, code: int, step: int, why: str) -> None:
@@ -46,10 +46,10 @@ class Preempted(SystemExit):
         self.step = step
         """The step at which the ranks left."""
         self.why = why
-        """What came of it, in words."""
+        """The outcome, for people."""
 
     def __reduce__(self) -> tuple[type[Preempted], tuple[object, int, str]]:
-        """Return what makes it again in another process."""
+        """Return how to unpickle it."""
         return Preempted, (self.code, self.step, self.why)
 
     @property
@@ -59,18 +59,18 @@ class Preempted(SystemExit):
 
 
 PREEMPTED_SAVED, PREEMPTED_ABANDONED = 85, 86
-"""Exit codes of a process that was told to end: the step it left at is committed, or it is not."""
+"""Exit codes of a preempted process: its last step is committed, or it is not."""
 
 
 def printable(text: str) -> str:
-    r"""Return a text with everything that could steer a terminal written as an escape, e.g. `\x1b`."""
+    r"""Return a text with control characters as escapes, e.g. `\x1b`, so that a terminal does not obey them."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 NAMES_SHOWN = 3
-"""Names that one message lists, at most."""
+"""Most names in one message."""
 
 
 def first_three(names: Iterable[object]) -> str:

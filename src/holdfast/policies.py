@@ -34,7 +34,7 @@ class EveryNSteps:
     """Save each step that `n` divides."""
 
     n: int
-    """Steps from one save to the next."""
+    """Number of steps from one save to the next."""
 
     def __post_init__(self) -> None:
         _require_count("EveryNSteps", "n", self.n)
@@ -42,10 +42,10 @@ class EveryNSteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Save once so much time has passed since the last save began, or since the loop did."""
+    """Save when `seconds` have passed since the last save began, or since the loop began."""
 
     seconds: float
-    """Seconds on a clock that nobody sets."""
+    """Seconds on the monotonic clock."""
 
     def __post_init__(self) -> None:
         seconds: object = self.seconds
@@ -90,7 +90,7 @@ class EveryNth:
     """Keep each step that `n` divides."""
 
     n: int
-    """Steps from one that is kept to the next."""
+    """Number of steps from one kept step to the next."""
 
     def __post_init__(self) -> None:
         _require_count("EveryNth", "n", self.n)
@@ -98,7 +98,7 @@ class EveryNth:
 
 @dataclass(frozen=True, slots=True)
 class BestN:
-    """Keep the `n` steps of which a metric is best; steps without it, or where it is not finite, are not ranked."""
+    """Keep the `n` steps with the best value of a metric. Steps without a finite value are not ranked."""
 
     n: int
     """How many."""
@@ -107,7 +107,7 @@ class BestN:
     """Name of the metric, as given to `save` or `maybe_save`."""
 
     mode: Literal["min", "max"] = "min"
-    """Whether the least or the greatest value is best; of equal ones the newer step is."""
+    """Whether the lowest or the highest value is best. Of equal values the newer step is better."""
 
     def __post_init__(self) -> None:
         _require_count("BestN", "n", self.n)
@@ -118,10 +118,10 @@ class BestN:
 
 @dataclass(frozen=True, slots=True)
 class NewestPer:
-    """Keep the newest step of each hour or day, in UTC, by the time that steps carry."""
+    """Keep the newest step of each hour or day, in UTC, by the creation time of steps."""
 
     period: Literal["hour", "day"]
-    """How long one period is."""
+    """Length of a period."""
 
     def __post_init__(self) -> None:
         if self.period not in ("hour", "day"):
@@ -130,12 +130,12 @@ class NewestPer:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Keep every step that carries a tag."""
+    """Keep every step that has a tag."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class AnyOf:
-    """What at least one of several policies says: all of them of one kind, when to save or what to keep."""
+    """Save or keep if at least one of several policies does. All of them say when to save, or all what to keep."""
 
     policies: tuple[SavePolicy | KeepPolicy, ...]
     """The policies."""
@@ -146,7 +146,7 @@ class AnyOf:
 
 @dataclass(frozen=True, slots=True, init=False)
 class AllOf:
-    """What every one of several policies says: all of them of one kind, when to save or what to keep."""
+    """Save or keep if every one of several policies does. All of them say when to save, or all what to keep."""
 
     policies: tuple[SavePolicy | KeepPolicy, ...]
     """The policies."""
@@ -156,8 +156,8 @@ class AllOf:
         self._require_possible()
 
     def _require_possible(self) -> None:
-        listed = [each.steps for each in self.policies if isinstance(each, AtSteps)]
-        periods = [each.n for each in self.policies if isinstance(each, EveryNSteps)]
+        listed = [policy.steps for policy in self.policies if isinstance(policy, AtSteps)]
+        periods = [policy.n for policy in self.policies if isinstance(policy, EveryNSteps)]
         if listed and not any(all(step % n == 0 for n in periods) for step in frozenset.intersection(*listed)):
             raise InvalidError(f"{self}: no step is all of that, so nothing would ever be saved; expected AnyOf?")
 
@@ -171,27 +171,27 @@ KeepPolicy = LatestN | EveryNth | BestN | NewestPer | Tagged | AnyOf | AllOf
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What a run was told of saving and keeping."""
+    """The policies of a run."""
 
     save: SavePolicy | None = None
-    """When `maybe_save` saves; None if it was not told."""
+    """When `maybe_save` saves; None if it never does."""
 
     keep: KeepPolicy | None = None
     """Which steps are kept; None for all."""
 
 
 SAVE_RULES = (EveryNSteps, EverySeconds, AtSteps, OnRequest)
-"""The policies that say when to save, by themselves."""
+"""Policies of when to save, without combinations."""
 
 KEEP_RULES = (LatestN, EveryNth, BestN, NewestPer, Tagged)
-"""The policies that say what to keep, by themselves."""
+"""Policies of what to keep, without combinations."""
 
 
 def rules_of(policy: object) -> Iterator[object]:
-    """Yield what a policy is combined of, down to what combines nothing."""
+    """Yield the policies in a combination, at every depth."""
     if isinstance(policy, AnyOf | AllOf):
-        for each in policy.policies:
-            yield from rules_of(each)
+        for inner in policy.policies:
+            yield from rules_of(inner)
     else:
         yield policy
 
@@ -199,7 +199,7 @@ def rules_of(policy: object) -> Iterator[object]:
 def _several(name: str, policies: tuple[SavePolicy | KeepPolicy, ...]) -> tuple[SavePolicy | KeepPolicy, ...]:
     if not policies:
         raise InvalidError(f"{name}(): expected at least one policy")
-    rules = [rule for each in policies for rule in rules_of(each)]
+    rules = [rule for policy in policies for rule in rules_of(policy)]
     for rule in rules:
         if not isinstance(rule, SAVE_RULES + KEEP_RULES):
             raise InvalidError(f"{name}: {str(rule)[:80]!r} is {type(rule).__name__}; expected policies")

@@ -1,4 +1,4 @@
-"""Plain values, each with its reason."""
+"""Settings of saves and loads, each with its reason, and what a job does on a signal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How Holdfast saves and loads; the defaults suit a training run on local disks.
+    """How Holdfast saves and loads. The defaults suit a training run on local disks.
 
     Raises:
         InvalidError: A value is outside its range; the message names it.
@@ -59,81 +59,76 @@ class Settings:
     digests and index stay negligible. Values down to one page are accepted for tests."""
 
     window_bytes: int = 1 * MIB
-    """Bytes of one write in flight. In a save that is awaited, all windows in flight together stay in the processor's
-    cache, from copying to writing (measured: 0.8 of the time that it takes with 4 MiB; docs/performance.md)."""
+    """Bytes of one write in flight. At 1 MiB, all windows in flight stay in the processor's cache from copy to write
+    while the caller waits (measured: 0.8 of the time with 4 MiB; docs/performance.md)."""
 
     read_window_bytes: int = 16 * MIB
-    """Bytes that one thread reads at a turn, at most. Larger than for writing: what lies in the page cache goes where
-    it belongs chunk by chunk anyhow, what does not comes a MiB at a time, and each turn costs a hand-over between
-    threads (measured: 1.2 times as fast as 4 MiB)."""
+    """Most bytes of one read task. Larger than for writing: cached files are copied chunk by chunk anyway, other files
+    are read 1 MiB at a time, and each task costs a switch between threads (measured: 1.2 times as fast as 4 MiB)."""
 
     windows_in_flight: int = 8
-    """Writes or reads in flight per rank: enough to keep an NVMe queue busy. Each write has a window; each read has
-    `read_window_bytes` of memory, of which a cold load touches the first MiB."""
+    """Writes or reads in flight per rank: enough to keep an NVMe queue busy. Each write has `window_bytes` of memory,
+    each read `read_window_bytes`, of which a cold load touches the first MiB."""
 
     arena_bytes_max: int | None = None
-    """Host memory for copies of what is being saved in the background. None: half of what is free when the first save
-    asks, shared among the ranks of the host; lazily 512 MiB of it at most, since copies are written while others are
-    made. A state of which the copies do not fit is written before the call returns, unless it is taken lazily; 0 has
-    every save written so."""
+    """Host memory for copies of the state in background saves. None: half of the memory that is free at the first save,
+    shared by the ranks of the host; at most 512 MiB with `staging="lazy"`, which reuses memory during the save. If the
+    copies do not fit, the save writes before it returns (except `staging="lazy"`). 0: always."""
 
     staging: Literal["copy", "lazy"] = "copy"
-    """What a save in the background waits for. `copy`: until everything is copied into the arena. `lazy`: for nothing;
-    parameters that an optimizer of the state steps, and its state, are taken while training goes on, until a
-    fence, the next optimizer step or `load_state_dict`, waits for what is not copied yet. See `docs/performance.md` for
-    what the fence cannot see."""
+    """When a background save returns. `copy`: once everything is copied into the arena. `lazy`: at once. Parameters and
+    optimizer state are then copied while training runs, and the fence (the next optimizer step or `load_state_dict`)
+    waits for the remaining copies. `docs/performance.md` lists changes that the fence does not see."""
 
     deduplicate: bool = True
-    """Whether a run leaves what has not changed since its last committed step where that one holds it, and refers to it
-    there. Frozen weights are stored once then, and a step is not whole without the packs of others that it names."""
+    """Whether a step refers to packs of earlier steps for unchanged pieces. Frozen weights are stored once then, and a
+    step needs the packs of other steps that its manifest names."""
 
     verify_lazy_copy: bool = False
-    """Whether what is taken lazily is also hashed at the call, and a save refused that took anything else: finds
-    writes that move no version counter (`.data`, numpy views). Costs about one copy of the state at the call."""
+    """Whether a lazy save also hashes the state at the call, and fails if it copied other bytes. Finds writes that
+    change no version counter (`.data`, numpy views). Costs about one copy of the state at the call."""
 
     share_reads: Literal["auto", "always", "never"] = "auto"
-    """Whether bytes that several ranks want are read by one of them and passed to the others. auto: where that is
-    expected, and after a few rounds measured, to take less time than everybody reading. auto plans no exchange that
-    would take every rank more than a second or two to plan: more than two million runs described by ranks that differ
-    (16,384 ranks of 128 runs each), or more than 134 million, counted once for each rank that wants them. Rank 0's word
-    counts, but one rank that says never is enough."""
+    """Whether one rank reads bytes that several ranks need and sends them to the others. auto: if that is expected to
+    take less time than reading on every rank, and the first rounds confirm it. auto also skips an exchange whose plan
+    would take a second or two: more than two million distinct byte ranges (16,384 ranks of 128 ranges), or more than
+    134 million counted once per rank. Rank 0's value decides, but `never` on any rank prevents it."""
 
     commit_timeout_seconds: float = 600.0
-    """How long a rank waits for the others, at the opening and again after its own vote."""
+    """How long a rank waits for the others, first to agree on a save and again after its own vote."""
 
     lease_seconds: float = 10.0
-    """How long whoever may write to a root can give no sign of life before another job takes over; it gives one every
-    third of it. Counts where nobody can see whether its process still runs: on another machine. Long enough for a store
-    that stalls for seconds, short enough to wait for."""
+    """How long the writer of a root may send no heartbeat before another job takes over; it sends one every third of
+    that time. Only counts if the other job cannot see the writer's process, as on another machine. Long enough for a
+    store that stalls for seconds, short enough to wait for."""
 
     collect_grace_seconds: float = 30.0
-    """How long a step that is about to be collected is left in peace after it was marked: for readers that chose it
-    just before, and for those that cannot say that they read, on a root that they may not write to."""
+    """Time between the mark and the removal of a step. It protects readers that chose the step just before, and readers
+    without a lease because they may not write to the root."""
 
     count_nonfinite: bool = False
-    """Whether elements that are NaN or infinite are counted in what is saved, while it lies in the processor's
-    cache to be hashed. A step that has more of them than the last good one is committed, but marked unhealthy. Off,
-    since looking at all bytes costs processor time beside training (`docs/performance.md`)."""
+    """Whether a save counts NaN and infinite elements, while it hashes them. A step with more than the last good one is
+    committed, but marked unhealthy. Off, since the count takes processor time from training
+    (`docs/performance.md`)."""
 
     nonfinite_expected: tuple[str, ...] = ()
-    """Names of tensors that hold such values on purpose, as patterns like those of `skip`: counted, never marked."""
+    """Patterns, as in `skip`, of tensors that hold such values on purpose: counted, never marked."""
 
     compare_replicas: bool = False
-    """Whether whole copies of what several ranks hold are compared: each rank hashes what it holds of it at the call,
-    before training may change it, and a rank whose copy differs is named. Finds what samples miss: a flipped bit, a
-    replica that missed a step. Off, since the call takes longer by reading the state once (`docs/performance.md`)."""
+    """Whether a save compares complete replicas: each rank hashes its copies during the call, and ranks whose copy
+    differs are named. Finds what samples miss: a flipped bit, a replica that missed a step. Off, since the call then
+    reads the state once (`docs/performance.md`)."""
 
     reports: bool = True
-    """Whether every rank leaves a report of what it did beside the checkpoint that it saved or loaded, for
-    `holdfast trace` and for people. False for a checkpoint that many load and nobody should write to."""
+    """Whether every rank writes a report beside the checkpoint that it saved or loaded, for `holdfast trace` and for
+    people. False for a checkpoint that many jobs load and none should write to."""
 
     allowed_roots: tuple[str, ...] = ()
-    """Folders, as paths or `file://` URLs, under which files may be read that a checkpoint references, as an import
-    without `copy` leaves them. None by default: a checkpoint from a stranger must not make a job read whatever it
-    likes."""
+    """Folders, as paths or `file://` URLs, whose files a checkpoint may reference (an import without `copy` does). None
+    by default: an untrusted checkpoint must not choose which files a job reads."""
 
     file_mode: int = 0o600
-    """Permission bits of new files; folders get the search bits that go with them."""
+    """Permission bits of new files; folders get the matching search bits."""
 
     # Not a field: users see it in no signature and no repr.
     _tuning: ClassVar[Tuning] = Tuning()
@@ -180,25 +175,25 @@ def _require(name: str, value: int, lowest: int, highest: int) -> None:
         raise InvalidError(f"settings: {name}={value}; expected a whole number from {lowest} to {highest}")
 
 
-def _are_texts(found: object) -> bool:
-    return isinstance(found, tuple) and all(isinstance(each, str) for each in found)
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
 
 
-def _are_paths(found: object) -> bool:
-    return isinstance(found, tuple) and all(
-        isinstance(path, str) and path.removeprefix("file://") and "\0" not in path for path in found
+def _are_paths(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(path, str) and path.removeprefix("file://") and "\0" not in path for path in value
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """Which signals tell a training loop to save and end, and how long it has."""
+    """Signals on which a training loop saves and ends, and the time that it has."""
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT")
     """Names of signals, such as `SIGUSR1` for Slurm's `--signal`."""
 
     grace_seconds: float = 30.0
-    """From the signal until whoever sent it kills the process."""
+    """Time from the signal until the scheduler kills the process."""
 
     def __post_init__(self) -> None:
         names: object = self.signals

@@ -1,4 +1,4 @@
-"""The only file that chooses and builds implementations."""
+"""Builds what the face needs from implementations: stores, jobs, formats, checkpoints, exports."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ DEFAULT_SETTINGS = Settings()
 
 
 def store_at(path: object, settings: Settings) -> Store:
-    """Return the store a path or URL names.
+    """Return the store at a path or URL.
 
     Raises:
-        InvalidError: It is no path, or of a scheme not supported.
+        InvalidError: It is not a path, or its scheme is not supported.
     """
     if not isinstance(path, str | os.PathLike):
         hint = " The arguments are swapped: the path comes first" if isinstance(path, dict) else ""
@@ -126,7 +126,7 @@ def references(settings: Settings) -> References:
 
 @cache
 def writers() -> tuple[Writer, ...]:
-    """Return other systems' layouts that are written."""
+    """Return the writers of other systems' formats."""
     from holdfast.foreign.dcp.writer import DcpWriter
     from holdfast.foreign.huggingface.safetensors_writer import SafetensorsWriter
     from holdfast.foreign.torch.writer import TorchWriter
@@ -135,7 +135,7 @@ def writers() -> tuple[Writer, ...]:
 
 
 HOLDFAST = "holdfast"
-"""What our own checkpoints are called among formats."""
+"""Name of our own format in `export(to=…)`."""
 
 
 def lone_job(settings: Settings) -> Job:
@@ -185,13 +185,13 @@ def export_worker() -> int:
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
-    """Return the ranks a call is made by.
+    """Return the `Comm` of a process group.
 
     Args:
         process_group: None for the default group (or one process, if torch.distributed is not initialised),
             False for this process alone, or a group.
     Raises:
-        InvalidError: It is none of these.
+        InvalidError: It is of another type, or PyTorch is not installed.
     """
     try:
         from holdfast.frameworks.torch import comm
@@ -204,7 +204,7 @@ def comm_of(process_group: ProcessGroup) -> Comm:
 
 
 def framework_of(comm: Comm) -> Framework:
-    """Return the framework whose objects a state is made of."""
+    """Return the framework of a job's states."""
     from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
     from holdfast.frameworks.torch.framework import TorchFramework
     from holdfast.frameworks.torch.held import Ranks
@@ -214,7 +214,7 @@ def framework_of(comm: Comm) -> Framework:
 
 
 def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
-    """Return a job of its own over a group; a collective of its ranks."""
+    """Return a new job over a group; a collective of its ranks."""
     comm = comm_of(process_group)
     return Job(comm, SystemClock(), settings, framework_of(comm))
 
@@ -229,14 +229,14 @@ _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyD
 
 
 class _Alone:
-    """Stands for the group of one process."""
+    """The key in `_jobs` of a process alone."""
 
 
 _ALONE = _Alone()
 
 
 def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
-    """Return the job that saves by path share, made at a group's first such save; then a collective of its ranks."""
+    """Return the job that all saves by path of a group share; a collective of its ranks at the first of them."""
     comm = comm_of(process_group)
     from holdfast.frameworks.torch.comm import SoloComm, group_of
 
@@ -253,7 +253,7 @@ def checkpoint_at(path: object, settings: Settings) -> Checkpoint:
 
 
 def _to_torch(array: object, dtype: str) -> object:
-    """Return a numpy array as a torch tensor of its true dtype."""
+    """Return a torch tensor of a stored dtype from a numpy array of its bits."""
     try:
         from holdfast.frameworks.torch.tensors import tensor_of
     except ImportError as error:
