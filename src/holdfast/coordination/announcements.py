@@ -1,12 +1,22 @@
-"""What rank 0 tells every rank of time and requests, ahead of the steps that it is for.
+"""Announcements: rank 0 publishes the time and the save requests by which every rank decides which steps to save.
 
-Each announcement has a key of its own on the board and is for the steps after the one before it. A rank reads one where
-its steps come past the last it has read: it waits only where it is further ahead of rank 0 than was announced, and
-rank 0 never waits. So nobody waits for a rank that waits for it, and all decide by the same words, however far apart
-they are. About once a second one key is set and read.
+Announcement n has a key of its own in the key-value store. It holds for the steps after those of announcement n - 1, up
+to its own last step. Rank 0 announces about a second ahead of its own steps, so about one key a second is written.
 
-What counts is what stands on the board: every rank, rank 0 too, takes the announcements from there, all of them and one
-after the other. Whoever could not is behind for a while, and never of another mind.
+The states of an announcement, and who moves it on:
+
+    pending    Not stored. A rank whose steps come past announcement n - 1 waits for it, with a deadline.
+    stored     The key holds it. It never changes: a repeated try of rank 0 keeps what an earlier try stored.
+    in force   A rank decides its steps by it. Each rank reads announcements in order, and at its own time.
+    removed    The keys of a block of 64 are deleted.
+
+    pending -> stored      rank 0, in `announce()`, by compare-and-set on the empty key
+    stored -> in force     each rank for itself, in `announcement_for()`
+    in force -> removed    rank 0, once every other rank has counted the whole block as read
+
+Rank 0 never waits for another rank, so no two ranks can wait for each other. The key-value store is the only source:
+every rank, rank 0 included, takes all announcements from it in order. A rank that misses one decides late, never
+differently.
 """
 
 from __future__ import annotations
@@ -19,23 +29,25 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from holdfast.coordination.job import Job
-from holdfast.coordination.save_due import Announcement, Standing, next_until
+from holdfast.coordination.save_due import Announcement, LastSave, next_until
 from holdfast.errors import CheckpointError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 64
-"""Announcements that every rank acknowledges together, so that they can be forgotten."""
+"""Announcements that a rank counts as read together, so that their keys can be removed."""
 
-_ASK_SECONDS = 10.0
-"""How long rank 0 waits for the step of a request that is counted already; then it does without."""
+_REQUEST_SECONDS = 10.0
+"""How long rank 0 waits for the step of a request that is already counted. After that it drops the request."""
 
-_REST = 9
-"""How many times as long as a failed try took rank 0 leaves the board alone: it must not hold training up for good."""
+_PAUSE_FACTOR = 9
+"""After a failed try, rank 0 announces nothing for this many times the duration of the try.
+
+A store that always times out then costs at most a tenth of the training time."""
 
 
 class Announcements:
-    """The announcements of a run, on one rank."""
+    """The announcements of a run, on one rank: rank 0 stores them, every rank reads them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -44,155 +56,166 @@ class Announcements:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again, as every rank does whose steps go back."""
+        """Begin again under new keys. Every rank does so when its loop goes back to an earlier step."""
         self._generation += 1
         self.in_force: Announcement | None = None
-        """What holds for the step last asked about; None before one was heard of."""
+        """The announcement for the last step; None before the first one was read."""
+        # Rank 0 counts stored announcements, every other rank counts those it has read.
         self._count = 0
+        # Rank 0 only: stored, and not in force yet.
         self._ahead: deque[Announcement] = deque()
         self._until: int | None = None
         self._requested: int | None = None
-        self._asks_read = 0
-        self._blocks_forgotten = 0
+        self._requests_read = 0
+        self._blocks_removed = 0
         self._last: tuple[int, float] | None = None
         self._strides: deque[int] = deque(maxlen=8)
         self._call_seconds: deque[float] = deque(maxlen=8)
-        self._rests_until = -math.inf
+        self._paused_until = -math.inf
 
-    def ask(self, step: int) -> None:
-        """Tell rank 0 that a save is wanted, of `step` or one soon after it."""
+    def request(self, step: int) -> None:
+        """Ask rank 0 for a save of `step` or of one soon after it."""
         job = self._job
         if job.comm.rank == 0:
             self._requested = max(step, self._requested or 0)
             return
         try:
+            # The count first: rank 0 finds requests by their numbers.
             number = job.key_value_store.add(self._key("asks"), 1, job.settings.commit_timeout_seconds)
             job.key_value_store.set(self._key("ask", number), str(step).encode(), job.settings.commit_timeout_seconds)
         except (CheckpointError, TimeoutError) as error:
-            logger.warning("the save that was asked for cannot be announced: %s", error)
+            logger.warning("step %d: the requested save cannot be announced: %s. Request it again", step, error)
 
-    def announce(self, step: int, standing: Standing) -> None:
-        """Make the next announcement, on rank 0, if the steps that were told of end soon.
+    def announce(self, step: int, last_save: LastSave) -> None:
+        """Store the next announcement if the steps covered so far end soon; only rank 0 does anything.
 
         Args:
-            step: The step that rank 0 has come to.
-            standing: What it stands at.
+            step: The current step of rank 0.
+            last_save: The last save, as rank 0 knows it.
         """
         now = self._job.clock.monotonic_seconds()
         if self._job.comm.rank != 0:
             return
         if self._job.comm.world_size == 1:
-            # Nobody has to be told ahead: what is known now counts now.
+            # No other rank: an announcement for this step alone needs no store.
             self._ahead.append(Announcement(step, now, self._requested))
             return
         if self._last is not None and step > self._last[0]:
             self._strides.append(step - self._last[0])
             self._call_seconds.append(now - self._last[1])
         self._last = step, now
-        if now < self._rests_until:
+        if now < self._paused_until:
             return
         try:
             while (until := next_until(step, self._until, self._strides, self._call_seconds)) is not None:
-                self._read_asks()
-                first = standing if self._count == 0 else None
+                self._read_requests()
+                first = last_save if self._count == 0 else None
                 self._publish(Announcement(until, now, self._requested, first))
         except (CheckpointError, TimeoutError) as error:
-            self._complain(step, error)
+            self._warn(step, error)
             after = self._job.clock.monotonic_seconds()
-            self._rests_until = after + _REST * (after - now)
+            self._paused_until = after + _PAUSE_FACTOR * (after - now)
 
-    def heard(self, step: int) -> Announcement | None:
-        """Return what is in force at a step; None where rank 0 cannot be heard, which never ends training."""
+    def announcement_for(self, step: int) -> Announcement | None:
+        """Return the announcement in force at a step; None if it cannot be read, which never ends training."""
         try:
             while self.in_force is None or self.in_force.until < step:
-                self._take_next()
+                self._read_next()
                 self._is_patient = True
         except (CheckpointError, TimeoutError) as error:
-            self._complain(step, error)
+            self._warn(step, error)
             return None
         return self.in_force
 
-    def _complain(self, step: int, error: Exception) -> None:
+    def _warn(self, step: int, error: Exception) -> None:
         if self._is_patient:
             logger.warning(
-                "step %d: rank 0 cannot be heard, so that time and requests do not count for now: %s", step, error
+                "step %d: announcements of rank 0 are not available: %s. Until they are, rules by time and by request "
+                "save nothing; rules by step still apply",
+                step,
+                error,
             )
-        # Each step would wait as long again.
+        # Wait only once: otherwise every further step would wait for the whole timeout. Later steps only look.
         self._is_patient = False
 
-    def _take_next(self) -> None:
-        """Have the announcement that follows be in force, once rank 0 has made it."""
+    def _read_next(self) -> None:
+        """Put the next announcement in force; wait for it if rank 0 has not stored it."""
         job = self._job
         if job.comm.rank == 0:
             if not self._ahead:
-                raise UnavailableError("what follows could not be announced")
+                raise UnavailableError(
+                    "rank 0 could not store its next announcement; expected to. See the warning before"
+                )
             self.in_force = self._ahead.popleft()
             return
         key = self._key("told", self._count)
         if not self._is_patient and not job.key_value_store.present(key):
-            raise TimeoutError(f"{key}: still not set")
+            raise TimeoutError(f"{key}: not set; expected an announcement of rank 0")
         (data,) = job.key_value_store.get_many([key], job.settings.commit_timeout_seconds)
-        self.in_force = _read(data)
+        self.in_force = _decode(data)
         self._count += 1
         if self._count % _BLOCK == 0:
             block = self._count // _BLOCK - 1
-            # One that is not counted is made up for by the next.
+            # A failed count does no harm: a rank that counts a later block has read this one.
             with suppress(CheckpointError, TimeoutError):
                 job.key_value_store.add(self._key("read", block), 1, job.settings.commit_timeout_seconds)
 
-    def _publish(self, told: Announcement) -> None:
-        """Make an announcement, or keep to what an earlier try has made that seemed to fail."""
+    def _publish(self, announcement: Announcement) -> None:
+        """Store an announcement, or take the one that an earlier try stored although it seemed to fail.
+
+        A rank may have decided by the earlier one already.
+        """
         job = self._job
-        value = json.dumps(asdict(told)).encode()
-        stands = job.key_value_store.compare_set(
+        value = json.dumps(asdict(announcement)).encode()
+        stored = job.key_value_store.compare_set(
             self._key("told", self._count), b"", value, job.settings.commit_timeout_seconds
         )
-        told = _read(stands)
+        announcement = _decode(stored)
         self._count += 1
-        self._until = told.until
-        self._ahead.append(told)
+        self._until = announcement.until
+        self._ahead.append(announcement)
         if self._count % _BLOCK == 0:
             with suppress(CheckpointError, TimeoutError):
-                self._forget()
+                self._remove_read()
 
-    def _read_asks(self) -> None:
+    def _read_requests(self) -> None:
         job = self._job
         total = job.key_value_store.add(self._key("asks"), 0, job.settings.commit_timeout_seconds)
-        if total == self._asks_read:
+        if total == self._requests_read:
             return
-        keys = [self._key("ask", number) for number in range(self._asks_read + 1, total + 1)]
+        keys = [self._key("ask", number) for number in range(self._requests_read + 1, total + 1)]
         with suppress(TimeoutError):
-            job.key_value_store.wait(keys, _ASK_SECONDS)
-        # Whoever failed between the count and the step has said so himself.
+            job.key_value_store.wait(keys, _REQUEST_SECONDS)
+        # A rank that failed between count and step has logged it.
         keys = [key for key in keys if job.key_value_store.present(key)]
-        steps = [int(each) for each in job.key_value_store.get_many(keys, _ASK_SECONDS)]
-        self._asks_read = total
+        steps = [int(data) for data in job.key_value_store.get_many(keys, _REQUEST_SECONDS)]
+        self._requests_read = total
         if steps:
             self._requested = max(*steps, self._requested or 0)
         job.key_value_store.delete(keys)
 
-    def _forget(self) -> None:
-        """Remove announcements that every rank has read, so that the board stays small."""
+    def _remove_read(self) -> None:
+        """Delete the keys of announcements that every rank has read, so that the key-value store stays small."""
         job = self._job
-        blocks = range(self._blocks_forgotten, self._count // _BLOCK)
+        blocks = range(self._blocks_removed, self._count // _BLOCK)
         for newest in reversed(blocks):
-            read = job.key_value_store.add(self._key("read", newest), 0, job.settings.commit_timeout_seconds)
-            if read < job.comm.world_size - 1:
+            readers = job.key_value_store.add(self._key("read", newest), 0, job.settings.commit_timeout_seconds)
+            if readers < job.comm.world_size - 1:
                 continue
-            # Whoever has read these has read all before them.
-            for block in range(self._blocks_forgotten, newest + 1):
+            # Ranks read in order: all of them have read every earlier block too.
+            for block in range(self._blocks_removed, newest + 1):
                 numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
                 job.key_value_store.delete(
                     [*(self._key("told", number) for number in numbers), self._key("read", block)]
                 )
-            self._blocks_forgotten = newest + 1
+            self._blocks_removed = newest + 1
             return
 
     def _key(self, *parts: object) -> str:
         return self._job.key("schedule", self._generation, *parts)
 
 
-def _read(data: bytes) -> Announcement:
+def _decode(data: bytes) -> Announcement:
     document = json.loads(data)
-    standing = document.pop("standing")
-    return Announcement(**document, standing=None if standing is None else Standing(**standing))
+    last_save = document.pop("last_save")
+    return Announcement(**document, last_save=None if last_save is None else LastSave(**last_save))

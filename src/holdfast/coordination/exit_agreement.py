@@ -1,11 +1,25 @@
-"""How ranks agree at which call of `maybe_save` all of them leave, however far apart they are.
+"""The exit agreement: after a signal, all ranks stop at the same call of `maybe_save`.
 
-Each rank has a thread that waits for a key of its own on the board, so a call in the loop costs no round trip. Whoever
-is told to end sets rank 0's key; each thread hands it on to two others and says how many calls its rank has passed.
-From then on a rank passes no call before it has heard the verdict: the call after the last that any rank has passed.
-It waits for threads only, never for a rank in its loop, and no rank has gone by the call that is agreed.
+A rank that receives a signal wakes rank 0; the wake-up spreads as a binary tree. Each rank reports its call count and
+blocks at its next call. Rank 0 answers with max(count) + 1, the call at which all stop.
 
-Calls are counted, not steps: a loop may go back to an earlier step, or call every tenth step.
+The states of a rank, and who moves it on:
+
+    running    Calls only count. A thread waits for the wake-up key of this rank.
+    signalled  The main thread received a signal, has woken rank 0, and blocks in `should_stop` for the exit call.
+    woken      The thread read the wake-up key, has woken two further ranks and reported the call count.
+    agreed     The exit call is known. Calls before it pass; at the exit call `should_stop` returns True.
+    closed     The loop is over. The wake-up key says so, and others hand the wake-up on past this rank.
+
+    running -> signalled             the main thread, in `should_stop`
+    running, signalled -> woken      the thread of this rank
+    woken -> agreed                  the main thread, once rank 0 has stored the exit call
+    any -> closed                    `close()`
+
+From the report on, a rank passes no call until it knows the exit call: so no rank has passed that call. Rank 0 waits
+for threads only, never for another rank's loop, so ranks may be any number of calls apart.
+
+Calls are counted, not steps: a loop may go back to an earlier step, or call only every tenth step.
 """
 
 from __future__ import annotations
@@ -21,153 +35,160 @@ from holdfast.errors import CheckpointError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-_LISTEN_SECONDS = 300.0
-"""How long one wait for the alarm lasts; then the next one begins."""
+_WAIT_SECONDS = 300.0
+"""How long one wait for the wake-up key lasts; then the next one begins."""
 
-_LOOK_SECONDS = 1.0
-"""How often rank 0 looks whether it is still wanted while it waits for the others."""
+_POLL_SECONDS = 1.0
+"""How often rank 0 checks whether it was closed while it waits for the reports of the others."""
 
 AGREE_SECONDS_MIN = 2.0
-"""How long ranks are waited for even where the grace is over: one that left alone would break the others' step. It
-takes milliseconds where nobody is dead."""
+"""Shortest time for the agreement, even after the grace: a rank that stops alone breaks the step of the others. With
+all ranks alive the agreement takes milliseconds."""
 
 _CLOSED = b"closed"
 
 
 class ExitAgreement:
-    """The alarm of a run, on one rank."""
+    """The exit agreement of a run, on one rank."""
 
     def __init__(self, job: Job, grace_seconds: float) -> None:
         self._job, self._grace_seconds = job, grace_seconds
         self._lock = threading.Lock()
-        self._passed = 0
-        self._is_heard = False
-        self._is_raised = False
-        self._is_late = False
-        self._leave_at: int | None = None
+        self._passed_calls = 0
+        self._is_woken = False
+        self._is_signalled = False
+        self._is_rank_0_closed = False
+        self._exit_call: int | None = None
         self._is_closed = False
         self.deadline: float | None = None
-        """When a save must have ended, on the monotonic clock; None as long as no alarm was heard."""
-        self._thread = threading.Thread(target=self._listen, name="holdfast-alarm", daemon=True)
+        """When a save must have ended, on the monotonic clock; None before a signal or wake-up."""
+        self._thread = threading.Thread(target=self._wait_and_report, name="holdfast-exit", daemon=True)
         self._thread.start()
-        # A thread that is waiting inside the board while the interpreter goes might end the process in its own way.
+        # A thread that waits inside the key-value store while the interpreter shuts down can crash the process.
         atexit.register(self.close)
 
-    def should_stop(self, told_at: float | None) -> bool:
-        """Pass a call of the loop, or return that all ranks leave at this one.
+    def should_stop(self, signalled_at: float | None) -> bool:
+        """Count a call of the loop; return whether all ranks stop at it.
 
         Args:
-            told_at: When this rank was told to end; None if it was not.
+            signalled_at: When this rank received a signal, on the monotonic clock; None if it did not.
         Raises:
-            UnavailableError: Ranks cannot agree in time.
+            UnavailableError: The ranks cannot agree in time.
         """
         with self._lock:
-            if told_at is None and not self._is_heard:
-                self._passed += 1
+            if signalled_at is None and not self._is_woken:
+                self._passed_calls += 1
                 return False
-        if told_at is not None and not self._raised(told_at):
+        if signalled_at is not None and not self._wake_rank_0(signalled_at):
             return False
-        if self._leave_at is None:
-            self._leave_at = self._verdict()
+        if self._exit_call is None:
+            self._exit_call = self._read_exit_call()
         with self._lock:
-            if self._passed + 1 < self._leave_at:
-                self._passed += 1
+            if self._passed_calls + 1 < self._exit_call:
+                self._passed_calls += 1
                 return False
         return True
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and mark this rank as closed for the ranks that still run."""
         self._is_closed = True
         atexit.unregister(self.close)
         if self._job.is_inherited:
-            return
+            return  # A forked child: the thread and the keys are its parent's.
         with suppress(CheckpointError, TimeoutError):
-            self._say_passed(_LOOK_SECONDS)
-            self._job.key_value_store.compare_set(self._wake(self._job.comm.rank), b"", _CLOSED, _LOOK_SECONDS)
-        self._thread.join(2 * _LOOK_SECONDS)
+            self._report_passed(_POLL_SECONDS)
+            self._job.key_value_store.compare_set(self._wake(self._job.comm.rank), b"", _CLOSED, _POLL_SECONDS)
+        self._thread.join(2 * _POLL_SECONDS)
 
-    def _raised(self, told_at: float) -> bool:
-        """Have every rank hear of it, once; return whether rank 0 does, which it does not where its loop is over."""
+    def _wake_rank_0(self, signalled_at: float) -> bool:
+        """Wake rank 0 on the first call; return whether it can answer, which it cannot once it is closed."""
         job = self._job
-        self._be_done_by(told_at)
-        if self._is_raised:
-            return not self._is_late
-        self._is_raised = True
-        elapsed = f"{job.clock.monotonic_seconds() - told_at:.3f}".encode()
+        self._set_deadline(signalled_at)
+        if self._is_signalled:
+            return not self._is_rank_0_closed
+        self._is_signalled = True
+        elapsed = f"{job.clock.monotonic_seconds() - signalled_at:.3f}".encode()
         try:
-            standing = job.key_value_store.compare_set(self._wake(0), b"", elapsed, self._left())
+            stored = job.key_value_store.compare_set(self._wake(0), b"", elapsed, self._left())
         except TimeoutError as error:
-            raise UnavailableError(f"the other ranks cannot be told: {error}") from error
-        self._is_late = standing == _CLOSED
-        return not self._is_late
+            raise UnavailableError(f"rank 0 could not be woken for the exit: {error}") from error
+        self._is_rank_0_closed = stored == _CLOSED
+        return not self._is_rank_0_closed
 
-    def _verdict(self) -> int:
+    def _read_exit_call(self) -> int:
         key = self._job.key("alarm", "leave")
         try:
             (text,) = self._job.key_value_store.get_many([key], self._left())
         except TimeoutError as error:
-            raise UnavailableError(f"ranks did not all say in time how far they are: {error}") from error
+            raise UnavailableError(
+                f"not all ranks reported their call count in time: {error}. Expected rank 0 to name the exit call"
+            ) from error
         return int(text)
 
-    def _be_done_by(self, told_at: float) -> None:
-        deadline = told_at + usable_seconds(self._grace_seconds)
+    def _set_deadline(self, signalled_at: float) -> None:
+        # The earliest signal counts: the grace of that rank ends first.
+        deadline = signalled_at + usable_seconds(self._grace_seconds)
         self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
 
     def _left(self) -> float:
-        assert self.deadline is not None, "an alarm was raised or heard"
+        assert self.deadline is not None, "set by a signal or a wake-up"
         return max(self._job.seconds_left(self.deadline), AGREE_SECONDS_MIN)
 
-    def _listen(self) -> None:
+    def _wait_and_report(self) -> None:
         try:
-            elapsed = self._heard()
+            elapsed = self._await_wake_up()
             if elapsed is not None:
-                self._answer(elapsed)
+                self._report(elapsed)
         except (CheckpointError, TimeoutError) as error:
             if not self._is_closed:
-                logger.warning("a signal to end that comes to another rank may not be heard here: %s", error)
+                logger.warning(
+                    "a signal to another rank may not stop this rank: %s. Send the signal to every rank", error
+                )
 
-    def _heard(self) -> float | None:
-        """Return for how long some rank has been told to end, once it is; None at the end of the run."""
+    def _await_wake_up(self) -> float | None:
+        """Return how long ago a rank received a signal, once one did; None at the end of the run."""
         while not self._is_closed:
             try:
-                (text,) = self._job.key_value_store.get_many([self._wake(self._job.comm.rank)], _LISTEN_SECONDS)
+                (text,) = self._job.key_value_store.get_many([self._wake(self._job.comm.rank)], _WAIT_SECONDS)
             except TimeoutError:
                 continue
             return None if text == _CLOSED else float(text)
         return None
 
-    def _answer(self, elapsed: float) -> None:
-        """Hand the alarm on, and say how far this rank is; on rank 0, find the verdict."""
+    def _report(self, elapsed: float) -> None:
+        """Hand the wake-up on and report the call count of this rank; on rank 0, store the exit call."""
         job = self._job
         rank = job.comm.rank
         self._hand_on(rank, f"{elapsed:.3f}".encode())
-        self._be_done_by(job.clock.monotonic_seconds() - elapsed)
-        self._say_passed(self._left())
+        self._set_deadline(job.clock.monotonic_seconds() - elapsed)
+        self._report_passed(self._left())
         if rank == 0:
-            keys = [job.key("alarm", "passed", each) for each in range(job.comm.world_size)]
-            leave_at = 1 + max(map(int, self._all_of(keys)))
-            job.key_value_store.set(job.key("alarm", "leave"), str(leave_at).encode(), self._left())
+            keys = [job.key("alarm", "passed", other) for other in range(job.comm.world_size)]
+            # One past the largest count: no rank has passed that call, and none passes another before it reads this.
+            exit_call = 1 + max(map(int, self._read_all(keys)))
+            job.key_value_store.set(job.key("alarm", "leave"), str(exit_call).encode(), self._left())
 
     def _hand_on(self, rank: int, elapsed: bytes) -> None:
-        """Wake the two ranks that a rank hands the alarm on to, or those after them where their loop is over."""
+        """Wake the two children of a rank in the tree; past a closed child, wake its children instead."""
         for other in range(2 * rank + 1, min(2 * rank + 3, self._job.comm.world_size)):
-            if self._job.key_value_store.compare_set(self._wake(other), b"", elapsed, _LOOK_SECONDS) == _CLOSED:
+            if self._job.key_value_store.compare_set(self._wake(other), b"", elapsed, _POLL_SECONDS) == _CLOSED:
                 self._hand_on(other, elapsed)
 
-    def _say_passed(self, timeout_seconds: float) -> None:
-        """Tell how many calls this rank has passed; it passes no other without the verdict."""
+    def _report_passed(self, timeout_seconds: float) -> None:
+        """Report how many calls this rank has passed; after that it passes none before it knows the exit call."""
+        # One lock with should_stop: no call can pass between reading the count and setting the flag.
         with self._lock:
-            self._is_heard = True
-            passed = self._passed
+            self._is_woken = True
+            passed = self._passed_calls
         key = self._job.key("alarm", "passed", self._job.comm.rank)
         self._job.key_value_store.set(key, str(passed).encode(), timeout_seconds)
 
-    def _all_of(self, keys: list[str]) -> list[bytes]:
+    def _read_all(self, keys: list[str]) -> list[bytes]:
         clock = self._job.clock
         end = clock.monotonic_seconds() + self._left()
         while True:
             try:
-                return self._job.key_value_store.get_many(keys, _LOOK_SECONDS)
+                return self._job.key_value_store.get_many(keys, _POLL_SECONDS)
             except TimeoutError:
                 if self._is_closed or clock.monotonic_seconds() >= end:
                     raise

@@ -1,39 +1,44 @@
-"""Whether a save fits what is left of a grace: a pure function of what was measured."""
+"""Decides whether a save fits the rest of a grace period: a pure function of measured durations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MARGIN = 1.25
-"""How much longer than expected a save may take: storage is seldom faster when a whole cluster is told to end."""
+"""Factor on the expected duration: storage is often slower when a whole cluster saves after a signal."""
 
 RESERVE, RESERVE_SECONDS_MAX = 0.1, 2.0
-"""How much of a grace is left to the end of the process, as a share and at most."""
+"""Part of the grace reserved for the exit of the process: a share of it, and an upper limit in seconds."""
 
 
 def usable_seconds(grace_seconds: float) -> float:
-    """Return how long after a signal a save may end."""
+    """Return how many seconds after a signal a save must have ended."""
     return grace_seconds - min(grace_seconds * RESERVE, RESERVE_SECONDS_MAX)
 
 
 def expected_seconds(
     measured: Sequence[float], under_way: Sequence[float], held_bytes: int, bytes_per_second: float | None
 ) -> float:
-    """Return how long a save that begins now is expected to take on one rank.
+    """Return how many seconds a save that begins now is expected to take on one rank.
 
     Args:
-        measured: How long the last saves took.
-        under_way: For how long saves have been under way that come first.
-        held_bytes: What this rank writes; counts only where nothing was measured.
-        bytes_per_second: What storage takes; likewise.
+        measured: Seconds that the last saves took.
+        under_way: Age in seconds of each save under way; they finish before the new one.
+        held_bytes: Bytes that this rank writes. Counts only if nothing was measured.
+        bytes_per_second: Write speed of storage; None if unknown. Counts only if nothing was measured.
     """
     if measured:
-        each = max(measured)
+        save_seconds = max(measured)
     else:
-        each = 0.0 if not held_bytes or bytes_per_second is None else held_bytes / bytes_per_second
-    return each + sum(max(each - age, 0.0) for age in under_way)
+        save_seconds = 0.0 if not held_bytes or bytes_per_second is None else held_bytes / bytes_per_second
+    return save_seconds + sum(max(save_seconds - age, 0.0) for age in under_way)
 
 
 def fits(expected: Sequence[float], left_seconds: float) -> bool:
-    """Return whether a save fits: the slowest rank's, with a margin."""
+    """Return whether the save of the slowest rank fits, with a margin.
+
+    Args:
+        expected: Expected seconds of each rank.
+        left_seconds: Seconds left of the grace.
+    """
     return MARGIN * max(expected) <= left_seconds

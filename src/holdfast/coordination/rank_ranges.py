@@ -1,4 +1,4 @@
-"""Many ranks in few numbers: what every rank of a large job must be told must not grow with the job."""
+"""Sets of ranks as few numbers: a message to every rank must not grow with the size of the job."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Iterable, Sequence
 
 
 def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ranks as runs of `[first, stop, stride]`.
+    """Return ranks as ranges of `[first, stop, stride]`.
 
-    The members of a pipeline stage, or of a column of a mesh, are one run.
+    The ranks of one pipeline stage, or of one column of a mesh, are one range.
 
     Args:
         ranks: Ranks, ascending.
     """
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if runs:
-            first, stop, stride = runs[-1]
+        if ranges:
+            first, stop, stride = ranges[-1]
             last = stop - 1
             if first == last:
-                # Any second rank continues a run of one.
-                runs[-1] = [first, rank + 1, rank - first]
+                # A second rank always continues a range of one: it sets the stride.
+                ranges[-1] = [first, rank + 1, rank - first]
                 continue
             if rank == last + stride:
-                runs[-1][1] = rank + 1
+                ranges[-1][1] = rank + 1
                 continue
-        runs.append([rank, rank + 1, 1])
-    return runs
+        ranges.append([rank, rank + 1, 1])
+    return ranges
 
 
-def ranks_in(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks that `rank_ranges` wrote down."""
-    return tuple(rank for first, stop, stride in runs for rank in range(first, stop, stride))
+def ranks_in(ranges: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks of ranges that `rank_ranges` returned."""
+    return tuple(rank for first, stop, stride in ranges for rank in range(first, stop, stride))

@@ -1,4 +1,4 @@
-"""Whether a step is to be saved: a pure function of what every rank knows alike."""
+"""Decides whether a step is saved: a pure function of values that are equal on every rank."""
 
 from __future__ import annotations
 
@@ -8,48 +8,51 @@ from dataclasses import dataclass
 from holdfast.policies import AllOf, AnyOf, AtSteps, EveryNSteps, EverySeconds, OnRequest, SavePolicy, rules_of
 
 AHEAD_SECONDS = 1.0
-"""How far rank 0 announces ahead, in time: ranks seldom wait for it then, and a request waits about as long."""
+"""How far ahead rank 0 announces, in time. Longer: other ranks wait less often. Shorter: a request is served sooner."""
 
 AHEAD_CALLS_MAX = 64
-"""How far it announces ahead at most, in calls: steps may take much longer than those before them did."""
+"""How far ahead rank 0 announces at most, in calls: later steps may take much longer than the last ones."""
 
 
 def needs_announcements(policy: SavePolicy) -> bool:
-    """Return whether a policy asks for more than the step: for what ranks cannot know alike by themselves."""
+    """Return whether a policy depends on time or requests, which ranks cannot know equally by themselves."""
     return any(isinstance(rule, EverySeconds | OnRequest) for rule in rules_of(policy))
 
 
-def is_due(policy: SavePolicy, step: int, told: Announcement, standing: Standing) -> bool:
+def is_due(policy: SavePolicy, step: int, announcement: Announcement, last_save: LastSave) -> bool:
     """Return whether a step is to be saved.
 
     Args:
         policy: When to save.
         step: The step.
-        told: The announcement in force.
-        standing: What was saved last.
+        announcement: The announcement in force at the step.
+        last_save: The last save before it.
     """
     if isinstance(policy, AnyOf | AllOf):
         combined = any if isinstance(policy, AnyOf) else all
-        return combined(is_due(each, step, told, standing) for each in policy.policies)  # type: ignore[arg-type]
+        return combined(is_due(rule, step, announcement, last_save) for rule in policy.policies)  # type: ignore[arg-type]
     if isinstance(policy, EveryNSteps):
         return step % policy.n == 0
     if isinstance(policy, AtSteps):
         return step in policy.steps
     if isinstance(policy, EverySeconds):
-        return standing.seconds is not None and told.seconds - standing.seconds >= policy.seconds
-    # A save at the step of a request, or later, has what was asked for.
-    return told.requested is not None and (standing.step is None or standing.step < told.requested)
+        return last_save.seconds is not None and announcement.seconds - last_save.seconds >= policy.seconds
+    # OnRequest: a save at the step of the request, or at a later one, fulfils it.
+    requested = announcement.requested
+    return requested is not None and (last_save.step is None or last_save.step < requested)
 
 
 def next_until(step: int, until: int | None, strides: Sequence[int], call_seconds: Sequence[float]) -> int | None:
-    """Return up to which step rank 0 announces now, or None if what it announced reaches far enough.
+    """Return the last step that rank 0 should announce now, or None if its announcements reach far enough ahead.
 
     Args:
-        step: Where rank 0 is.
+        step: The current step of rank 0.
         until: The last step announced; None if there is none.
-        strides, call_seconds: How far the last calls were apart, in steps and in time.
+        strides: Distances between the last calls of the loop, in steps.
+        call_seconds: Distances between the same calls, in seconds.
     """
-    # The slowest and the shortest: a loop that slows down must not have to come to the end of what was announced.
+    # The slowest call and the shortest stride: announce too little rather than too much. An announcement holds one
+    # time for all its steps, so one that reaches too far delays rules by time.
     stride = min(strides, default=1)
     slowest = max(call_seconds, default=AHEAD_SECONDS)
     calls = min(max(int(AHEAD_SECONDS / max(slowest, 1e-9)), 1), AHEAD_CALLS_MAX)
@@ -59,29 +62,29 @@ def next_until(step: int, until: int | None, strides: Sequence[int], call_second
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What was saved last; the same on every rank after the same steps."""
+class LastSave:
+    """The last save; equal on every rank after the same steps."""
 
     step: int | None = None
-    """The last step of which a save began, or that was loaded; None if there is none."""
+    """The last step whose save began, or that was loaded; None if there is none."""
 
     seconds: float | None = None
-    """When a save last began, as the announcement in force said, or else when the loop did; None before its first step
-    of which time was told."""
+    """Time of rank 0 at the last save, or at the begin of the loop if there is none. None before the first
+    announcement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What rank 0 tells every rank, ahead of the steps it is for: those after the one before it, up to `until`."""
+    """What rank 0 announces for the steps after those of the announcement before, up to `until`."""
 
     until: int
-    """The last step it is for."""
+    """The last step it covers."""
 
     seconds: float
-    """Monotonic time on rank 0, for these steps as if it stood still."""
+    """Monotonic time on rank 0. It counts as the time of every step covered."""
 
     requested: int | None = None
-    """The latest step at which a rank asked for a save, as far as rank 0 knows; None if none did."""
+    """The latest step at which a rank requested a save, as far as rank 0 knows; None if none did."""
 
-    standing: Standing | None = None
-    """What rank 0 stood at, with which every rank begins; in the first announcement of a loop only."""
+    last_save: LastSave | None = None
+    """The last save as rank 0 knows it, from which every rank starts; only in the first announcement of a loop."""

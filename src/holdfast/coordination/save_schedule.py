@@ -1,4 +1,16 @@
-"""The schedule of a run: every rank decides alike whether a step is saved, without a collective."""
+"""The schedule of a run: every rank decides equally whether a step is saved, without a collective.
+
+A rank records what its loop does as events: `decide` a step, a step was `saved`, a step was `loaded`. It replays the
+events in order, each with the announcement that covers its step. The states of a rank:
+
+    current    The queue of events is empty. Decisions follow the whole policy.
+    behind     An announcement cannot be read. Events wait in the queue; decisions follow the rules by step alone.
+
+    current -> behind    an event whose announcement cannot be read
+    behind -> current    a later event: the announcement can be read, and all queued events are replayed
+
+After the replay a rank knows the same last save as all other ranks, whatever each of them missed.
+"""
 
 from __future__ import annotations
 
@@ -9,122 +21,123 @@ from typing import Literal
 
 from holdfast.coordination.announcements import Announcements
 from holdfast.coordination.job import Job
-from holdfast.coordination.save_due import Announcement, Standing, is_due, needs_announcements
+from holdfast.coordination.save_due import Announcement, LastSave, is_due, needs_announcements
 from holdfast.policies import OnRequest, SavePolicy, rules_of
 
 _EVENTS_MAX = 1 << 16
-"""What a rank that cannot hear rank 0 remembers of its loop, to go through it again once it can."""
+"""Events that a rank keeps while it is behind. The oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    kind: Literal["asked", "saved", "loaded"]
+    kind: Literal["decide", "saved", "loaded"]
     step: int
 
 
 class Schedule:
-    """Whether the steps of a run are to be saved, on one rank.
-
-    What the loop does is gone through in order, each step by the announcement that is for it. A rank that cannot hear
-    rank 0 goes by the step alone meanwhile, and goes through what it did once it can: from then on it stands where the
-    others do, whatever each of them has missed.
-    """
+    """Decides on one rank which steps of a run are saved."""
 
     def __init__(self, job: Job, policy: SavePolicy) -> None:
         self._policy = policy
         self._announcements = Announcements(job) if needs_announcements(policy) else None
         self.takes_requests = any(isinstance(rule, OnRequest) for rule in rules_of(policy))
         """Whether a request has any effect."""
-        # A plain flag: whoever sets it may be a signal handler, and must not wait for a lock.
-        self._is_asked = False
-        self._asked_at: int | None = None
-        self._step: int | None = None
-        self._noted: int | None = None
-        self._standing = Standing()
+        # A plain flag, no lock: a signal handler may set it while this thread holds any lock.
+        self._is_requested = False
+        self._requested_at: int | None = None
+        self._current_step: int | None = None
+        # The last step saved or loaded by this loop, known at once; `_last_save` may be behind it.
+        self._last_step: int | None = None
+        self._last_save = LastSave()
         self._events: deque[_Event] = deque(maxlen=_EVENTS_MAX)
 
     def request(self) -> None:
-        """Ask for a save; from any thread, or from a signal handler."""
-        self._is_asked = True
+        """Request a save; from any thread, or from a signal handler."""
+        self._is_requested = True
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is to be saved: the same on every rank that was asked about the same steps."""
-        if self._step is not None and step < self._step:
+        """Return whether a step is to be saved: equal on every rank that asked about the same steps."""
+        if self._current_step is not None and step < self._current_step:
             self._go_back(step)
-        self._step = step
+        self._current_step = step
         if self._announcements is not None:
-            if self._is_asked:
-                self._is_asked = False
-                self._asked_at = step
-                self._announcements.ask(step)
-            self._announcements.announce(step, self._standing)
-        answer = self._gone_through(_Event("asked", step))
-        if step == self._noted:
+            if self._is_requested:
+                self._is_requested = False
+                self._requested_at = step
+                self._announcements.request(step)
+            self._announcements.announce(step, self._last_save)
+        decision = self._replay(_Event("decide", step))
+        if step == self._last_step:
             return False
-        if answer is None:
-            # Nobody can say what time it is: what depends on the step alone is decided all the same.
-            return is_due(self._policy, step, Announcement(step, -math.inf), Standing(self._noted))
-        return answer
+        if decision is None:
+            # Time and requests are unknown: an announcement without either leaves the decision to the rules by step.
+            return is_due(self._policy, step, Announcement(step, -math.inf), LastSave(self._last_step))
+        return decision
 
     def note_saved(self, step: int) -> None:
-        """Take note that a save of a step begins; on every rank at the same point of its loop."""
-        self._noted = step
-        self._gone_through(_Event("saved", step))
+        """Record that a save of a step begins. Call it on every rank at the same point of the loop."""
+        self._last_step = step
+        self._replay(_Event("saved", step))
 
     def note_loaded(self, step: int) -> None:
-        """Take note that a step was loaded; on every rank at the same point of its loop."""
-        self._noted = step
-        self._gone_through(_Event("loaded", step))
+        """Record that a step was loaded. Call it on every rank at the same point of the loop."""
+        self._last_step = step
+        self._replay(_Event("loaded", step))
 
-    def _gone_through(self, event: _Event) -> bool | None:
-        """Go through what the loop did, up to an event; return what comes of that, None if it cannot be known yet."""
+    def _replay(self, event: _Event) -> bool | None:
+        """Queue an event, then handle queued events in order; return the decision for it, None if still behind."""
         self._events.append(event)
-        answer: bool | None = None
+        decision: bool | None = None
         while self._events:
-            answer = self._outcome(self._events[0])
-            if answer is None:
+            decision = self._handle(self._events[0])
+            if decision is None:
                 return None
             self._events.popleft()
-        return answer
+        return decision
 
-    def _outcome(self, event: _Event) -> bool | None:
-        if event.kind != "asked":
-            self._stand_at(event)
+    def _handle(self, event: _Event) -> bool | None:
+        if event.kind != "decide":
+            self._record(event)
             return False
-        told = Announcement(event.step, -math.inf)
+        announcement = Announcement(event.step, -math.inf)
         if self._announcements is not None:
-            before = self._announcements.in_force
-            heard = self._announcements.heard(event.step)
-            if heard is None:
+            is_first = self._announcements.in_force is None
+            read = self._announcements.announcement_for(event.step)
+            if read is None:
                 return None
-            told = heard
-            if before is None and heard.standing is not None:
-                self._standing = heard.standing
-            if self._standing.seconds is None:
-                self._standing = replace(self._standing, seconds=told.seconds)
-        if event.step == self._standing.step or not is_due(self._policy, event.step, told, self._standing):
+            announcement = read
+            if is_first and read.last_save is not None:
+                self._last_save = read.last_save
+            if self._last_save.seconds is None:
+                self._last_save = replace(self._last_save, seconds=read.seconds)
+        if event.step == self._last_save.step or not is_due(self._policy, event.step, announcement, self._last_save):
             return False
-        # It is saved now, or was by those who knew then.
-        self._stand_at(_Event("saved", event.step))
+        # Saved now by every rank that is current; a rank that replays late records the save of the others.
+        self._record(_Event("saved", event.step))
         return True
 
-    def _stand_at(self, event: _Event) -> None:
-        told = None if self._announcements is None else self._announcements.in_force
-        seconds = told.seconds if told is not None and event.kind == "saved" else self._standing.seconds
-        self._standing = Standing(event.step, seconds)
+    def _record(self, event: _Event) -> None:
+        announcement = None if self._announcements is None else self._announcements.in_force
+        seconds = self._last_save.seconds
+        if announcement is not None and event.kind == "saved":
+            seconds = announcement.seconds
+        self._last_save = LastSave(event.step, seconds)
 
     def _go_back(self, step: int) -> None:
-        """Begin again, for the loop went back to an earlier step: what was announced is of later ones."""
+        """Begin again after the loop went back to an earlier step: all announcements cover later steps."""
         if self._events:
+            # What was queued can no longer be decided; start from what this rank knows by itself.
             self._events.clear()
-            self._standing = replace(self._standing, step=self._noted)
-        saved = self._standing.step
-        if self._asked_at is not None and (saved is None or saved < self._asked_at):
-            self._is_asked = True
-        self._asked_at = None
+            self._last_save = replace(self._last_save, step=self._last_step)
+        saved = self._last_save.step
+        # A request that no save has fulfilled yet counts again: its announcement goes with the old generation.
+        if self._requested_at is not None and (saved is None or saved < self._requested_at):
+            self._is_requested = True
+        self._requested_at = None
+        # A save of a later step must not suppress the save of this one.
         if saved is not None and saved > step:
-            self._standing = replace(self._standing, step=None)
-        if self._noted is not None and self._noted > step:
-            self._noted = None
+            self._last_save = replace(self._last_save, step=None)
+        if self._last_step is not None and self._last_step > step:
+            self._last_step = None
         if self._announcements is not None:
             self._announcements.restart()

@@ -174,7 +174,7 @@ def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_grace() -> N
             time.sleep(4.0)
             return "silent"
         start = time.monotonic()
-        with pytest.raises(UnavailableError, match="did not all say in time"):
+        with pytest.raises(UnavailableError, match="not all ranks reported their call count in time"):
             left_at(alarm, 1_000_000, 2, lambda _: time.sleep(0.001))
         assert time.monotonic() - start < 3.5
         return "left alone"

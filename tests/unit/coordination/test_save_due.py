@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from holdfast.coordination.save_due import (
     AHEAD_CALLS_MAX,
     Announcement,
-    Standing,
+    LastSave,
     is_due,
     needs_announcements,
     next_until,
 )
 from holdfast.policies import AllOf, AnyOf, AtSteps, EveryNSteps, EverySeconds, OnRequest, SavePolicy
 
-NOTHING_SAVED = Standing(None, 0.0)
+NOTHING_SAVED = LastSave(None, 0.0)
 
 
 def due(
-    policy: SavePolicy, step: int, seconds: float = 0.0, requested: int | None = None, since: Standing = NOTHING_SAVED
+    policy: SavePolicy, step: int, seconds: float = 0.0, requested: int | None = None, since: LastSave = NOTHING_SAVED
 ) -> bool:
     return is_due(policy, step, Announcement(step, seconds, requested), since)
 
@@ -34,17 +34,17 @@ def test_rules_by_step() -> None:
 def test_time_counts_from_the_last_save() -> None:
     rule = EverySeconds(60)
     assert not due(rule, 7, 59.9) and due(rule, 7, 60.0)
-    assert not due(rule, 9, 60.0, since=Standing(8, 1.0))
+    assert not due(rule, 9, 60.0, since=LastSave(8, 1.0))
     # Before time was ever told none has passed.
-    assert not due(rule, 7, 1e9, since=Standing())
+    assert not due(rule, 7, 1e9, since=LastSave())
 
 
 def test_a_request_is_served_by_any_save_of_its_step_or_a_later_one() -> None:
     rule = OnRequest()
     assert not due(rule, 7)
     assert due(rule, 7, requested=5)
-    assert due(rule, 7, requested=5, since=Standing(4, 0.0))
-    assert not due(rule, 7, requested=5, since=Standing(5, 0.0))
+    assert due(rule, 7, requested=5, since=LastSave(4, 0.0))
+    assert not due(rule, 7, requested=5, since=LastSave(5, 0.0))
 
 
 def test_only_time_and_requests_need_rank_0() -> None:

@@ -216,7 +216,7 @@ def test_without_rank_0_a_loop_goes_on_and_steps_count(caplog: pytest.LogCapture
     _, saved = played(2, AnyOf(EveryNSteps(20), OnRequest(), EverySeconds(1e-9)), part, timeout_seconds=0.5)
     assert saved == [20, 40]
     assert time.monotonic() - start < 10, "it waits once, not at every step"
-    assert sum("rank 0 cannot be heard" in record.message for record in caplog.records) == 1
+    assert sum("announcements of rank 0 are not available" in record.message for record in caplog.records) == 1
 
 
 def test_steps_alone_put_nothing_on_the_board_and_announcements_do_not_pile_up() -> None:
@@ -310,7 +310,7 @@ def test_ranks_agree_again_after_rank_0_stood_still_for_longer_than_it_is_waited
 
 
 def test_a_request_that_was_counted_and_never_named_holds_rank_0_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcements, "_ASK_SECONDS", 0.3)
+    monkeypatch.setattr(announcements, "_REQUEST_SECONDS", 0.3)
 
     def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
         if rank == 1:
