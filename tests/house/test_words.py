@@ -119,7 +119,6 @@ PENDING = {
     "beat": "repository/epochs.py",
     "doomed": "runs/garbage_collection.py",
     "heads": "saving/unchanged.py",
-    "heard": "coordination/announcements.py",
     "noted": "ports/destination.py, runs/garbage_collection.py",
     "Place": "foreign/deepspeed/folder.py",
     "spend": "foreign/pickles/constructors.py",
