@@ -116,7 +116,7 @@ def save(
         settings: How to save.
     Raises:
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written.
-        ConflictError: A checkpoint is there; it was not touched.
+        ConflictError: The path already holds a checkpoint; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
     return save_and_wait(*_request(path, state, selection_of(only, skip, grads), process_group, settings))

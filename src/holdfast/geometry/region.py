@@ -1,4 +1,4 @@
-"""What a piece covers of its tensor: a box, or a run of the flattened tensor."""
+"""Regions of a tensor: a box, or a run of the flattened tensor."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def run_boxes(region: Region, global_shape: tuple[int, ...], start: int, stop: i
 
 
 def region_boxes(region: Region, global_shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return the boxes a region consists of: itself, or at most 2·ndim − 1 for a flat range."""
+    """Return the boxes of a region: itself, or at most 2·ndim − 1 boxes for a flat range."""
     if isinstance(region, Box):
         return (region,)
     return tuple(flat_range_boxes(global_shape, region.start, region.stop))
 
 
 def flat_run(region: Region, global_shape: tuple[int, ...]) -> FlatRange | None:
-    """Return the run of row-major elements that a region is; None where its elements lie in several."""
+    """Return a region as one run of row-major elements; None if it consists of several runs."""
     if isinstance(region, FlatRange):
         return region
     if not region.numel:
@@ -90,7 +90,7 @@ def elements_spanned(region: Region, global_shape: tuple[int, ...], wanted: Box)
 
 
 def contains(outer: Region, inner: Region) -> bool:
-    """Return whether `inner` lies in `outer`; both of one kind."""
+    """Return whether `outer` contains `inner`; both of one kind."""
     if isinstance(outer, Box):
         return isinstance(inner, Box) and outer.contains(inner)
     return isinstance(inner, FlatRange) and outer.start <= inner.start and inner.stop <= outer.stop

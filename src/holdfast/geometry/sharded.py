@@ -1,4 +1,4 @@
-"""A layout stated by hand, for tensors that carry none themselves."""
+"""A layout declared by the user, for tensors that carry none themselves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharded:
-    """What this rank holds of one tensor, in its own words: stands in the state where the tensor would.
+    """This rank's part of one tensor, as declared by the user; takes the tensor's place in the state.
 
     One box: `Sharded(tensor, global_shape=(8, 4), start=(4, 0))`. Several boxes: lists of tensors and starts.
     A run of the flattened tensor, as ZeRO holds it: `Sharded(tensor, global_shape=(8, 4), flat_start=13)` with a
-    1-d tensor. The optimizer's state of a tensor passed so, where it has the tensor's local shape, lies alike.
+    1-d tensor. Optimizer state with the tensor's local shape gets the same layout.
 
-    Every element must be held by exactly one rank, or by the `replicas` stated; saving proves it.
+    Exactly one rank, or exactly the declared `replicas`, must hold each element; a save proves it.
     """
 
     tensor: object
@@ -24,10 +24,10 @@ class Sharded:
     """Shape of the whole tensor, elements."""
 
     start: Sequence[int] | Sequence[Sequence[int]] | None = None
-    """First coordinate of the local tensor, one number per dimension; one such per tensor for a list."""
+    """First coordinate of the local tensor, one number per dimension; for a list, one coordinate per tensor."""
 
     flat_start: int | Sequence[int] | None = None
-    """Instead of `start`: row-major number of the first element; one per tensor for a list."""
+    """Instead of `start`: row-major number of the first element; for a list, one number per tensor."""
 
     replicas: Sequence[int] | None = None
-    """Ranks of the process group that hold exactly the same, this one included; None: this one alone."""
+    """Ranks of the process group that hold the same part, this one included; None: only this one."""

@@ -1,4 +1,4 @@
-"""Tensors, how a job lays them out, and what one rank holds of them."""
+"""Tensors, their layout in a job, and the shards that one rank holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.geometry.value_class import value_class
 
 @value_class
 class TensorSpec:
-    """A tensor as the checkpoint knows it, independent of any rank."""
+    """A tensor in a checkpoint, independent of any rank."""
 
     fqn: str
     """Dotted name of the leaf."""
@@ -37,7 +37,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor lies on one mesh dimension: split along `dim`, or whole on every rank."""
+    """Placement of a tensor on one mesh dimension: split along `dim`, or whole on every rank."""
 
     dim: int | None
     """Tensor dimension that is split; None for Replicate."""
@@ -66,7 +66,7 @@ class Layout:
 
 
 class Role(Enum):
-    """What a plain tensor is for: decides whether its copies must agree."""
+    """Role of a plain tensor; decides whether its copies must agree."""
 
     PARAMETER = "parameter"
     """A parameter: copies on several ranks must agree."""
@@ -80,19 +80,19 @@ class Role(Enum):
 
 @value_class
 class Shard:
-    """What one rank holds of one tensor."""
+    """The part of one tensor that one rank holds."""
 
     tensor: TensorSpec
     """The tensor."""
 
     layout: Layout | None
-    """Mesh and placements, for the record and for comparing ranks; None where there are none."""
+    """Mesh and placements, to record them and to compare ranks; None without a mesh."""
 
     holders: tuple[int, ...] | None
-    """Ranks stated to hold the same pieces, ascending; None for a plain tensor, of which nothing is stated."""
+    """Ranks that declare the same pieces, ascending; None for a plain tensor, which declares nothing."""
 
     role: Role
     """Whether copies of a plain tensor must agree."""
 
     pieces: tuple[Region, ...]
-    """What this rank holds, as boxes or flat ranges; empty where the split leaves it nothing."""
+    """Held boxes or flat ranges; empty if the split leaves nothing for this rank."""

@@ -1,4 +1,4 @@
-"""Values made by the hundred thousand: frozen to whoever checks types, quick to make where they run."""
+"""Decorator for small values created in large numbers: frozen for mypy, not at run time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Kind = TypeVar("Kind")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def value_class(kind: type[Kind]) -> type[Kind]:
-    """Return a class as a slotted dataclass with a hash, which mypy takes for frozen.
+    """Return the class as a slotted dataclass with a hash, which mypy treats as frozen.
 
-    Python's own `frozen=True` sets every field through a call, which makes a value of five fields four times as
-    dear: a tenth of all that saving or loading a tiny tensor costs.
+    `frozen=True` sets every field through a call. A value of five fields then takes four times as long to construct,
+    which is a tenth of the time to save or load a tiny tensor.
     """
     return dataclass(slots=True, unsafe_hash=True)(kind)

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints."""
+"""The differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from holdfast.geometry.value_class import value_class
 
 @value_class
 class Change:
-    """By how much a tensor differs, of what was read of it; what digests settle is the same bit for bit.
+    """How much a tensor differs, over the bytes that were read; bytes with equal digests are not read.
 
-    Maxima and norms are of finite elements, in 64-bit floats; whole numbers are subtracted exactly.
+    Maxima and norms cover finite elements, in 64-bit floats; integers are subtracted exactly.
     """
 
     changed: int
-    """Elements that differ in a bit; where types differ, in their value."""
+    """Elements that differ in a bit; if the dtypes differ, in their value."""
 
     unmeasured: int
-    """Changed elements that have no difference, since one of the two is infinite or NaN."""
+    """Changed elements without a difference, since one side is infinite or NaN."""
 
     max_absolute: float
     """Largest |a − b|."""
@@ -28,32 +28,32 @@ class Change:
     """Largest |a − b| / max(|a|, |b|)."""
 
     norm_a: float
-    """Euclidean norm of what was read of A."""
+    """Euclidean norm of the elements read from A."""
 
     norm_b: float
-    """Euclidean norm of what was read of B."""
+    """Euclidean norm of the elements read from B."""
 
     norm_difference: float
-    """Euclidean norm of a − b; 0 where digests settle."""
+    """Euclidean norm of a − b; elements with equal digests add 0."""
 
     nan: tuple[int, int]
-    """NaNs in what was read of A, of B."""
+    """NaNs among the elements read from A, from B."""
 
     inf: tuple[int, int]
-    """Infinities in what was read of A, of B."""
+    """Infinities among the elements read from A, from B."""
 
 
 class Verdict(Enum):
-    """What came of comparing a tensor."""
+    """The result of comparing a tensor."""
 
     EQUAL = "equal"
-    """The same bit for bit; by value, where types differ."""
+    """Equal bit by bit; by value, if the dtypes differ."""
 
     CHANGED = "changed"
     """Elements differ."""
 
     DTYPE = "dtype"
-    """The element types differ, and were not to be compared, or no type holds both exactly."""
+    """The dtypes differ, and values were not compared: not asked for, or no dtype holds both exactly."""
 
     SHAPE = "shape"
     """The shapes differ."""
@@ -67,7 +67,7 @@ class TensorDiff:
     """Its name."""
 
     verdict: Verdict
-    """Whether it is the same."""
+    """The result."""
 
     dtype: tuple[str, str]
     """Element type in A, in B."""
@@ -79,10 +79,10 @@ class TensorDiff:
     """Elements in A."""
 
     settled_bytes: int
-    """Bytes of A that digests show to be the same, unread; norms, NaNs and infinities say nothing of them."""
+    """Bytes of A with equal digests, which were not read; norms, NaNs and infinities exclude them."""
 
     change: Change | None
-    """By how much; None where nothing was read."""
+    """How much it differs; None if nothing was read."""
 
 
 @value_class
@@ -99,21 +99,21 @@ class NameOnly:
     """Global shape."""
 
     tied_to: str | None
-    """The stored tensor it is another name of, or None."""
+    """The stored tensor of this tied name, or None."""
 
 
 @value_class
 class TieDiff:
-    """A name that is tied to different tensors in the two, or tied in one and stored by itself in the other."""
+    """A name that is tied to different tensors in A and B, or tied in only one of them."""
 
     name: str
     """The name."""
 
     a: str
-    """The stored tensor it stands for in A."""
+    """Its stored tensor in A."""
 
     b: str
-    """The stored tensor it stands for in B."""
+    """Its stored tensor in B."""
 
 
 @value_class
@@ -121,7 +121,7 @@ class ValueDiff:
     """A value that is not a tensor and differs."""
 
     path: str
-    """Where it stands."""
+    """Its path in the values."""
 
     in_a: bool
     """Whether A has it."""
@@ -130,24 +130,24 @@ class ValueDiff:
     """Whether B has it."""
 
     a: object
-    """It in A; None where A lacks it."""
+    """The value in A; None if A lacks it."""
 
     b: object
-    """It in B; None where B lacks it."""
+    """The value in B; None if B lacks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
-    """Everything that differs between two checkpoints, and what was done to find out."""
+    """All differences between two checkpoints, and how many bytes were read for them."""
 
     a: str
-    """Where A lies."""
+    """URL of A."""
 
     b: str
-    """Where B lies."""
+    """URL of B."""
 
     tensors: tuple[TensorDiff, ...]
-    """Every tensor that both have, by name; one with several names once, under the first of them."""
+    """Every tensor that both have, sorted by name; a tied tensor once, under its first name."""
 
     only_a: tuple[NameOnly, ...]
     """Names that B lacks."""
@@ -156,19 +156,19 @@ class Diff:
     """Names that A lacks."""
 
     ties: tuple[TieDiff, ...]
-    """Names tied otherwise. They load alike if the tensors are equal, so they make no difference by themselves."""
+    """Names with different ties. If the tensors are equal they load alike, so they do not count as a difference."""
 
     values: tuple[ValueDiff, ...]
-    """Values that are not tensors and differ; empty where only some tensors were asked for."""
+    """Different values that are not tensors; empty if only some tensors were compared."""
 
     read_bytes: int
-    """Bytes read of both."""
+    """Bytes read from both."""
 
     settled_bytes: int
-    """Bytes of A that digests show to be the same in B, read in neither."""
+    """Bytes of A with equal digests in B, read from neither."""
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same: names, types, shapes, every bit (where types differ, every value), values."""
-        same = all(each.verdict is Verdict.EQUAL for each in self.tensors)
+        """Whether names, dtypes, shapes, all bits (for different dtypes: all values) and other values are equal."""
+        same = all(tensor.verdict is Verdict.EQUAL for tensor in self.tensors)
         return same and not (self.only_a or self.only_b or self.values)

@@ -1,4 +1,4 @@
-"""What an observer hears of: saves and loads as they go, and what each rank did in them."""
+"""The events that observers receive, and each rank's report of a save or load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Operation:
     """The step; None for a checkpoint saved by path, and for a load that failed before one was chosen."""
 
     url: str
-    """Where the checkpoint lies; of a load that failed before one was chosen, where it was looked for."""
+    """URL of the checkpoint; for a load that failed before a step was chosen, URL of the run."""
 
     rank: int
     """The rank."""
@@ -43,17 +43,17 @@ class Phase:
     """A part of an operation. Phases of one rank may overlap: copies are written while others are made."""
 
     name: str
-    """What was done; docs/observing.md lists the names."""
+    """Its name; docs/observing.md lists all names."""
 
     start_seconds: float
-    """When it began, after the operation did."""
+    """Its start, in seconds after the start of the operation."""
 
     seconds: float
-    """How long it took."""
+    """Its duration."""
 
     @property
     def stop_seconds(self) -> float:
-        """When it ended, after the operation began."""
+        """Its end, in seconds after the start of the operation."""
         return self.start_seconds + self.seconds
 
 
@@ -65,7 +65,7 @@ class RankReport:
     """The save or load."""
 
     id: str
-    """16 hex digits that all its ranks share: of a save, its attempt."""
+    """16 hex digits that all ranks share: for a save, its attempt."""
 
     host: str
     """Name of the rank's machine."""
@@ -74,30 +74,30 @@ class RankReport:
     """Number of its process."""
 
     began_unix_seconds: float
-    """When the call came, by the wall clock: for people, and to lay ranks beside each other."""
+    """Wall-clock time of the call, for people and to align ranks in a trace."""
 
     seconds: float
-    """From the call until it was done, on this rank."""
+    """From the call until the end on this rank."""
 
     phases: tuple[Phase, ...]
-    """What it did meanwhile, by when it began."""
+    """Its phases, in order of their start."""
 
     bytes: int
     """Bytes of tensors that this rank wrote, or read from storage."""
 
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """The rest of its `SaveReport` or `LoadReport`, by name of the field; of names that are listed there, how many."""
+    """Other fields of its `SaveReport` or `LoadReport`, by name; the length of fields that are lists of names."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes by the time in which they were moved; 0 where none were."""
+        """Bytes per second of the phases that move bytes; 0 without such phases."""
         seconds = sum(phase.seconds for phase in self.phases if phase.name in _MOVING)
         return self.bytes / seconds if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A save or load has begun; of a load it is told once its step is known."""
+    """A save or load has begun. For a load it is sent once the step is known."""
 
     operation: Operation
     """The save or load."""
@@ -119,7 +119,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Some of the bytes are done; told now and then."""
+    """Some of the bytes are done; sent from time to time."""
 
     done_bytes: int
     """Bytes done."""
@@ -136,7 +136,7 @@ class Ended:
     """A save is committed, or a load has filled the state."""
 
     report: RankReport
-    """What this rank did."""
+    """The report of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Failed:
     """Name of the error's type."""
 
     message: str
-    """What it says."""
+    """The error's message."""
 
     began_unix_seconds: float
     """When the call came, by the wall clock."""
@@ -159,10 +159,10 @@ class Failed:
     """From the call until it failed."""
 
     phases: tuple[Phase, ...]
-    """What it did meanwhile, by when it began; none where a load goes on with another step: its end tells all."""
+    """Its phases, in order of their start. Empty if a load continues with another step; its last event has all."""
 
     has_begun: bool = True
-    """Whether `Began` was told: not of a load that found no step."""
+    """Whether `Began` was sent; not for a load that found no step."""
 
 
 Event = Began | Entered | Progress | Ended | Failed

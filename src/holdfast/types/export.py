@@ -1,4 +1,4 @@
-"""Another system's files, before a byte of them is written: what lies where, and which tensor it comes from."""
+"""The plan of an export: for every byte of every file, which tensor or literal it comes from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.types.plan import LoadPlan
 from holdfast.types.values import Group
 
 SHARD_BYTES = 5_000_000_000
-"""What Hugging Face puts in one file by default."""
+"""Default of Hugging Face for bytes in one file."""
 
 
 @value_class
@@ -24,10 +24,10 @@ class ExportTensor:
     """The stored tensor."""
 
     dtype: str
-    """What its elements are cast to; the stored dtype for none."""
+    """Dtype in the file; the stored dtype if nothing is cast."""
 
     box: Box
-    """What of it, global coordinates; its elements lie in row-major order, without gaps."""
+    """The box, global coordinates; its elements are in row-major order, without gaps."""
 
     offset: int
     """Bytes from the start of the file to the first element; of any alignment."""
@@ -40,33 +40,33 @@ class ExportTensor:
 
 @value_class
 class Checksum:
-    """A CRC-32 that a file holds of some of its own bytes."""
+    """A CRC-32 in a file, over a range of the same file."""
 
     start: int
-    """First byte it is of."""
+    """First byte of the range."""
 
     stop: int
-    """Byte past the last."""
+    """Byte past the range."""
 
     at: tuple[int, ...]
-    """Where it stands, as four little-endian bytes; in no checksum's range, and zero until it is known."""
+    """Offsets of the value, four little-endian bytes; outside all ranges, and zero until it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFile:
-    """One file to be written. What is neither literal nor tensor is zero."""
+    """One file to write. Bytes that are neither literal nor tensor are zero."""
 
     name: str
-    """Its path under the destination; empty where the destination is this one file."""
+    """Its path under the destination; empty if the destination is this file."""
 
     literals: tuple[tuple[int, bytes], ...] = ()
-    """Bytes that are known already, by offset, ascending."""
+    """Constant bytes, by offset, ascending."""
 
     tensors: tuple[ExportTensor, ...] = ()
-    """Everything else, by offset, ascending; no two share a byte, nor does one with a literal."""
+    """Tensors by offset, ascending; tensors and literals do not overlap."""
 
     checksums: tuple[Checksum, ...] = ()
-    """What is known only once the tensors are, by start, ascending; ranges do not overlap."""
+    """Checksums of tensor bytes, by start, ascending; ranges do not overlap."""
 
     bytes: int
     """Its exact size."""
@@ -74,7 +74,7 @@ class ExportFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportContent:
-    """What a checkpoint holds, to whoever writes it as another system would."""
+    """Content of a checkpoint, for the writer of another format."""
 
     tensors: Mapping[str, TensorSpec]
     """Every stored tensor, by FQN."""
@@ -83,26 +83,26 @@ class ExportContent:
     """Tied names: alias to the FQN that is stored."""
 
     tree: Group
-    """What is not a tensor."""
+    """All values that are not tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What the caller chose."""
+    """Options of the caller."""
 
     shard_bytes: int = SHARD_BYTES
-    """Bytes of tensors in one file, at most, where the format has several; a larger tensor has one to itself."""
+    """Most bytes of tensors in one file, for formats with several; a larger tensor gets its own file."""
 
     dtype: str | None = None
-    """What floating tensors of the model are cast to; None for what they are."""
+    """Dtype for floating tensors of the model; None: as they are."""
 
     model_only: bool = True
-    """Whether to leave out what is not the model."""
+    """Whether to leave out everything but the model."""
 
 
 @value_class
 class ExportWindow:
-    """A run of one file that is filled and written at once; who does it is nobody's business here."""
+    """A range of one file that is filled and written at once."""
 
     file: int
     """Number of the file."""
@@ -124,36 +124,36 @@ class Fill:
     """A box of a stored tensor that goes into a window."""
 
     tensor: ExportTensor
-    """Where it comes from, and what its elements are cast to."""
+    """The tensor and its dtype in the file."""
 
     box: Box
-    """What of it, global coordinates."""
+    """The box, global coordinates."""
 
     at: int
-    """Bytes from the start of the window to the first byte that goes there."""
+    """Offset in the window of the first byte."""
 
     skipped: int
-    """Bytes of the first element that lie before the window; not 0 only where the box is one element."""
+    """Bytes of the first element before the window; not 0 only if the box is one element."""
 
     bytes: int
-    """Bytes that go there; fewer than the box has only where it is one element that the window cuts."""
+    """Bytes in the window; fewer than the box has only if the window cuts a single element."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """Everything that makes up one window."""
+    """All content of one window."""
 
     window: ExportWindow
     """Where it lies."""
 
     literals: tuple[tuple[int, bytes], ...]
-    """Bytes that are known already, by their place in the window."""
+    """Constant bytes, by offset in the window."""
 
     fills: tuple[Fill, ...]
-    """What comes from tensors, in order; the wanted tensors of `reads`, by number."""
+    """Boxes of tensors, in order; the wanted tensors of `reads`, by number."""
 
     reads: LoadPlan
-    """What is read for them."""
+    """The reads for them."""
 
     sums: tuple[tuple[int, int, int], ...]
     """Checksums of the file by number, and the bytes of the file, first and past the last, that the window adds."""
