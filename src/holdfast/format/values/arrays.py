@@ -33,7 +33,7 @@ def decode_array(content: object) -> npt.NDArray[np.generic]:
     Raises:
         ValueError: The content is no result of `encode_array`. This is checked before the elements are allocated.
     """
-    fields = _fields(content, {"dtype", "shape", "data"})
+    fields = exact_fields(content, {"dtype", "shape", "data"})
     dtype = _dtype(fields["dtype"])
     shape = fields["shape"]
     # With at most 64 extents, even their exact product stays small enough to compute.
@@ -129,7 +129,12 @@ def _check_characters(dtype: str, data: bytes) -> None:
         raise ValueError("a character is beyond Unicode")
 
 
-def _fields(content: object, names: set[str]) -> dict[str, object]:
+def exact_fields(content: object, names: set[str]) -> dict[str, object]:
+    """Return a JSON object that has exactly these fields.
+
+    Raises:
+        ValueError: It is no object, or has other fields.
+    """
     if type(content) is not dict or content.keys() != names:
         raise ValueError(f"expected the fields {', '.join(sorted(names))}")
     return content

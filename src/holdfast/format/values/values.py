@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_args
 import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.values.arrays import decode_array, decode_scalar, encode_array, encode_scalar
+from holdfast.format.values.arrays import decode_array, decode_scalar, encode_array, encode_scalar, exact_fields
 from holdfast.format.values.json_text import dumps, is_json_scalar, loads
 from holdfast.format.values.scalars import SCALAR_CODECS, ScalarCodec, text_document, text_value
 from holdfast.settings import MIB
@@ -259,45 +259,42 @@ def _decode(document: object, path: str, depth: int) -> object:
     if len(document) != 1:
         raise CorruptError(f"{path}: an object with a tag has one key, found {[key[:40] for key in document][:10]}")
     [(tag, content)] = document.items()
-    if tag in _CONTAINER_OF_TAG:
-        return _CONTAINER_OF_TAG[tag](content, path, depth)
-    if tag not in _CODEC_OF_TAG:
+    if tag not in _CONTAINER_OF_TAG and tag not in _CODEC_OF_TAG:
         raise CorruptError(f"{path}: unknown tag {tag[:80]!r}. Read it with a later version of Holdfast")
     try:
+        if tag in _CONTAINER_OF_TAG:
+            return _CONTAINER_OF_TAG[tag](content, path, depth)
         return _CODEC_OF_TAG[tag].decode(content)
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise CorruptError(f"{path}: {tag}: {error}") from error
 
 
-def _items(content: object, path: str) -> list[object]:
+def _items(content: object) -> list[object]:
     if type(content) is not list:
-        raise CorruptError(f"{path}: expected a list, found {_type_name(content)}")
+        raise ValueError(f"expected a list, got {_type_name(content)}")
     return content
 
 
 def _decode_list(content: object, path: str, depth: int) -> list[object]:
-    return [_decode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(_items(content, path))]
+    return [_decode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(_items(content))]
 
 
 def _decode_set(content: object, path: str, depth: int) -> set[object]:
     items = _decode_list(content, path, depth + 1)
-    try:
-        members = set(items)
-    except (TypeError, ValueError) as error:
-        raise CorruptError(f"{path}: a member of a set has no hash: {error}") from error
+    members = set(items)
     if len(members) != len(items):
-        raise CorruptError(f"{path}: a set of {len(items)} members repeats one")
+        raise ValueError(f"a set of {len(items)} members repeats one")
     return members
 
 
 def _decode_pairs(content: object, path: str, depth: int, into: dict[object, Any]) -> dict[object, Any]:
-    items = _items(content, path)
+    items = _items(content)
     for index, pair in enumerate(items):
         if type(pair) is not list or len(pair) != 2:
-            raise CorruptError(f"{path}: item {index} is not a pair of key and value")
+            raise ValueError(f"item {index} is not a pair of key and value")
         key = _decode(pair[0], f"{path}{{key {index}}}", depth)
         if not _is_key(key):
-            raise CorruptError(f"{path}: key {index} is of type {_type_name(key)}")
+            raise ValueError(f"key {index} is of type {_type_name(key)}")
         if key in into:
             raise CorruptError(f"{_below(path, key)}: the key is repeated")
         into[key] = _decode(pair[1], _below(path, key), depth)
@@ -308,36 +305,26 @@ def _decode_ordered_dict(content: object, path: str, depth: int) -> object:
     result: OrderedDict[object, object] = OrderedDict()
     if type(content) is not dict:
         return _decode_pairs(content, path, depth + 4, result)
-    fields = _fields(content, {"items", "metadata"}, path)
+    fields = exact_fields(content, {"items", "metadata"})
     _decode_pairs(fields["items"], path, depth + 4, result)
     vars(result)["_metadata"] = _decode(fields["metadata"], f"{path}._metadata", depth + 2)
     return result
 
 
 def _decode_group(content: object, path: str, depth: int) -> Group:
-    fields = _fields(content, {"kind", "items"}, path)
+    fields = exact_fields(content, {"kind", "items"})
     items = _decode(fields["items"], path, depth + 2)
     kind = next((known for known in _GROUP_KINDS if known == fields["kind"]), None)
     if kind is None:
-        raise CorruptError(f"{path}: unknown kind of group {fields['kind']!r:.80}")
+        raise ValueError(f"unknown kind of group {fields['kind']!r:.80}")
     if type(items) is not dict or not all(type(name) is str for name in items):
-        raise CorruptError(f"{path}: the children of a group are not named by text")
+        raise ValueError("the children of a group are not named by text")
     return Group(kind, items)
 
 
 def _decode_framework_value(content: object, path: str, depth: int) -> FrameworkValue:
-    fields = _fields(content, {"kind", "value"}, path)
-    try:
-        kind = text_value(fields["kind"])
-    except ValueError as error:
-        raise CorruptError(f"{path}: kind of a framework value: {error}") from error
-    return FrameworkValue(kind, _decode(fields["value"], path, depth + 2))
-
-
-def _fields(content: object, names: set[str], path: str) -> dict[str, object]:
-    if type(content) is not dict or content.keys() != names:
-        raise CorruptError(f"{path}: expected an object of the fields {', '.join(sorted(names))}")
-    return content
+    fields = exact_fields(content, {"kind", "value"})
+    return FrameworkValue(text_value(fields["kind"]), _decode(fields["value"], path, depth + 2))
 
 
 _CONTAINER_OF_TAG: dict[str, Callable[[object, str, int], object]] = {
