@@ -106,11 +106,11 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     store = store_at(path, settings)
     foreign, root = None, None
     if isinstance(store, LocalStore):
-        lies = store.url.removeprefix("file://")
-        foreign = foreign_at(lies)
+        path_text = store.url.removeprefix("file://")
+        foreign = foreign_at(path_text)
         # A step may refer to packs of others beside it; a link to it, such as people make, leads there too.
-        above, name = os.path.split(os.path.realpath(lies))
-        root = LocalStore(above, settings=settings) if is_step_folder(name) else None
+        parent, name = os.path.split(os.path.realpath(path_text))
+        root = LocalStore(parent, settings=settings) if is_step_folder(name) else None
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
 
 

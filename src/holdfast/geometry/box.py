@@ -62,11 +62,11 @@ class Box:
         return Box(start, stop)
 
     def relative_to(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the slices that select this box in an array whose first element lies at `origin`."""
+        """Return the slices that select this box in an array whose first element is at `origin`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin, strict=True))
 
     def contains(self, other: Box) -> bool:
-        """Return whether every element of `other` lies in this box."""
+        """Return whether this box contains every element of `other`."""
         return all(a <= c for a, c in zip(self.start, other.start, strict=True)) and all(
             d <= b for b, d in zip(self.stop, other.stop, strict=True)
         )
@@ -79,7 +79,7 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
     each ragged end again one dimension lower.
 
     Args:
-        shape: Shape of the array the run lies in, in elements.
+        shape: Shape of the array that contains the run, in elements.
         start, stop: Row-major element numbers, `0 <= start <= stop <= prod(shape)`.
     """
     yield from _run_boxes((), shape, start, stop)

@@ -1,4 +1,4 @@
-"""A job described in a few words: its mesh, and how every tensor lies on it."""
+"""A short description of a job: its mesh, and the placement of every tensor on it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DescribedMesh:
     """Ranks along each."""
 
     placements: tuple[Placement, ...]
-    """How a tensor lies on each, if it has that many dimensions."""
+    """Placement of a tensor on each dimension, if the tensor has that many."""
 
     @property
     def ranks(self) -> int:

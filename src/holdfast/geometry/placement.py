@@ -1,4 +1,4 @@
-"""Where a tensor lies on a mesh, derived by every rank for itself."""
+"""The boxes of a tensor that each rank of a mesh holds, computed without communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def coordinate_of(layout: Layout, rank: int) -> tuple[int, ...]:
 def held_boxes(
     layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[Box, Box], ...]:
-    """Return what the rank at a mesh coordinate holds: each box, and where it lies in the rank's local tensor.
+    """Return the boxes that the rank at a mesh coordinate holds, each with its box in the rank's local tensor.
 
     Placements apply left to right: each cuts what the ones before it left, taken as one run. `Shard` cuts it into
     ceil-sized runs, as `torch.chunk` does, so the last ranks may hold less or nothing. `_StridedShard` first cuts
@@ -70,7 +70,7 @@ def held_boxes_in_shard_order(
 
 
 def _held(cuts: Iterable[tuple[Placement, int, int]], global_shape: tuple[int, ...]) -> tuple[tuple[Box, Box], ...]:
-    """Return what is left after cuts one after the other: placement, ranks it is cut for, and which of them."""
+    """Return the boxes left after successive cuts; a cut is a placement, its number of ranks, and one of them."""
     runs: list[list[Run]] = [[(0, length)] for length in global_shape]
     for placement, ranks, at in cuts:
         dim = placement.dim

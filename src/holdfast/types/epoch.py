@@ -14,7 +14,7 @@ class Holder:
     """Name of its machine, for people."""
 
     boot: str
-    """Id of the boot of that machine; empty where the system tells none."""
+    """Id of the boot of that machine; empty if the system has none."""
 
     namespaces: str
     """The namespaces in which process id and start mean something."""
@@ -23,13 +23,13 @@ class Holder:
     """Its process id."""
 
     started: int
-    """When it started, in clock ticks since the boot: tells it from a later process of the same id."""
+    """Its start, in clock ticks since the boot; distinguishes it from a later process of the same id."""
 
     since: str
     """Wall-clock time at which it took the epoch, ISO 8601 in UTC, for people."""
 
     nonce: str
-    """Random, 32 hex digits: tells two managers of one process apart."""
+    """Random, 32 hex digits; distinguishes two managers of one process."""
 
     lease_seconds: float
     """How long it may give no sign of life and still hold the epoch."""
@@ -58,16 +58,16 @@ class Fence:
     """Which manifests of a run count: those of the newest epoch, and those it accepted when it began."""
 
     epoch: int = 0
-    """The newest epoch that has said what it accepts; 0 where there is none, and everything counts."""
+    """The newest epoch with a list of accepted manifests; 0 if there is none, so that every manifest is valid."""
 
     accepted: Mapping[int, str | None] = field(default_factory=dict)
-    """Step to digest of the manifest that was accepted there; None where it could not be told: any is."""
+    """Digest of the accepted manifest, by step; None if it could not be read, so that any is accepted."""
 
     def admits(self, step: int, epoch: int, digest: str) -> bool:
         """Return whether a manifest counts.
 
         Args:
-            step: The step it lies at.
+            step: Its step.
             epoch: The epoch under which it was published; 0 if none.
             digest: Its digest.
         """

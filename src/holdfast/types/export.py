@@ -144,7 +144,7 @@ class WindowPlan:
     """All content of one window."""
 
     window: ExportWindow
-    """Where it lies."""
+    """Its range of the file."""
 
     literals: tuple[tuple[int, bytes], ...]
     """Constant bytes, by offset in the window."""

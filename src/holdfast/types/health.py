@@ -67,7 +67,7 @@ class Health:
     """Ranks whose copy differs from most others, by FQN, at most `NAMED_RANKS_MAX`; None: not compared."""
 
     undecided: tuple[str, ...] = ()
-    """FQNs in `divergent` of which no copy has a majority; their ranks are all holders."""
+    """FQNs in `divergent` without a majority among the copies; their ranks are all holders."""
 
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Hosts of those ranks, for people."""

@@ -1,4 +1,4 @@
-"""Another system's checkpoint as a list: which tensors it holds, and where in its files their bytes lie."""
+"""Another system's checkpoint as a list of tensors, each with the file and offset of its bytes."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ class ForeignListing:
     bytes."""
 
     files: Mapping[str, int]
-    """Bytes of every file that a piece lies in, by key."""
+    """Bytes of every file with a piece, by key."""
 
     tree: Group
     """What is not a tensor, of kind `dict`, as a state saved by Holdfast would have it: `model` of kind `module` and
-    `optimizer` of kind `optimizer` where the format tells."""
+    `optimizer` of kind `optimizer` if the format distinguishes them."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied names: alias to the FQN that is listed."""
 
     replicas: Mapping[str, Sequence[ListedPiece]] = field(default_factory=dict)
-    """Further copies of what is listed, by FQN, which ought to hold the same bytes: `verify` compares them."""
+    """Further copies of listed tensors, by FQN, which should hold the same bytes; `verify` compares them."""
 
     casts: Mapping[str, str] = field(default_factory=dict)
     """FQN of a master copy to the FQN of what was cast from it, where both are listed: a target is filled from the one
     that has its type."""
 
     step: int | None = None
-    """Training iteration, where the format tells."""
+    """Training iteration, if the format records it."""
 
     world_size: int = 1
-    """Ranks that wrote it, as far as its files tell."""
+    """Number of ranks that wrote it, as far as its files show."""
 
     remarks: Sequence[str] = ()
     """What a reader should know: what was left out or ignored, and why. One sentence each, naming the place."""

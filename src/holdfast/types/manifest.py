@@ -28,7 +28,7 @@ def is_metric_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of the attempt, or one that lies elsewhere and is referenced."""
+    """One file of the attempt, or a referenced file elsewhere."""
 
     name: str
     """Path inside the attempt's folder; of a pack of another step that from the root; of a referenced file its URL."""
@@ -104,7 +104,7 @@ class Manifest:
     """The merged index, in FQN order."""
 
     overview: FileRecord | None = None
-    """Every tensor, and which index file holds what; None where there is a single index file."""
+    """The file that lists every tensor and its index file; None if there is a single index file."""
 
     origin: str | None = None
     """What wrote it, where that was not Holdfast."""

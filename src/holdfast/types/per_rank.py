@@ -13,7 +13,7 @@ or what a function makes of all saved values (by rank), its own rank and the new
 
 @dataclass(slots=True, eq=False)
 class PerRank:
-    """A value of which every rank keeps its own; stands in the state where the value would.
+    """A value that differs by rank; takes the place of the value in the state.
 
     Loading sets `value`, or calls `load_state_dict` if the value is an object that has it (a data loader, say).
     """

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """What lies in the folder of one step."""
+    """The files in the folder of one step."""
 
     step: int
     """The step."""
 
     digest: str | None
-    """Digest of its manifest; None where there is none. Of one that cannot be read, whatever tells it from another."""
+    """Digest of its manifest; None without a manifest. For an unreadable manifest, a text that identifies it."""
 
     attempt: str | None
-    """The attempt that the manifest names; None where there is none, or it cannot be read."""
+    """The attempt that the manifest names; None if there is no readable manifest."""
 
     counts: bool
     """Whether readers take the manifest; one that was published by a replaced writer counts for nothing."""
@@ -26,7 +26,7 @@ class StepFiles:
     """Bytes by key, of what each attempt put there."""
 
     reports: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by key, of what saves and loads told of themselves."""
+    """Bytes of the reports of saves and loads, by key."""
 
     packs: frozenset[str] = frozenset()
     """Packs that the manifest names, by their path from the root."""

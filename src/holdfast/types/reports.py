@@ -30,7 +30,7 @@ class SaveReport:
     """Training iteration; None for a checkpoint saved by path."""
 
     url: str
-    """Where the checkpoint lies."""
+    """URL of the checkpoint."""
 
     attempt: str
     """Folder of its files."""

@@ -45,7 +45,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class PerRankRef:
-    """Stands in the tree for a value of which every rank keeps its own, in its part."""
+    """Reference in the tree to a value that differs by rank; each rank stores its own in its part."""
 
     path: str
     """Dotted name of the leaf, and its name in each rank's part."""
@@ -63,7 +63,7 @@ class FrameworkValue:
 
 
 def per_rank_paths(value: Value) -> Iterator[str]:
-    """Yield the paths of values of which every rank keeps its own."""
+    """Yield the paths of values that differ by rank."""
     if isinstance(value, PerRankRef):
         yield value.path
         return
