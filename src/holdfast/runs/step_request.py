@@ -120,7 +120,7 @@ class StepRequest:
         self._metrics = checked_metrics(self._passed.metrics)
         self._tags = checked_tags(self._passed.tags)
         passed = self._passed
-        # A failed save may be kept for long, in its handle or in a traceback: it must not keep the state alive.
+        # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
         return self._parts.job.framework.collect(passed.state, passed.selection)
 

@@ -1,18 +1,20 @@
 """One save on one rank as it goes: its state, its files, and how each way out ends it on every rank.
 
-States, and who moves a save from one to the next:
+States of an attempt, and who moves it from one to the next:
 
     opening    -> agreed      the training thread, once rank 0's verdict is there
     opening    -> refused     the training thread: the call raises InvalidError, or the handle fails
-    agreed     -> staged      the thread that copied the last byte (`Transfer`); training may change the state
+    agreed     -> staged      the thread that copied or wrote the last byte (`Transfer`); training may change the state
     staged     -> written     the commit thread, once this rank's packs and part are durable
     written    -> voted       the commit thread, with its vote in the key-value store
     voted      -> publishing  the commit thread of the one rank whose vote completed the count
     publishing -> committed   that rank; the others learn it from the key-value store or from the manifest
-    any before publishing -> aborted   any rank that fails or waits too long; its own files are removed
+    publishing -> aborted     that rank, if it is certain that it published nothing
     publishing -> unknown     a rank that cannot learn what became of the manifest; nothing is removed
+    any before publishing -> aborted   any rank that fails or waits too long; its own files are removed
 
-Exactly one side finishes a save: the commit thread, or the training thread if it fails before handing over.
+What a failure on this rank does depends on how far this rank has come: see `SaveProgress`. Exactly one side finishes a
+save: the commit thread, or the training thread if it fails before handing over.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 
 from holdfast.coordination.agreement import Agreement, SaveAgreement
 from holdfast.coordination.commit_vote import CommitVote, Vote
@@ -47,14 +50,33 @@ from holdfast.types.reports import SaveReport
 logger = logging.getLogger(__name__)
 
 
+class SaveProgress(Enum):
+    """How far this rank has come: decides what a failure does."""
+
+    OPENING = "opening"
+    """It takes the number of the save. The other ranks know nothing: the handle fails."""
+
+    COLLECTING = "collecting"
+    """It takes the state apart. A failure refuses the save on every rank; for want of memory the handle fails."""
+
+    AGREEING = "agreeing"
+    """Rank 0 decides. A disagreement raises InvalidError in the call; any other failure lives in the handle."""
+
+    AGREED = "agreed"
+    """It copies, writes and votes. The attempt is aborted on every rank, unless one may be publishing."""
+
+    DECIDED = "decided"
+    """The outcome is known. What fails now cannot change it: the handle reports the outcome as unknown."""
+
+
 class SaveAttempt:
     """One try to save, on one rank."""
 
     agreement: Agreement
-    """What the ranks agreed on; set by `agreed`."""
+    """What the ranks agreed on; set by `begin_writing`."""
 
     commit_vote: CommitVote
-    """The vote of this attempt; set by `agreed`."""
+    """The vote of this attempt; set by `begin_writing`."""
 
     def __init__(
         self, job: Job, request: SaveRequest, dispatcher: EventDispatcher | None = None, *, awaited: bool = False
@@ -82,7 +104,7 @@ class SaveAttempt:
         self.file_keys: list[str] = []
         """Keys of the files that this rank has begun to write."""
         self._opening: SaveAgreement | None = None
-        self._is_collecting = self._is_agreed = self._is_decided = False
+        self._progress = SaveProgress.OPENING
         self._transfer: Transfer | None = None
         self._finisher = threading.Lock()
         """Taken by the side that finishes the save; never released."""
@@ -110,7 +132,8 @@ class SaveAttempt:
         try:
             yield
         except BaseException as error:
-            raised = self._end_agreed(error) if self._is_agreed else self._end_opening(error)
+            has_agreed = self._progress in (SaveProgress.AGREED, SaveProgress.DECIDED)
+            raised = self._end_agreed(error) if has_agreed else self._end_opening(error)
             if raised is not None:
                 self.trace.fail(raised)
                 if raised is error:
@@ -118,20 +141,20 @@ class SaveAttempt:
                 raise raised from error
 
     def open(self) -> SaveAgreement:
-        """Take the number of this save; from now on a failure to collect the state is told to the other ranks."""
+        """Take the number of this save; from now on a failure to collect the state is a refusal on every rank."""
         self._opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
-        self._is_collecting = True
+        self._progress = SaveProgress.COLLECTING
         return self._opening
 
-    def collected(self) -> None:
-        """Take note that the state is collected: rank 0 now learns of failures by the missing statement."""
-        self._is_collecting = False
+    def begin_agreement(self) -> None:
+        """Take note that the state is collected. Rank 0 notices a later failure by the missing statement."""
+        self._progress = SaveProgress.AGREEING
 
-    def agreed(self, agreement: Agreement) -> None:
+    def begin_writing(self, agreement: Agreement) -> None:
         """Take note of the agreement: from now on a failure aborts the attempt on every rank."""
         self.agreement = agreement
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
-        self._is_agreed = True
+        self._progress = SaveProgress.AGREED
 
     def stage(self, transfer: Transfer) -> None:
         """Take note of the transfer, which must end with the save."""
@@ -153,21 +176,26 @@ class SaveAttempt:
                 return
             self.trace.note("queue", queued_seconds, self.trace.seconds)
             try:
-                finish()
+                try:
+                    finish()
+                except Exception as error:
+                    if self._progress is SaveProgress.DECIDED:
+                        raise
+                    self._lose(error)
             except BaseException as error:
-                if isinstance(error, Exception) and not self._is_decided:
-                    self._lose(error)  # A failed save never ends training.
-                    return
+                # Whatever went wrong, also in ending the save: the handle is completed, because callers wait for it.
                 if not self.handle.committed.done():
-                    self._fail_unknown(f"{type(error).__name__}: {error}")
+                    self._fail_unknown(f"{type(error).__name__}: {_text_of(error)}")
                 raise
 
         self.job.commits.submit(run)
 
     def _end_opening(self, error: BaseException) -> BaseException | None:
         """End a save that no rank has begun to write; return what the call raises, None if the handle holds it."""
-        raised = _refusal(error, self.name) if self._is_collecting else error
-        if self._opening is not None and self._is_collecting:
+        raised = error
+        if self._progress is SaveProgress.COLLECTING:
+            raised = _refusal(error, self.name)
+            assert self._opening is not None, "it was opened"
             self._opening.refuse(raised)
         if isinstance(raised, InvalidError) or not isinstance(raised, CheckpointError | TimeoutError):
             return raised
@@ -195,8 +223,8 @@ class SaveAttempt:
             self.location.store.put_if_absent(key, data)
         return Vote(len(data), hex_digest_of(data))
 
-    def vote(self, vote: Vote) -> Outcome:
-        """Vote, then commit or wait for the rank that does; return the outcome."""
+    def vote_and_commit(self, vote: Vote) -> Outcome:
+        """Vote, then commit or wait for the rank that commits; return the outcome."""
         with self.trace.phase("vote"):
             outcome = self.commit_vote.vote(vote)
         if outcome.kind is OutcomeKind.VOTING:
@@ -212,7 +240,7 @@ class SaveAttempt:
             outcome: What became of the attempt.
             report: Makes the report, if the checkpoint is committed.
         """
-        self._is_decided = True
+        self._progress = SaveProgress.DECIDED
         if outcome.kind is OutcomeKind.ASK_STORAGE:
             outcome = self._ask_storage(outcome.reason)
         if outcome.kind is OutcomeKind.COMMITTED:
@@ -342,5 +370,19 @@ def _refusal(error: BaseException, name: str) -> BaseException:
         return error
     if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
         # The state is not wrong and training need not end: the next save may find room.
-        return UnavailableError(f"{name}: the state could not be collected now: {type(error).__name__}: {error}")
-    return InvalidError(f"{name}: the state could not be collected: {type(error).__name__}: {error}")
+        refusal: CheckpointError = UnavailableError(
+            f"{name}: the state could not be collected now: {type(error).__name__}: {error}"
+        )
+    else:
+        refusal = InvalidError(f"{name}: the state could not be collected: {type(error).__name__}: {error}")
+    # Where the handle keeps it: which `state_dict` failed must stay visible.
+    refusal.__cause__ = error
+    return refusal
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error's message, also if the error cannot be printed."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error of a user's own class
+        return "its message cannot be printed"

@@ -78,7 +78,7 @@ class PathRequest:
 
     def collect(self) -> Collected:
         """Take the state apart."""
-        # A failed save may be kept for long, in its handle or in a traceback: it must not keep the state alive.
+        # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         state, self._state = self._state, {}
         return self._job.framework.collect(state, self._selection)
 

@@ -61,10 +61,10 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             collected = request.collect()
             fingerprint = StateFingerprint(collected, job, attempt.location)
             statement = fingerprint.statement(attempt.step)
-        attempt.collected()
+        attempt.begin_agreement()
         with trace.phase("agree"):
             agreement = opening.agree(statement, fingerprint.details, request.claim)
-        attempt.agreed(agreement)
+        attempt.begin_writing(agreement)
 
         with trace.phase("plan"):
             plan, is_new_plan = plan_packs(attempt, collected, fingerprint)
@@ -80,10 +80,11 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         skipped = tuple(collected.skipped)
 
         def finish() -> None:
-            # On the commit thread. Only the transfer still refers to the state, until it is copied.
+            # On the commit thread. Only the transfer still refers to the state, until it is copied. The committing rank
+            # asks `request.parent()` before it publishes; every rank calls `request.committed()` once it is.
             written = transfer.written()
             vote = attempt.write_part(build_part(job, agreement.attempt, facts, deduplicator, packs, written))
-            outcome = attempt.vote(vote)
+            outcome = attempt.vote_and_commit(vote)
             attempt.conclude(
                 outcome, lambda: _report(attempt, plan, is_new_plan, deduplicator.bytes, transfer, skipped)
             )

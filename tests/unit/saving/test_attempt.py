@@ -1,0 +1,82 @@
+"""However a save fails, its handle is completed and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.errors import UnavailableError
+from holdfast.saving.attempt import SaveAttempt
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
+from tests.unit.ranks import World, fresh_store, plain
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def out_of_memory(_: FaultPoint) -> None:
+    raise MemoryError("no room")
+
+
+def unprintable(_: FaultPoint) -> None:
+    raise Unprintable
+
+
+@pytest.mark.parametrize(
+    ("names", "failure"),
+    [
+        (("upload.write", "delete"), out_of_memory),
+        (("upload.write",), unprintable),
+        (("put_if_absent", "delete"), raise_error(OSError)),
+    ],
+)
+def test_a_failure_while_a_failed_save_is_ended_completes_the_handle(
+    names: tuple[str, ...], failure: Callable[[FaultPoint], None]
+) -> None:
+    store = fresh_store()
+    broken = FaultyStore(store, Faults(failure, names=names, lasting=True))
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        handle = run.save(1, {"p": plain(1.0)})
+        with pytest.raises(UnavailableError):
+            handle.wait(timeout=10.0)
+        return handle.committed.done()
+
+    assert World(1, store=store, stores={0: broken}).play(part) == [True]
+
+
+def test_a_save_whose_end_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending a failed save raises by itself: the caller hears of it, rather than to wait for good."""
+
+    def lose(attempt: SaveAttempt, error: BaseException) -> None:
+        raise MemoryError("no room to fail in")
+
+    monkeypatch.setattr(SaveAttempt, "_lose", lose)
+    store = fresh_store()
+    broken = FaultyStore(store, Faults(raise_error(UnavailableError), names=("upload.write",), lasting=True))
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        handle = run.save(1, {"p": plain(1.0)})
+        with pytest.raises(UnavailableError, match="outcome unknown: MemoryError: no room to fail in"):
+            handle.wait(timeout=10.0)
+        return handle.may_come
+
+    assert World(1, store=store, stores={0: broken}).play(part) == [True]
+
+
+def test_a_state_that_cannot_be_collected_names_the_error_of_its_object() -> None:
+    class Full(dict[str, object]):
+        def items(self) -> object:  # type: ignore[override]
+            raise MemoryError("no room for the copy")
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        handle = run.save(1, Full(p=plain(1.0)))
+        with pytest.raises(UnavailableError, match="the state could not be collected now: MemoryError") as caught:
+            handle.wait(timeout=10.0)
+        return type(caught.value.__cause__)
+
+    assert World(1).play(part) == [MemoryError]
