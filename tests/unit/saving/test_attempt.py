@@ -63,7 +63,7 @@ def test_a_save_whose_end_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
         handle = run.save(1, {"p": plain(1.0)})
         with pytest.raises(UnavailableError, match="outcome unknown: MemoryError: no room to fail in"):
             handle.wait(timeout=10.0)
-        return handle.may_come
+        return handle.may_be_committed
 
     assert World(1, store=store, stores={0: broken}).play(part) == [True]
 
