@@ -104,7 +104,7 @@ def test_managers_ignore_it(late: Path) -> None:
         assert manager.steps() == [FIRST, NEXT]
         assert manager.latest == NEXT
         state = state_by(0)
-        with pytest.raises(MissingError, match="published by a writer that another one had replaced"):
+        with pytest.raises(MissingError, match="Either a replaced writer published it, or it was moved away and back"):
             manager.load(state, LATE)
         assert manager.load(state) == NEXT
         assert torch.equal(state["weights"], torch.full((5000,), float(NEXT)))  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_readers_of_one_path_ignore_it(late: Path, tmp_path: Path) -> None:
         lambda: api.export(path, tmp_path / "out", to="holdfast"),
         lambda: api.import_checkpoint(path, tmp_path / "other", copy=True),
     ):
-        with pytest.raises(MissingError, match="published by a writer that another one had replaced"):
+        with pytest.raises(MissingError, match="Either a replaced writer published it, or it was moved away and back"):
             read()
     assert committed_steps(LocalStore(late, settings=SETTINGS)) == [FIRST, NEXT]
 
@@ -152,7 +152,7 @@ def test_it_is_listed_as_fenced(late: Path) -> None:
 def test_commands_refuse_it(late: Path, verb: str) -> None:
     said = command(verb, path_of(late, LATE))
     assert said.returncode != 0
-    assert "another one had replaced" in said.stdout + said.stderr
+    assert "Either a replaced writer published it" in said.stdout + said.stderr
 
 
 def test_it_cannot_be_tagged(late: Path) -> None:

@@ -48,7 +48,7 @@ IMAGE_MIB = 16
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def location() -> Iterator[Path]:
     with workplace() as folder:
         yield folder
 

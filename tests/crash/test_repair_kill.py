@@ -152,7 +152,7 @@ def test_what_a_repair_cannot_save_is_no_worse_for_being_killed(in_memory: Path)
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def location() -> Iterator[Path]:
     with workplace() as folder:
         yield folder
 
