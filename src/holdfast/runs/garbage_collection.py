@@ -1,4 +1,16 @@
-"""Collecting what no policy keeps: looked for, marked, left in peace for a while, looked for again, then removed."""
+"""Garbage collection: removes the steps and files that no retention policy, tag, reader or save needs.
+
+One collection, in order; any error ends it, and the next commit begins again:
+
+    survey     Take an inventory. Nothing unreferenced: done.
+    marked     A mark on storage lists what is to go. Readers and tags that come now see it.
+    grace      Wait, so that readers that came before the mark store their leases.
+    carried    The mark says that removal begins: from here a reader of a listed step fails.
+    confirmed  Take a second inventory. Only what both inventories list is removed.
+    removed    Steps first, then files. The mark is deleted, also after an error.
+
+Only the holder of the writer lease collects. A process that went back to an older step removes nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +41,7 @@ from holdfast.repository.removal import (
     remove_marks,
 )
 from holdfast.repository.tags import read_tags
-from holdfast.runs.reachability import doomed
+from holdfast.runs.reachability import unreferenced
 from holdfast.runs.retention import KeptFacts, kept
 from holdfast.types.manifest import Manifest
 from holdfast.types.removal import StepFiles, Unreferenced
@@ -39,48 +51,48 @@ logger = logging.getLogger(__name__)
 _NONCE_BYTES = 16
 
 Wait = Callable[[float], bool]
-"""Waits for seconds; returns whether to give up."""
+"""Waits for some seconds; returns whether the collection shall stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a run consists of, and what of it nobody needs."""
+    """The steps of a run, why some stay, and what no step needs."""
 
     run_id: str
     """The run."""
 
     standing: Mapping[int, str]
-    """Steps that have a manifest that counts, each with what tells it from another."""
+    """Steps with a valid manifest, each with the digest of it."""
 
     reasons: Mapping[int, tuple[str, ...]]
-    """Why each of those stays that do."""
+    """Steps that stay, each with the reasons."""
 
-    doomed: Unreferenced
-    """What does not."""
+    unreferenced: Unreferenced
+    """Steps and files that may be removed."""
 
     bare: tuple[int, ...]
-    """Steps of which nothing but folders is left."""
+    """Steps with empty folders only."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectReport:
-    """What a collection did."""
+    """What a collection removed and kept."""
 
     reasons: Mapping[int, tuple[str, ...]]
-    """Steps that stay, each with why."""
+    """Steps that stay, each with the reasons."""
 
     steps: tuple[int, ...]
-    """Steps that were removed, or would be; none that never counted, which nobody has seen."""
+    """Steps that were removed, or would be. Steps without a valid manifest are not listed: no reader saw them."""
 
     files: int
-    """Files that were removed, or would be, manifests left out."""
+    """Number of files that were removed, or would be, without manifests."""
 
     bytes: int
-    """Bytes of these."""
+    """Their bytes."""
 
 
 class Pins:
-    """Steps that the saves of this process need, or may be about to publish; asked from several threads."""
+    """Steps that the saves of this process need or may still publish. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,24 +105,24 @@ class Pins:
         self.has_gone_back = False
         """Whether this process loaded a step while newer ones existed. It deletes nothing then: retention would keep
         the newer steps and delete the step that training continues from."""
-        self._going: frozenset[int] = frozenset()
+        self._to_delete: frozenset[int] = frozenset()
 
     def pin(self, step: int, base: int | None) -> bool:
-        """Note that a step is being saved, with references to what another holds; return whether it may refer to it."""
+        """Pin a step that is being saved, and its base; return whether the save may refer to the base."""
         with self._lock:
-            # A manifest there that does not count may just be going, and must not take a new one with it.
-            self._removed.wait_for(lambda: step not in self._going)
-            granted = base is not None and base not in self._going
+            # The collector may be removing an invalid manifest at this step: wait, or it would remove the new one too.
+            self._removed.wait_for(lambda: step not in self._to_delete)
+            granted = base is not None and base not in self._to_delete
             self._pinned.setdefault(step, set()).update({step} if base is None or not granted else {step, base})
             return granted
 
     def note_unknown(self, step: int) -> None:
-        """Note that a save may be published later, whatever becomes of another try at its step."""
+        """Record that the outcome of a save is unknown: its step stays pinned whatever another try at it does."""
         with self._lock:
             self._unknown.add(step)
 
     def unpin(self, step: int, *, is_committed: bool) -> None:
-        """Note that a save is committed, or certain never to be."""
+        """Unpin a step whose save is committed, or has certainly failed."""
         with self._lock:
             if is_committed:
                 self._unknown.discard(step)
@@ -118,28 +130,28 @@ class Pins:
                 self._pinned.pop(step, None)
 
     def under_way(self) -> frozenset[int]:
-        """Return the steps that are being saved, or may be published later."""
+        """Return the steps that are being saved, or whose outcome is unknown."""
         with self._lock:
             return frozenset(self._pinned)
 
     def needed(self) -> frozenset[int]:
-        """Return these, and the steps that they refer to."""
+        """Return the steps under way and their bases."""
         with self._lock:
             return self._needed()
 
     def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
-        """Return which of some steps no save needs; from now on no save can refer to them."""
+        """Return which of some steps no save needs. From now on no save can refer to these."""
         with self._lock:
-            self._going = steps - self._needed()
+            self._to_delete = steps - self._needed()
             self._removed.notify_all()
-            return self._going
+            return self._to_delete
 
     def _needed(self) -> frozenset[int]:
         return frozenset(step for pinned in self._pinned.values() for step in pinned)
 
 
 class CheckpointGC:
-    """Finds and removes what a run does not need; for the holder of its epoch."""
+    """Finds what a run does not need, and removes it if it has the writer lease."""
 
     def __init__(
         self,
@@ -149,62 +161,66 @@ class CheckpointGC:
         writer_lease: WriterLease | None,
         pins: Pins | None = None,
     ) -> None:
-        """Look at nothing yet.
+        """Read nothing yet.
 
         Args:
             store: The root of the run.
-            clock: For the grace, and for chance.
-            keep: What to keep; None for every step, so that only what no step needs goes.
-            tenure: The right to write; None to look only.
-            pins: What saves of this process need.
+            clock: Measures leases, and gives the nonce of the mark.
+            keep: The retention policy; None keeps every step, so that only files no step needs are removed.
+            writer_lease: The lease of this process; None to take inventories only.
+            pins: The steps that saves of this process need.
         """
         self._store, self._clock, self._keep, self._writer_lease = store, clock, keep, writer_lease
         self._pins = Pins() if pins is None else pins
         self._readers = ReaderLeases(store, clock)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def collect(self, grace_seconds: float, wait: Wait) -> CollectReport | None:
-        """Remove what nobody needs; return what that was, or None if it was given up or training went back.
+        """Remove what is unreferenced; return the report, or None if it was stopped or training went back.
 
         Args:
-            grace_seconds: How long what is marked is left in peace, for readers that came before the mark.
-            wait: Waits for that long.
+            grace_seconds: How long marked steps stay, for readers that came before the mark.
+            wait: Waits for the grace.
         Raises:
             ConflictError: Another process took over the run.
-            CorruptError: What must stay cannot be told; nothing was removed.
-            UnavailableError: Storage failed; calling again goes on.
+            CorruptError: A record that decides what stays is damaged; nothing was removed.
+            UnavailableError: Storage failed; call again.
         """
-        assert self._writer_lease is not None, "only the holder of the epoch removes"
+        assert self._writer_lease is not None, "only the holder of the writer lease removes"
         if self._pins.has_gone_back:
             return None
         first = self.survey()
         remove_folders(self._store, first.bare)
-        if not first.doomed:
+        if not first.unreferenced:
             self._forget_marks()
             return _report(first, Unreferenced())
         nonce = self._clock.random_bytes(_NONCE_BYTES).hex()
         self._forget_marks()
-        mark = put_mark(self._store, first.run_id, nonce, self._writer_lease.epoch, first.doomed, is_carried_out=False)
+        mark = put_mark(
+            self._store, first.run_id, nonce, self._writer_lease.epoch, first.unreferenced, is_carried_out=False
+        )
         try:
             if wait(grace_seconds) or self._pins.has_gone_back:
                 return None
-            put_mark(self._store, first.run_id, nonce, self._writer_lease.epoch, first.doomed, is_carried_out=True)
+            put_mark(
+                self._store, first.run_id, nonce, self._writer_lease.epoch, first.unreferenced, is_carried_out=True
+            )
             return self._carried_out(first)
         finally:
-            # Also where it failed: what stays can be read again.
+            # After an error too: without the mark, the steps that stay can be read again.
             remove_marks(self._store, [mark.key])
 
     def _carried_out(self, first: Inventory) -> CollectReport | None:
-        assert self._writer_lease is not None, "only the holder of the epoch removes"
+        assert self._writer_lease is not None, "only the holder of the writer lease removes"
         second = self.survey()
         _require_all_listed(self._store, first, second, self._pins.under_way())
-        to_delete = first.doomed.confirmed_by(second.doomed)
+        to_delete = first.unreferenced.confirmed_by(second.unreferenced)
         free = self._pins.release_for_removal(frozenset(to_delete.steps))
         try:
             if free != to_delete.steps.keys():
-                # A save began to refer to one of them: what it needs is found anew.
+                # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
                 second = self.survey()
-                to_delete = to_delete.confirmed_by(second.doomed)
+                to_delete = to_delete.confirmed_by(second.unreferenced)
             to_delete = replace(
                 to_delete, steps={s: d for s, d in to_delete.steps.items() if manifest_digest(self._store, s) == d}
             )
@@ -218,28 +234,28 @@ class CheckpointGC:
         return _report(second, to_delete)
 
     def survey(self) -> Inventory:
-        """Return what lies under the root, and what of it nobody needs.
+        """Return the inventory of the run.
 
         Raises:
-            CorruptError: What must stay cannot be told: the run's record or a tag is damaged.
+            CorruptError: The record of the run or a tag is damaged, so what must stay is unknown.
             InvalidError: The policy ranks by a metric that no step has.
             UnavailableError: Storage failed.
         """
         store = self._store
         run_id = _require_run(store)
-        fence, noted = current_fence(store), quarantined(store)
-        # Before the steps are looked at: a save that ends meanwhile is still taken for one under way.
+        fence, quarantine = current_fence(store), quarantined(store)
+        # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
         found: list[StepFiles] = []
         manifests: dict[int, Manifest | None] = {}
         reasons: dict[int, tuple[str, ...]] = {}
         for step in step_folders(store):
-            records = noted.get(step, {})
+            records = quarantine.get(step, {})
             pinned = {attempt for record in records.values() for attempt in record.attempts}
             files, manifest, strangers = inspect_step(store, step, fence, pinned)
             found.append(files)
             for key in strangers:
-                self._say_once("%s/%s: nothing that a save puts there; left alone", store.url, key)
+                self._warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
             if files.digest is None or not files.counts:
                 continue
             manifests[step] = manifest
@@ -257,7 +273,7 @@ class CheckpointGC:
         packs_known = all(manifest is not None for manifest in manifests.values())
         if not packs_known:
             unread = [step for step, manifest in manifests.items() if manifest is None]
-            self._say_once(
+            self._warn_once(
                 "no pack is removed while the manifests of steps %s cannot be read: they may refer to any. Run: "
                 "holdfast repair %s",
                 unread[:20],
@@ -268,14 +284,14 @@ class CheckpointGC:
             run_id,
             {each.step: each.digest for each in found if each.digest is not None and each.counts},
             reasons,
-            doomed(found, staying, under_way, is_pack_key, superseded_packs(store), packs_known=packs_known),
+            unreferenced(found, staying, under_way, is_pack_key, superseded_packs(store), packs_known=packs_known),
             tuple(each.step for each in found if not each.holds_anything and each.step not in under_way),
         )
 
     def _kept(
         self, manifests: Mapping[int, Manifest], known: Mapping[int, tuple[str, ...]], found: Sequence[StepFiles]
     ) -> Mapping[int, tuple[str, ...]]:
-        """Return why further steps stay: the policy keeps them, or somebody reads them."""
+        """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
         tags = read_tags(self._store)
         for error in tags.damaged.values():
             raise error
@@ -294,28 +310,28 @@ class CheckpointGC:
         return reasons
 
     def await_readers(self, wait: Callable[[float], None]) -> None:
-        """Watch leases for as long as their holders may be silent, where it cannot be seen whether they live."""
+        """Watch the leases of processes on other hosts for one lease time, to find out which are dead."""
         seconds = self._readers.seconds_to_watch()
         if seconds:
             logger.info("%s: watching who reads for %g s", self._store.url, seconds)
             wait(seconds)
 
-    def _say_once(self, text: str, *values: object) -> None:
-        if text % values not in self._said:
-            self._said.add(text % values)
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text % values not in self._warned:
+            self._warned.add(text % values)
             logger.warning(text, *values)
 
     def _forget_marks(self) -> None:
-        """Remove marks of collections that nobody carries out any more: only the holder of the epoch does."""
+        """Remove the marks of ended collections: only the holder of the writer lease has one under way."""
         left = mark_keys(self._store)
         if left:
             remove_marks(self._store, left)
 
 
 def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapping[int, tuple[str, ...]]:
-    """Return the newest steps that lack files, down to the first that does not.
+    """Return the newest steps with missing files, down to the first complete step.
 
-    Nobody resumes from them, so they count for nothing, and the step before them is the newest valid one.
+    No run resumes from them. The complete step is the newest valid one, and the policy keeps it.
     """
     there = {key: size for each in found for files in each.attempts.values() for key, size in files.items()}
     torn = {}
@@ -328,7 +344,7 @@ def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapp
 
 
 def _require_all_listed(store: Store, first: Inventory, second: Inventory, under_way: frozenset[int]) -> None:
-    """Refuse to go by a listing that lacks what was there a moment ago, and that nobody but us removes."""
+    """Refuse a second listing that lacks steps of the first: nobody but this process removes steps."""
     lost = sorted(first.standing.keys() - second.standing.keys() - under_way)
     if lost:
         raise CorruptError(
@@ -343,24 +359,24 @@ def _report(survey: Inventory, to_delete: Unreferenced) -> CollectReport:
 
 
 def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectReport:
-    """Return what a collection would do; changes nothing.
+    """Return what a collection would remove; changes nothing.
 
     Raises:
-        MissingError: Nothing of a run lies there.
+        MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.survey`.
     """
     _require_run(store)
     survey = CheckpointGC(store, clock, keep, None).survey()
-    return _report(survey, survey.doomed)
+    return _report(survey, survey.unreferenced)
 
 
 def collected(
     store: Store, clock: Clock, keep: KeepPolicy | None, grace_seconds: float, lease_seconds: float
 ) -> CollectReport:
-    """Collect, in a process that does not train.
+    """Collect once, in a process that does not train.
 
     Raises:
-        MissingError: Nothing of a run lies there.
+        MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.collect`; a job that writes there is `ConflictError`.
     """
     with hold_writer_lease(store, clock, lease_seconds, _require_run(store)) as writer_lease:
@@ -385,23 +401,23 @@ def _require_run(store: Store) -> str:
 
 
 class Background:
-    """Collects on a thread of its own, after each commit, for as long as the run is open."""
+    """Collects after each commit, on a thread, until the run is closed."""
 
     def __init__(self, collector: CheckpointGC, grace_seconds: float) -> None:
         self._collector, self._grace_seconds = collector, grace_seconds
         self._wanted, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def want(self) -> None:
-        """Have a collection made, now or after the one under way."""
+        """Request a collection: now, or after the one under way."""
         self._wanted.set()
         if self._thread is None and not self._closed.is_set():
             self._thread = threading.Thread(target=self._work, name="holdfast-collect", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """End; a removal under way is finished, a grace is not waited for."""
+        """End the thread. A removal under way finishes; a grace is cut short."""
         self._closed.set()
         self._wanted.set()
         if self._thread is not None:
@@ -418,10 +434,10 @@ class Background:
             except ConflictError as over:
                 logger.warning("collecting ends: %s", over)
                 return
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next commit tries again
-                # A policy that cannot decide says so at every commit otherwise.
-                if str(error) not in self._said:
-                    self._said.add(str(error))
+            except Exception as error:  # noqa: BLE001 - the next commit tries again
+                # Once per message: a policy that cannot decide would warn at every commit.
+                if str(error) not in self._warned:
+                    self._warned.add(str(error))
                     logger.warning("nothing was collected: %s: %s", type(error).__name__, error)
             else:
                 if report is not None and (report.steps or report.files):

@@ -1,4 +1,4 @@
-"""What of a run nobody needs any more: decided by reachability, from what lies there and which steps stay."""
+"""Finds what no remaining step of a run needs, by reachability: a pure function of its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from holdfast.types.removal import StepFiles, Unreferenced
 
 
-def doomed(
+def unreferenced(
     steps: Iterable[StepFiles],
     staying: Collection[int],
     under_way: Collection[int],
@@ -16,17 +16,17 @@ def doomed(
     *,
     packs_known: bool,
 ) -> Unreferenced:
-    """Return the manifests that go, and every file that no manifest which stays names.
+    """Return the manifests that may go, and every file that no remaining manifest names.
 
-    A pack that a step which stays refers to stays, wherever it lies; it goes with the last that refers to it.
+    A pack stays in any folder while a remaining step refers to it. It goes with the last such step.
 
     Args:
         steps: Every step folder of the run.
-        staying: Steps whose manifest stays, among them all that cannot be judged.
-        under_way: Steps that are being saved, or may be: nothing of theirs is touched.
+        staying: Steps whose manifest stays, including all whose manifest cannot be read.
+        under_way: Steps that are or may be being saved: none of their files goes.
         is_pack: Whether a key is that of a pack.
-        wanted: Packs that are needed besides.
-        packs_known: Whether every manifest that stays could be read; otherwise no pack goes, for it may name it.
+        wanted: Further packs that must stay.
+        packs_known: Whether every remaining manifest could be read. If not, no pack goes: it may be named by one.
     """
     known = list(steps)
     stays = {each.step for each in known if each.counts and each.step in staying}
@@ -47,6 +47,6 @@ def doomed(
 
 
 def _is_wanted(step: StepFiles, attempt: str, stays: bool) -> bool:
-    """Return whether an attempt stays with the manifest that names it, or in spite of having none."""
-    # Of a manifest that cannot be read nobody can say which attempt it names.
+    """Return whether an attempt stays: it is pinned, or the remaining manifest names it."""
+    # None: the manifest cannot be read, so it may name any attempt.
     return attempt in step.pinned or (stays and step.attempt in (attempt, None))

@@ -1,4 +1,4 @@
-"""What a loop says of a step in numbers."""
+"""Validates the metrics passed to `save()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def checked_metrics(metrics: object) -> dict[str, float]:
     """Return the metrics of a step as numbers by name.
 
     Raises:
-        InvalidError: One has no name, or is no number.
+        InvalidError: A name is not valid, or a value is not a number.
     """
     if metrics is None:
         return {}
@@ -46,14 +46,14 @@ def _number(name: object, value: object) -> float:
 
 
 class WantedMetrics:
-    """The metrics by which a policy ranks steps: one that no step ever had is misspelt, and would keep nothing."""
+    """The metrics by which a policy ranks steps. A name that no step has is a misspelling: it would keep nothing."""
 
     def __init__(self, store: Store, keep: KeepPolicy | None) -> None:
         self._store = store
         self._unseen = {rule.metric for rule in rules_of(keep) if isinstance(rule, BestN)}
 
     def require_in(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a save that has none of a metric that no earlier step has either; on rank 0.
+        """Refuse a save if neither it nor any earlier step has a metric of the policy. Called on rank 0.
 
         Raises:
             InvalidError: Names the metric.
@@ -65,7 +65,7 @@ class WantedMetrics:
             try:
                 self._unseen -= read_manifest(self._store, step_folder(step)).metrics.keys()
             except CheckpointError:
-                continue  # Damaged or gone: it says nothing.
+                continue  # Damaged or removed: its metrics are unknown.
             if not self._unseen:
                 return
         raise InvalidError(

@@ -1,4 +1,4 @@
-"""Steps in whose packs there may be damage, by what was found of them: what a save holds in memory it writes anew."""
+"""Steps whose packs may be damaged: quarantined, or named by a quarantined manifest. Saves do not reference them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class SuspectSteps:
-    """Which steps of a run lie under quarantine or have packs that one under quarantine names."""
+    """The suspect steps of one run."""
 
     def __init__(self, store: Store) -> None:
-        """Look at nothing yet.
+        """Read nothing yet.
 
         Args:
             store: The root of the run.
@@ -26,7 +26,7 @@ class SuspectSteps:
         self._named: dict[tuple[int, str], frozenset[int]] = {}
 
     def steps(self) -> list[int]:
-        """Return them, ascending, as the quarantine is now: one listing, and each manifest there is read once."""
+        """Return the suspect steps, ascending. Costs one listing; each quarantined manifest is read once."""
         found = set[int]()
         for step, identity in list_records(self._store):
             found.add(step)
@@ -39,7 +39,7 @@ class SuspectSteps:
         return sorted(found)
 
     def _named_by(self, step: int, identity: str) -> frozenset[int]:
-        """Return the other steps whose packs a manifest under quarantine names; errors as `read_manifest`."""
+        """Return the steps whose packs a quarantined manifest names; raises as `read_manifest`."""
         manifest = read_manifest(self._store, step_folder(step))
         if not manifest.digest.startswith(identity):
             return frozenset()

@@ -1,4 +1,4 @@
-"""How fast storage takes bytes, where nothing was saved yet that could tell."""
+"""Measures the write speed of storage, for a run that has not saved yet."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from holdfast.clock import Clock
 from holdfast.ports.store import Store
 
 _PARTS = 4
-"""Parts written at most: enough to get past what a device answers from its own memory at once."""
+"""Parts written at most: enough to exceed the write cache of a device."""
 
 _SECONDS = 0.5
-"""For how long, however slow storage is: time is short when this is asked."""
+"""Time limit of the probe: it runs within the grace of a preemption."""
 
 
 def write_bytes_per_second(store: Store, key: str, part_bytes: int, clock: Clock) -> float:
-    """Return how fast an object at `key` is written, one part after the other; nothing of it stays.
+    """Return the bytes per second of writing an object part by part; the object is aborted.
 
     Args:
-        store, key: Where.
+        store, key: Where to write.
         part_bytes: What is written at once: as much as a save has in flight, or storage that takes its time to answer
             would seem slower than a save finds it.
         clock: For the time, and for bytes.
@@ -26,7 +26,7 @@ def write_bytes_per_second(store: Store, key: str, part_bytes: int, clock: Clock
         CheckpointError: Storage cannot be written.
     """
     with mmap.mmap(-1, part_bytes) as part:
-        # No zeros: a file system may store none.
+        # Random bytes: a file system may not store zeros.
         part.write(clock.random_bytes(part_bytes))
         with memoryview(part) as data:
             upload = store.upload(key, _PARTS * part_bytes, part_bytes)

@@ -248,7 +248,7 @@ def test_leftovers_go_and_strangers_stay(tmp_path: Path, caplog: pytest.LogCaptu
     assert report.steps == () and report.files > 0
     assert not step_path(tmp_path, 9).exists()
     assert (step_path(tmp_path, 2) / "notes.txt").read_text() == "mine"
-    assert "nothing that a save puts there; left alone" in caplog.text
+    assert "no file of a save; it is not removed" in caplog.text
     require_whole(tmp_path, 1, 2)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.runs.reachability import doomed
+from holdfast.runs.reachability import unreferenced
 from holdfast.types.removal import StepFiles, Unreferenced
 
 
@@ -25,8 +25,8 @@ class Run:
     under_way: frozenset[int]
     packs_known: bool
 
-    def doomed(self) -> Unreferenced:
-        return doomed(self.steps, self.staying, self.under_way, is_pack, packs_known=self.packs_known)
+    def unreferenced(self) -> Unreferenced:
+        return unreferenced(self.steps, self.staying, self.under_way, is_pack, packs_known=self.packs_known)
 
     def without(self, gone: Unreferenced) -> Run:
         """Return what is left of it."""
@@ -82,7 +82,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 @given(runs())
 def test_what_stays_keeps_all_it_needs(run: Run) -> None:
-    gone = run.doomed()
+    gone = run.unreferenced()
     for each in run.steps:
         if each.counts and each.step in run.staying:
             assert each.step not in gone.steps
@@ -98,12 +98,12 @@ def test_what_stays_keeps_all_it_needs(run: Run) -> None:
 
 @given(runs())
 def test_once_is_enough(run: Run) -> None:
-    assert not run.without(run.doomed()).doomed()
+    assert not run.without(run.unreferenced()).unreferenced()
 
 
 @given(runs())
 def test_what_nobody_needs_goes(run: Run) -> None:
-    gone = run.doomed()
+    gone = run.unreferenced()
     left = run.without(gone)
     needed = {key for each in run.steps if each.counts and each.step in run.staying for key in each.packs}
     for each in left.steps:
@@ -119,7 +119,7 @@ def test_what_nobody_needs_goes(run: Run) -> None:
 
 @given(runs())
 def test_a_manifest_goes_only_with_its_digest(run: Run) -> None:
-    gone = run.doomed()
+    gone = run.unreferenced()
     assert all(gone.steps[each.step] == each.digest for each in run.steps if each.step in gone.steps)
     assert gone.confirmed_by(gone) == gone
     assert not gone.confirmed_by(Unreferenced())
@@ -132,9 +132,9 @@ def test_a_pack_goes_with_the_last_that_refers_to_it() -> None:
     second = StepFiles(2, "2" * 32, "b" * 16, True, {}, packs=frozenset([pack]))
     third = StepFiles(3, "3" * 32, "c" * 16, True, {})
     run = Run((first, second, third), frozenset([2, 3]), frozenset(), True)
-    assert run.doomed() == Unreferenced({1: "1" * 32}, {})
-    left = replace(run.without(run.doomed()), staying=frozenset([3]))
-    assert left.doomed() == Unreferenced({2: "2" * 32}, {pack: 5})
+    assert run.unreferenced() == Unreferenced({1: "1" * 32}, {})
+    left = replace(run.without(run.unreferenced()), staying=frozenset([3]))
+    assert left.unreferenced() == Unreferenced({2: "2" * 32}, {pack: 5})
 
 
 def test_a_manifest_that_cannot_be_read_keeps_every_pack_but_not_the_rest() -> None:
@@ -145,4 +145,4 @@ def test_a_manifest_that_cannot_be_read_keeps_every_pack_but_not_the_rest() -> N
         2, "2" * 32, None, True, {"b" * 16: {"step-000000000002/bbbbbbbbbbbbbbbb/index-00000.msgpack": 1}}
     )
     run = Run((old, damaged), frozenset([2]), frozenset(), False)
-    assert run.doomed() == Unreferenced({1: "1" * 32}, {folder + "index-00000.msgpack": 1})
+    assert run.unreferenced() == Unreferenced({1: "1" * 32}, {folder + "index-00000.msgpack": 1})
