@@ -49,6 +49,6 @@ def test_a_change_behind_the_fence_on_one_rank_aborts_the_save_on_all(results: d
     values = results[f"{kind}-changed"].values(f"{kind}-changed")
     for rank, value in enumerate(values):
         assert isinstance(value, dict)
-        assert "changed while being taken lazily" in value["said"], (rank, value)
+        assert "changed while being copied lazily" in value["said"], (rank, value)
         assert rank == len(values) - 1 or f"rank {len(values) - 1} aborted" in value["said"]
         assert value["after"] and value["steps"] == [2]

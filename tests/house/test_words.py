@@ -117,7 +117,6 @@ ON_DISK = {
 
 PENDING = {
     "beat": "repository/epochs.py",
-    "heads": "saving/unchanged.py",
     "noted": "ports/destination.py, runs/garbage_collection.py",
     "Place": "foreign/deepspeed/folder.py",
     "spend": "foreign/pickles/constructors.py",

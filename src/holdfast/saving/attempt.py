@@ -274,7 +274,7 @@ class SaveAttempt:
         return outcome
 
     def _ask_storage(self, reason: str) -> Outcome:
-        """Return what the manifest says of an attempt whose outcome the key-value store cannot tell."""
+        """Return the outcome by the manifest, if the key-value store does not hold it."""
         try:
             manifest = confirmed_manifest(self.location.store, self.location.folder)
         except CheckpointError:
@@ -308,7 +308,7 @@ class SaveAttempt:
         try:
             self.job.delete_keys_before(self.agreement.sequence)
         except CheckpointError as error:
-            logger.warning("%s: old keys of the key-value store stay for now: %s", self.name, error)
+            logger.warning("%s: old keys of the key-value store stay until the next commit: %s", self.name, error)
 
     # --------------------------------------------------------------------------------------------- failures
 
@@ -325,7 +325,7 @@ class SaveAttempt:
     def _fail_unknown(self, reason: str, cause: BaseException | None = None) -> None:
         failure = UnavailableError(
             f"{self.name}: outcome unknown: {reason}. The checkpoint may or may not be at {self.location.url}; nothing "
-            "was removed. Look there (holdfast ls) before saving this step again"
+            "was removed. Check with holdfast ls before you save this step again"
         )
         failure.__cause__ = cause
         self.handle.may_be_committed = True
@@ -336,7 +336,11 @@ class SaveAttempt:
         try:
             self.location.store.delete(self.file_keys)
         except CheckpointError as error:
-            logger.warning("%s: files of the failed attempt stay for now: %s", self.name, error)
+            logger.warning(
+                "%s: files of the failed attempt stay for now, the next save of the step removes them: %s",
+                self.name,
+                error,
+            )
 
 
 class _InFlight:

@@ -1,4 +1,4 @@
-"""What the committing rank does: write the index of all that the ranks wrote, publish the manifest, sweep up."""
+"""The work of the committing rank: write the merged index, publish the manifest, remove files of failed attempts."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from holdfast.types.manifest import FileRecord, Manifest, Parent
 
 logger = logging.getLogger(__name__)
 
-_FILES = 8
-"""Files of an index that is split at all, at least: so that a rank reads little that it does not need."""
+_SPLIT_FILES_MIN = 8
+"""Fewest files of a split index. With fewer, a rank would read much that it does not need."""
 
 
 def assemble(
     request: SaveRequest, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
 ) -> tuple[bytes, Health | None]:
-    """Merge what every rank wrote, prove it whole, and write its index.
+    """Merge the parts of all ranks, prove that they form a whole, and write the index.
 
     Args:
-        request: What is saved, and where.
-        agreement: What the ranks agreed on.
-        votes: Every rank's vote, by rank.
-        settings: Chunks of the index, and how many go into one file of it.
+        request: The request of the save.
+        agreement: The agreement of the ranks.
+        votes: The vote of every rank, by rank.
+        settings: Chunk size, and chunks per index file.
         written: Receives the key of every file before it is written.
     Returns:
-        The manifest that names everything, and the health of the checkpoint if it is known.
+        The encoded manifest, and the health of the checkpoint if it is known.
     Raises:
-        InvalidError: The parts do not make a whole.
-        CorruptError: A part or pack is not what its rank voted for.
+        InvalidError: The parts do not form a whole.
+        CorruptError: A part or pack differs from what its rank voted for.
     """
     location, attempt, context = request.location, agreement.attempt, agreement.context
     whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
     indexes, overview = write_index(location, attempt, whole.index, settings, written)
-    # Not before: the save before this one may have been in flight until now.
+    # Ask only now: the previous save was perhaps still in flight, and its commit decides the parent.
     parent = request.parent()
     health = _health(location, context, parent, whole.findings)
     manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
@@ -87,15 +87,15 @@ def build_manifest(
     run_id: str,
     created: str,
 ) -> Manifest:
-    """Return what a manifest says of the files of an attempt, and nothing that only who saved it knows.
+    """Return the manifest fields that follow from the files of an attempt; `repair` rebuilds a lost manifest with it.
 
     Args:
-        place: The checkpoint.
-        attempt: The attempt.
-        whole: What its ranks wrote.
-        index: Records of the files of its index, as `write_index` returns them.
-        run_id: The run.
-        created: When, for people.
+        location: The checkpoint.
+        attempt: Id of the attempt.
+        whole: Merged parts of its ranks.
+        index: Records of the index files and the overview, as `write_index` returns them.
+        run_id: Id of the run.
+        created: Wall-clock time, for people.
     """
     indexes, overview = index
     return Manifest(
@@ -121,7 +121,7 @@ def build_manifest(
 def _health(
     location: CheckpointLocation, context: SaveContext, parent: Parent | None, findings: Findings
 ) -> Health | None:
-    """Return the health of a checkpoint; of a copy, the health that was found when the source was saved."""
+    """Return the health of a checkpoint; for a copy, the health recorded with its source."""
     if context.health is not None:
         return context.health
     return findings.health(*last_counted_health(location, parent)) if findings.has_counts else findings.health(None)
@@ -136,15 +136,17 @@ def write_index(
     *,
     whole: bool = False,
 ) -> tuple[tuple[FileRecord, ...], FileRecord | None]:
-    """Write an index, in several files if it is large; return their records, and that of the overview if there is one.
+    """Write an index, split into several files if it is large.
 
     Args:
-        place: Where the checkpoint goes.
-        attempt: The attempt that is to be published.
+        location: Where the checkpoint goes.
+        attempt: Id of the attempt.
         index: The index.
-        settings: Chunks of an index that is kept in one file.
-        written: Told the key of every file before it is written.
-        whole: Whether it goes into one file, however large.
+        settings: Most chunks of an index in one file.
+        written: Receives the key of every file before it is written, so that a failed save can remove it.
+        whole: Whether to write one file, however large.
+    Returns:
+        Records of the index files, and the record of the overview if the index is split.
     """
     with GcPause():
         indexes, overview = ([index], None) if whole else _files_of(index, settings._tuning.index_chunks_max)
@@ -156,7 +158,7 @@ def write_index(
         location.store.put_if_absent(folder + name, data)
         return FileRecord(name, len(data), hex_digest_of(data))
 
-    files = [(index_name(number), partial(encode_index, each)) for number, each in enumerate(indexes)]
+    files = [(index_name(number), partial(encode_index, file_index)) for number, file_index in enumerate(indexes)]
     if overview is not None:
         files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
     written += [folder + name for name, _ in files]
@@ -171,12 +173,12 @@ def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> O
     Args:
         location: Where.
         data: The manifest.
-        epoch: The epoch under which it is published; 0 if none.
+        epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
     Returns:
-        `committed`; `unknown` if the store failed while it published; `ask_storage` if another writer took over
+        `committed`; `unknown` if the store failed during the publish; `ask_storage` if the lease may have ended
         meanwhile.
     Raises:
-        ConflictError: Another attempt was published first, or another writer took over; nothing was published.
+        ConflictError: Another attempt published first, or another writer took over; nothing was published.
         CheckpointError: It is certain that nothing was published.
     """
     if epoch:
@@ -186,7 +188,7 @@ def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> O
     except ConflictError:
         raise
     except Exception as error:
-        # The name may be visible although the call failed (the folder was not synced), or become visible later.
+        # The key may be visible although the call failed (the folder sync failed), or become visible later.
         if _is_certainly_absent(location):
             raise
         return unknown(str(error))
@@ -194,7 +196,8 @@ def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> O
     assert digest is not None, "a manifest is sealed"
     if epoch:
         try:
-            # A new writer looks for steps after it took its epoch. If no newer epoch exists yet, it will find this one.
+            # A new writer takes its epoch first and lists steps second. If no newer epoch exists yet, it
+            # will list this step.
             require_newest(location.store, epoch)
         except CheckpointError as doubt:
             return ask_storage(str(doubt))
@@ -211,11 +214,11 @@ def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
 
 
 def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
-    """Remove a manifest that can never count from a step that the holder of the newest epoch wants to save.
+    """Remove a fenced manifest from a step, so that the holder of the newest epoch can save the step.
 
     Args:
-        place: The step.
-        epoch: The epoch of who asks.
+        location: The step.
+        epoch: Epoch of the caller.
     Returns:
         Whether the step is free.
     Raises:
@@ -231,13 +234,13 @@ def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
     except MissingError:
         return True
     require_newest(location.store, epoch)
-    logger.warning("step %d: the manifest of a writer whose epoch is over does not count and is removed", location.step)
+    logger.warning("step %d: the manifest of a fenced writer does not count and is removed", location.step)
     location.store.delete([location.manifest_key])
     return True
 
 
 def _is_certainly_absent(location: CheckpointLocation) -> bool:
-    """Return whether a manifest that could not be put is not there and will not come."""
+    """Return whether a manifest whose put failed is absent and cannot appear later."""
     try:
         return location.store.failed_calls_are_over and not exists(location.store, location.manifest_key)
     except CheckpointError:
@@ -245,23 +248,22 @@ def _is_certainly_absent(location: CheckpointLocation) -> bool:
 
 
 def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> None:
-    """Remove what failed attempts left at a place: with a manifest there, none of them can publish any more.
+    """Remove the files of failed attempts. The published manifest keeps them from publishing.
 
-    An attempt may have been published before somebody removed its manifest, and other steps refer to its packs: such
-    packs stay, and everything does while a manifest cannot be read.
+    A manifest that was removed since may have published one of these attempts, and other steps may refer to its packs.
+    Such packs stay. If a manifest cannot be read, everything stays.
 
     Args:
-        place: The checkpoint.
-        attempt: The attempt that was published.
-        name: What was done, for messages.
-        epoch: The epoch under which it was; 0 if none.
+        location: The checkpoint.
+        attempt: Id of the published attempt.
+        name: Name of the save, for messages.
+        epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
     """
     try:
-        others = [
-            each for each in location.store.folders(location.folder) if is_attempt_folder(each) and each != attempt
-        ]
+        folders = location.store.folders(location.folder)
+        others = [folder for folder in folders if is_attempt_folder(folder) and folder != attempt]
         kept = quarantined_attempts(location.store, location.step) if others and location.step is not None else set()
-        named = _referred_to(location) if others else frozenset()
+        referenced = _referenced_packs(location) if others else frozenset()
         for folder in others:
             if folder in kept:
                 continue
@@ -269,25 +271,31 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> 
             keys = [entry.key for entry in location.store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
                 if epoch:
-                    # Asked after they were listed: what is in the list is not of a writer who took over.
+                    # Ask after the listing: then no listed file belongs to a writer that took over.
                     require_newest(location.store, epoch)
-                # A key that is absent still has its folder looked at: one that died early left nothing else.
-                location.store.delete([*(key for key in keys if key not in named), f"{prefix}nothing"])
+                # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
+                location.store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
             else:
-                logger.warning("%s: %s holds more than an attempt and is left alone", name, prefix)
+                logger.warning(
+                    "%s: %s holds files that no save writes, so it stays. Remove them by hand if they are not needed",
+                    name,
+                    prefix,
+                )
     except CheckpointError as error:
-        logger.warning("%s: leftovers of failed attempts stay for now: %s", name, error)
+        logger.warning(
+            "%s: files of failed attempts stay for now, the next save of the step removes them: %s", name, error
+        )
 
 
-def _referred_to(location: CheckpointLocation) -> frozenset[str]:
-    """Return the packs of a place's run that committed steps name, by their path from its root."""
+def _referenced_packs(location: CheckpointLocation) -> frozenset[str]:
+    """Return the packs that committed steps of the run name, as paths from its root."""
     if location.step is None:
         return frozenset()
     return packs_named_by(read_manifest(location.store, step_folder(step)) for step in committed_steps(location.store))
 
 
 def _files_of(index: Index, chunks_max: int) -> tuple[list[Index], Overview | None]:
-    """Return what goes into each index file, and the overview of them where there are several."""
+    """Return the index of each file, and the overview if there are several files."""
     if index.pieces.first_chunk[-1] <= chunks_max:
         return [index], None
-    return split(index, max(chunks_max // _FILES, 1))
+    return split(index, max(chunks_max // _SPLIT_FILES_MIN, 1))

@@ -1,4 +1,4 @@
-"""What a rank is about to save, as digests: small enough to state at every save, exact enough to compare."""
+"""Fingerprints the state of a rank with digests, so that ranks can compare states in 40 bytes at every save."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from holdfast.types.values import Group, Value
 
 
 class StateFingerprint:
-    """Fingerprint of a layout and digests of what replicas should share."""
+    """Fingerprint of a layout, and digests of the values that replicas should share."""
 
     def __init__(self, collected: Collected, job: Job, location: CheckpointLocation) -> None:
-        """Take samples and encode the values.
+        """Sample the tensors and encode the values.
 
         Raises:
-            InvalidError: A value is outside the closed set, or a tensor is larger than an index can say.
+            InvalidError: A value is outside the closed set, or a tensor is too large for an index.
         """
         self._collected, self._location, self._settings = collected, location, job.settings
         self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
         """The non-tensor state, encoded."""
-        own = dict(collected.per_rank)
-        self.per_rank_bytes = values.dumps(values.encode(own, "")) if own else None
-        """What this rank keeps as its own, encoded; None if nothing."""
-        # First, for what no index may list cannot always be sampled.
+        per_rank = dict(collected.per_rank)
+        self.per_rank_bytes = values.dumps(values.encode(per_rank, "")) if per_rank else None
+        """Per-rank values of this rank, encoded; None if there are none."""
+        # Before the samples: it refuses tensors that no index can list, and some of those cannot be sampled.
         layout = self._layout()
-        # Alone there is nobody to compare with.
-        self._samples = dict(self._sampled()) if job.comm.world_size > 1 else {}
+        # A single rank has no other to compare samples with.
+        self._samples = dict(self._sample_replicated()) if job.comm.world_size > 1 else {}
         self._layout_fingerprint = short_digest_of(layout)
-        self.shards = short_digest_of(layout, self._held())
-        """Fingerprint of the layout and of what this rank holds of it."""
+        self.shards = short_digest_of(layout, self._local_pieces())
+        """Fingerprint of the layout and of the pieces that this rank holds."""
 
     def statement(self, step: int) -> Statement:
-        """Return what this rank states at the opening."""
+        """Return the statement of this rank for the save agreement."""
         agreeing = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER]
         other = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER]
         return Statement(
@@ -51,10 +51,10 @@ class StateFingerprint:
         )
 
     def details(self) -> Details:
-        """Return the same by name, for when ranks differ."""
+        """Return the same facts by name; published only if ranks differ."""
         plain = {
             shard.tensor.fqn: (shard.tensor.dtype, shard.tensor.global_shape, shard.role)
-            for shard in (each.shard for each in self._collected.shards)
+            for shard in (local.shard for local in self._collected.shards)
             if shard.holders is None
         }
         agreeing = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER}
@@ -63,29 +63,29 @@ class StateFingerprint:
         return Details(self._location.url, plain, agreeing, other)
 
     def _layout(self) -> bytes:
-        """Return everything that a plan depends on, the same on every rank of a class."""
+        """Return all inputs of a plan that every rank of a class shares."""
         settings = self._settings
         lines = [
             repr((settings.chunk_bytes, settings._tuning.pack_header_bytes_max)),
             repr(sorted(self._collected.aliases.items())),
         ]
-        # Thousands of tensors lie in a few ways, of which each is written once.
-        written: dict[tuple[object, ...], str] = {}
-        for shard in (each.shard for each in self._collected.shards):
+        # Thousands of tensors share a few layouts. Format each layout once: repr is slow.
+        texts: dict[tuple[object, ...], str] = {}
+        for shard in (local.shard for local in self._collected.shards):
             tensor, is_plain = shard.tensor, shard.holders is None
-            way = (tensor.dtype, tensor.global_shape, id(shard.layout), id(shard.role), is_plain)
-            lies = written.get(way)
-            if lies is None:
+            key = (tensor.dtype, tensor.global_shape, id(shard.layout), id(shard.role), is_plain)
+            text = texts.get(key)
+            if text is None:
                 require_listable(tensor)
-                lies = repr((tensor.dtype, tensor.global_shape, repr(shard.layout), shard.role, is_plain))
-                written[way] = lies
-            lines.append(f"{tensor.fqn}\0{lies}")
-        # No name holds a NUL, so that none can pass for two.
+                text = repr((tensor.dtype, tensor.global_shape, repr(shard.layout), shard.role, is_plain))
+                texts[key] = text
+            lines.append(f"{tensor.fqn}\0{text}")
+        # No FQN contains a NUL, so the joined text is unambiguous.
         return "\0".join(lines).encode("utf-8", "surrogatepass")
 
-    def _held(self) -> bytes:
-        """Return what this rank holds of each tensor, where that is not all of it."""
-        shards = (each.shard for each in self._collected.shards)
+    def _local_pieces(self) -> bytes:
+        """Return the pieces that this rank holds of each sharded tensor."""
+        shards = (local.shard for local in self._collected.shards)
         return repr(
             [
                 (shard.holders, [(piece.start, piece.stop) for piece in shard.pieces])
@@ -94,21 +94,21 @@ class StateFingerprint:
             ]
         ).encode()
 
-    def _sampled(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
-        for each in self._collected.shards:
-            if each.shard.holders is None:
-                yield each.shard.tensor.fqn, (each.shard.role, self._sample(each))
+    def _sample_replicated(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
+        for local in self._collected.shards:
+            if local.shard.holders is None:
+                yield local.shard.tensor.fqn, (local.shard.role, self._sample(local))
 
-    def _sample(self, each: LocalShard) -> bytes:
+    def _sample(self, local: LocalShard) -> bytes:
         tuning = self._settings._tuning
-        return short_digest_of(each.source.sample(tuning.sample_blocks, tuning.sample_block_bytes))
+        return short_digest_of(local.source.sample(tuning.sample_blocks, tuning.sample_block_bytes))
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the leaves of a tree by path, each encoded."""
+    """Yield the path and the encoded value of every leaf of a tree."""
     items = value.items if isinstance(value, Group) else value if isinstance(value, dict) else None
     if items is None or not all(isinstance(key, str) for key in items):
         yield path, values.dumps(values.encode(value, path))
         return
-    for key, each in items.items():
-        yield from _leaves(each, f"{path}.{key}" if path else key)
+    for key, item in items.items():
+        yield from _leaves(item, f"{path}.{key}" if path else key)

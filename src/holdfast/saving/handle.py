@@ -1,4 +1,4 @@
-"""A save under way: three moments to wait for, and what came of it."""
+"""The handle of a save in progress: three moments to wait for, and the report or the failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Moment = Literal["staged", "replicated", "committed"]
 
 
 class InFlight(Protocol):
-    """A save that ranks agreed on and that is not over."""
+    """A save that the ranks agreed on and that has not ended."""
 
     def settle(self, timeout: float | None) -> float | None:
         """Wait, on the thread that saved, until the state is no longer read; return the seconds left of the timeout."""
@@ -30,35 +30,35 @@ class InFlight(Protocol):
 
 
 class SaveHandle:
-    """A save under way.
+    """A save in progress.
 
-    `staged`: training may change the state. `replicated`: it survives a lost node (with no peer tier, the same
-    as committed). `committed`: it is durable and visible; its result is the `SaveReport`.
-    A failure sets all moments not yet reached.
+    `staged`: training may change the state. `replicated`: the checkpoint survives a lost node (without a peer tier,
+    the same as committed). `committed`: it is durable and visible; the result is the `SaveReport`.
+    A failure ends every moment not yet reached.
     """
 
     def __init__(self, name: str, *, awaited: bool = False) -> None:
-        """Begin.
+        """Start with no moment reached.
 
         Args:
-            name: What is being saved, for messages.
-            awaited: Whether the caller waits whatever comes, so that a failure need not be logged.
+            name: Name of the save, for messages.
+            awaited: Whether the caller waits for the commit in any case, so that a failure need not be logged.
         """
         self.name = name
-        """What is being saved, for messages."""
+        """Name of the save, for messages."""
         self._lock = threading.Lock()
         self._waiting = int(awaited)
         self._awaited = False
         self.in_flight: InFlight | None = None
-        """The unfinished save: what may still be settled or abandoned. None before the ranks agreed, and once over."""
+        """The unfinished save, to settle or abandon it. None before the ranks agreed, and after the end."""
         self._saver = threading.get_ident()
         self.may_be_committed = False
-        """Whether it failed and may be committed, or come to be, all the same."""
+        """Whether the save failed here and its checkpoint may exist, or appear later, nevertheless."""
         self.staged: Future[None] = Future()
         self.replicated: Future[None] = Future()
         self.committed: Future[SaveReport] = Future()
         for future in (self.staged, self.replicated, self.committed):
-            # A save cannot be cancelled from outside, and a future that could be would be by asyncio's timeouts.
+            # A save cannot be cancelled. A pending future could: asyncio cancels it at a timeout.
             future.set_running_or_notify_cancel()
 
     def wait(self, moment: Moment = "committed", timeout: float | None = None) -> SaveReport | None:
@@ -68,9 +68,9 @@ class SaveHandle:
             moment: `staged`, `replicated` or `committed`.
             timeout: Seconds to wait at most; None for no limit.
         Raises:
-            TimeoutError: The moment did not come in time; the save goes on.
+            TimeoutError: The save did not reach the moment in time; it goes on.
             CheckpointError: The save failed.
-            InvalidError: No such moment.
+            InvalidError: `moment` is none of the three.
         """
         if moment not in ("staged", "replicated", "committed"):
             raise InvalidError(f"moment={moment!r}; expected staged, replicated or committed")
@@ -82,7 +82,7 @@ class SaveHandle:
             in_flight = self.in_flight
             is_saver = threading.get_ident() == self._saver
             if moment == "staged" and in_flight is not None and is_saver and not self.staged.done():
-                # A lazy save is known to be staged only once this thread has checked that the state did not change.
+                # A lazy save is staged only after this thread has checked that the state did not change.
                 left = in_flight.settle(timeout)
             result = future.result(left)
         except TimeoutError:
@@ -97,16 +97,16 @@ class SaveHandle:
 
     @property
     def failure(self) -> BaseException | None:
-        """What the save failed with, or None while it runs or once it is committed."""
+        """The error of a failed save; None while it runs and after the commit."""
         return self.committed.exception() if self.committed.done() else None
 
     @property
     def was_awaited(self) -> bool:
-        """Whether somebody has seen the failure."""
+        """Whether a `wait` has raised the failure."""
         return self._awaited
 
     def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank with an error, unless a rank may be publishing it or it is over."""
+        """End the save on every rank with an error, unless a rank may be publishing it or it has ended."""
         in_flight = self.in_flight
         if in_flight is not None:
             in_flight.abandon(error)
@@ -123,7 +123,7 @@ class SaveHandle:
         self.committed.set_result(report)
 
     def fail(self, error: BaseException) -> None:
-        """Mark the save as failed; say so once if nobody is waiting to hear it."""
+        """Mark the save as failed; log the error if no caller waits for it."""
         with self._lock:
             if not self._waiting:
                 logger.error("%s failed: %s: %s", self.name, type(error).__name__, error)
@@ -131,20 +131,20 @@ class SaveHandle:
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)
-        # Its frames hold the state, and whoever asks may come late or never.
-        _forget_locals(error)
+        # The frames hold the state, and the caller may read the failure late or never.
+        _clear_frames(error)
 
 
-def _forget_locals(error: BaseException) -> None:
-    """Clear the frames of an error and of what it came from; their lines stay."""
-    known: set[int] = set()
-    left: list[BaseException | None] = [error]
-    while left:
-        each = left.pop()
-        if each is None or id(each) in known:
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables in the tracebacks of an error and of its causes; the line numbers stay."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
             continue
-        known.add(id(each))
-        traceback.clear_frames(each.__traceback__)
-        left += [each.__cause__, each.__context__]
-        if isinstance(each, BaseExceptionGroup):
-            left += each.exceptions
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        pending += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            pending += current.exceptions

@@ -1,10 +1,13 @@
-"""What one rank finds of the health of what it saves, and what the committing rank knows of the checkpoint before."""
+"""Collects health findings of one rank, and finds the health of the last counted checkpoint for the committing rank.
+
+A rank counts non-finite elements while it writes, and hashes its replicas so that the committing rank can compare them.
+"""
 
 from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -13,13 +16,13 @@ from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.job import Job
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, MissingError
-from holdfast.format.digest import short_digest_of
+from holdfast.format.digest import new_short_digest, short_digest_of
 from holdfast.format.names import step_folder
+from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import Role, Shard
-from holdfast.ports.framework import Collected
+from holdfast.ports.framework import Collected, Source
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.saving.replica_digest import REPLICA_WINDOW_BYTES, content_digest
 from holdfast.settings import Settings
 from holdfast.types.health import Counted, Expectation, Health, ReplicaGroup, Replicas
 from holdfast.types.manifest import Manifest, Parent
@@ -27,87 +30,110 @@ from holdfast.types.manifest import Manifest, Parent
 logger = logging.getLogger(__name__)
 
 _ANCESTORS_MAX = 100
-"""Steps saved without counting that are looked past at most, each a manifest to read."""
+"""Most ancestors whose manifests are read to find one that was saved with counting."""
+
+REPLICA_WINDOW_BYTES = 1 << 18
+"""Bytes copied and hashed at a time. They stay in the processor's cache, and are whole elements of any dtype."""
 
 
 class HealthScan:
-    """One save's look at what a rank writes and at the copies it holds; made at the call, before training goes on."""
+    """Health of the state of one rank in one save. Made before training may change the state."""
 
     def __init__(self, collected: Collected, agreement: Agreement, job: Job) -> None:
-        """Hash the copies, if that is asked for."""
+        """Hash the replicas, if `compare_replicas` is on."""
         settings = job.settings
         self._settings = settings
         self._roles: dict[str, Role] = {}
         if settings.count_nonfinite:
-            self._roles = {each.shard.tensor.fqn: each.shard.role for each in collected.shards}
+            self._roles = {local.shard.tensor.fqn: local.shard.role for local in collected.shards}
         self.replicas = _replicas(collected, agreement) if settings.compare_replicas else None
-        """The copies this rank holds of what others hold too; None where they are not compared."""
+        """Digests of the shards that other ranks hold too; None if replicas are not compared."""
 
-    def counted(self, found: Iterable[Mapping[str, int]]) -> Counted | None:
-        """Return the non-finite elements of what was written or left; None where they are not counted.
+    def counted(self, partial_counts: Iterable[Mapping[str, int]]) -> Counted | None:
+        """Return the non-finite elements of this rank's pieces by FQN; None if they are not counted.
 
         Args:
-            found: Counts of parts of it, by FQN.
+            partial_counts: Counts by FQN, of each pack and of the deduplicated pieces.
         """
         if not self._settings.count_nonfinite:
             return None
         counts: dict[str, int] = {}
-        for part in found:
-            for fqn, count in part.items():
+        for pack_counts in partial_counts:
+            for fqn, count in pack_counts.items():
                 counts[fqn] = counts.get(fqn, 0) + count
         return {fqn: (count, _expectation(fqn, self._roles[fqn], self._settings)) for fqn, count in counts.items()}
 
 
 def _expectation(fqn: str, role: Role, settings: Settings) -> Expectation:
-    return "expected" if any(fnmatchcase(fqn, each) for each in settings.nonfinite_expected) else role.value
+    return "expected" if any(fnmatchcase(fqn, pattern) for pattern in settings.nonfinite_expected) else role.value
 
 
 def _replicas(collected: Collected, agreement: Agreement) -> Replicas:
     buffer = allocate_aligned(REPLICA_WINDOW_BYTES)
-    held: dict[tuple[int, ...], list[tuple[int, bytes]]] = {}
-    for position, each in enumerate(collected.shards):
-        shard = each.shard
+    by_holders: dict[tuple[int, ...], list[tuple[int, bytes]]] = {}
+    for position, local in enumerate(collected.shards):
+        shard = local.shard
         holders = _holders(shard, agreement)
         if len(holders) > 1 and any(piece.numel for piece in shard.pieces):
-            digest = content_digest(each.source, shard.pieces, shard.tensor.itemsize, buffer)
-            held.setdefault(holders, []).append((position, digest))
-    names = tuple(each.shard.tensor.fqn for each in collected.shards) if agreement.is_leader else ()
+            digest = content_digest(local.source, shard.pieces, shard.tensor.itemsize, buffer)
+            by_holders.setdefault(holders, []).append((position, digest))
+    names = tuple(local.shard.tensor.fqn for local in collected.shards) if agreement.is_leader else ()
     groups = [
         ReplicaGroup(
             short_digest_of(repr(holders).encode()),
-            tuple(position for position, _ in own),
-            b"".join(digest for _, digest in own),
+            tuple(position for position, _ in digests),
+            b"".join(digest for _, digest in digests),
         )
-        for holders, own in held.items()
+        for holders, digests in by_holders.items()
     ]
     return Replicas(platform.node(), agreement.class_ranks[0], names, tuple(groups))
 
 
 def _holders(shard: Shard, agreement: Agreement) -> tuple[int, ...]:
-    """Return the ranks whose copies of a shard must be equal; none where they may differ."""
+    """Return the ranks whose copies of a shard must be equal; empty if they may differ."""
     if shard.holders is not None:
         return shard.holders
     return () if shard.role is Role.BUFFER else agreement.holders_of(shard.tensor.fqn)
 
 
+def content_digest(source: Source, pieces: Sequence[Region], itemsize: int, buffer: memoryview) -> bytes:
+    """Return an 8-byte digest of the bytes that one rank holds of a tensor; different bytes collide with chance 2⁻⁶⁴.
+
+    Args:
+        source: The bytes of the shard.
+        pieces: The pieces that the rank holds, in order.
+        itemsize: Bytes of an element.
+        buffer: Scratch memory of `REPLICA_WINDOW_BYTES`.
+    """
+    state = new_short_digest()
+    for piece in pieces:
+        piece_bytes = piece.numel * itemsize
+        for start in range(0, piece_bytes, REPLICA_WINDOW_BYTES):
+            stop = min(start + REPLICA_WINDOW_BYTES, piece_bytes)
+            part = buffer[: stop - start]
+            source.copy_into(piece, start, stop, part).wait()
+            state.update(part)
+    return state.digest()
+
+
 def last_counted_health(
     location: CheckpointLocation, parent: Parent | None
 ) -> tuple[Health | None, Callable[[str], bool]]:
-    """Return what was found in the last checkpoint before a step in which it was counted, and whether that held an FQN.
+    """Return the health of the newest ancestor with counts, and a function that tells whether it held an FQN.
 
-    A checkpoint that was saved without counting does not make anybody forget what was counted before it.
+    Ancestors saved without counting are skipped, so they do not hide earlier counts.
 
     Args:
-        place: The step.
+        location: The step being saved.
         parent: The checkpoint that it continues.
     Returns:
-        None where it is not known.
+        None instead of the health if no such ancestor is known.
     """
     try:
         manifest = _last_counted(location.store, parent)
     except CheckpointError as error:
         logger.warning(
-            "how many non-finite values the steps before %s had is not known; those in buffers are taken as meant: %s",
+            "%s: the non-finite counts of earlier steps are not known, so those in buffers are not reported: %s",
             location.url,
             error,
         )
@@ -121,7 +147,7 @@ def last_counted_health(
         try:
             return frozenset(read_index(location.store, folder, manifest).tensors)
         except CheckpointError as error:
-            logger.warning("which tensors %s holds is not known; buffers are taken as new: %s", folder, error)
+            logger.warning("the tensors of %s are not known, so its buffers count as new: %s", folder, error)
             return frozenset()
 
     return manifest.health, lambda fqn: fqn in names()
@@ -142,9 +168,9 @@ def _last_counted(store: Store, parent: Parent | None) -> Manifest | None:
         except MissingError:
             if is_first:
                 raise
-            return None  # Collected, as older ones are.
+            return None  # Garbage collection removed it, and the older ones.
         if manifest.digest != parent.digest:
-            return None  # Saved anew since.
+            return None  # The step was saved again since.
         if manifest.health is not None and manifest.health.nonfinite is not None:
             return manifest
         parent, is_first = manifest.parent, False

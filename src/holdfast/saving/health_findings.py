@@ -1,4 +1,4 @@
-"""From what every rank found to the health of a checkpoint."""
+"""Merges the health findings of all ranks into the health of a checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from holdfast.errors import CorruptError
 from holdfast.types.health import NAMED_RANKS_MAX, Counted, Expectation, Health, Replicas
 
 _Copies = dict[bytes, list[int]]
-"""Ranks by what they hold."""
+"""Ranks by the digests of their copies."""
 
 
 class Findings:
-    """What the ranks of one save found, taken in rank by rank."""
+    """Findings of the ranks of one save. `add` takes one rank's; `health` returns the result."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -21,18 +21,19 @@ class Findings:
         self._all_counted = self._all_compared = True
         self._names: dict[int, tuple[str, ...]] = {}
         self._hosts: dict[int, str] = {}
-        self._held: dict[bytes, dict[tuple[int, tuple[int, ...]], _Copies]] = {}
-        """By who holds the same; by speaker and positions; by digests: the ranks. Equal copies take no further room."""
+        self._replicas: dict[bytes, dict[tuple[int, tuple[int, ...]], _Copies]] = {}
+        """Ranks by group of holders, then by speaker and positions, then by digests. Equal copies share one entry."""
 
     def add(self, rank: int, counted: Counted | None, replicas: Replicas | None) -> None:
-        """Take in what one rank found.
+        """Add the findings of one rank.
 
         Args:
-            rank: Who says it.
+            rank: The rank.
             counted: Its non-finite elements; None if it did not count.
-            replicas: Its copies; None if it did not compare. Those of its speaker come first.
+            replicas: Digests of its replicas; None if it did not compare. Add the speaker of its class first: only the
+                speaker names the tensors.
         Raises:
-            CorruptError: It speaks of tensors that nobody named.
+            CorruptError: It refers to a tensor that its speaker did not name.
         """
         if counted is None:
             self._all_counted = False
@@ -50,22 +51,23 @@ class Findings:
         for group in replicas.groups:
             if group.positions and group.positions[-1] >= named:
                 raise CorruptError(
-                    f"rank {rank}: a copy of tensor {group.positions[-1]} of {named} that rank {replicas.speaker} named"
+                    f"rank {rank}: its part has a copy of tensor {group.positions[-1]} of {named} that rank "
+                    f"{replicas.speaker} named; expected a named tensor. Save again"
                 )
-            copies = self._held.setdefault(group.holders, {}).setdefault((replicas.speaker, group.positions), {})
+            copies = self._replicas.setdefault(group.holders, {}).setdefault((replicas.speaker, group.positions), {})
             copies.setdefault(group.digests, []).append(rank)
 
     @property
     def has_counts(self) -> bool:
-        """Whether every rank counted, and some found something."""
+        """Whether every rank counted, and some rank has non-finite elements."""
         return self._all_counted and bool(self._counts)
 
-    def health(self, before: Health | None, held: Callable[[str], bool] = lambda _: True) -> Health | None:
-        """Return what was found; None if some rank looked at nothing.
+    def health(self, before: Health | None, had_tensor: Callable[[str], bool] = lambda _: True) -> Health | None:
+        """Return the health; None if a rank did not count and a rank did not compare.
 
         Args:
-            before: The health of the last checkpoint before this one in which it was counted, if there is one.
-            held: Returns whether that held a tensor; asked only of what it found nothing in.
+            before: The health of the newest earlier checkpoint with counts, if there is one.
+            had_tensor: Returns whether that checkpoint had a tensor; called only for tensors that it has no counts of.
         """
         if not self._all_counted and not self._all_compared:
             return None
@@ -73,35 +75,36 @@ class Findings:
         named = {*chain.from_iterable((divergent or {}).values())}
         return Health(
             nonfinite=dict(sorted(self._counts.items())) if self._all_counted else None,
-            new=self._news(before, held) if self._all_counted else {},
+            new=self._new_counts(before, had_tensor) if self._all_counted else {},
             divergent=divergent,
             undecided=undecided,
             hosts={rank: self._hosts[rank] for rank in sorted(named)},
         )
 
-    def _news(self, before: Health | None, held: Callable[[str], bool]) -> dict[str, int]:
+    def _new_counts(self, before: Health | None, had_tensor: Callable[[str], bool]) -> dict[str, int]:
+        """Return the earlier count of each tensor that now has more non-finite elements."""
         known = before.nonfinite if before is not None else None
-        news = {}
+        earlier = {}
         for fqn, count in sorted(self._counts.items()):
             expectation = self._expectations[fqn]
             if expectation == "expected":
                 continue
-            if expectation == "buffer" and (known is None or not (fqn in known or held(fqn))):
-                continue  # The first count of it.
-            # What was news there is compared with what it was news to: a mark stays until its cause is gone.
+            if expectation == "buffer" and (known is None or not (fqn in known or had_tensor(fqn))):
+                continue  # The first count of a buffer: its non-finite elements may be intended, as in a mask.
+            # A tensor that was new there keeps its older count, so that the mark stays until the elements are finite.
             had = 0 if before is None or known is None else before.new.get(fqn, known.get(fqn, 0))
             if count > had:
-                news[fqn] = had
-        return news
+                earlier[fqn] = had
+        return earlier
 
     def _compared(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-        """Return who differs from most, by FQN, and of which FQNs there is no most."""
+        """Return the ranks that differ from the majority, by FQN, and the FQNs without a majority."""
         divergent: dict[str, tuple[int, ...]] = {}
         undecided = []
-        for held in self._held.values():
-            if len(held) == 1 and all(len(copies) == 1 for copies in held.values()):
-                continue
-            for fqn, copies in self._by_name(held).items():
+        for group in self._replicas.values():
+            if len(group) == 1 and all(len(copies) == 1 for copies in group.values()):
+                continue  # All digests are equal: the usual case, and the only cheap one.
+            for fqn, copies in self._by_name(group).items():
                 if len(copies) < 2:
                     continue
                 groups = sorted(copies.values(), key=len, reverse=True)
@@ -112,11 +115,12 @@ class Findings:
                     undecided.append(fqn)
         return dict(sorted(divergent.items())), tuple(sorted(undecided))
 
-    def _by_name(self, held: Mapping[tuple[int, tuple[int, ...]], _Copies]) -> dict[str, _Copies]:
-        found: dict[str, _Copies] = {}
-        for (speaker, positions), copies in held.items():
+    def _by_name(self, group: Mapping[tuple[int, tuple[int, ...]], _Copies]) -> dict[str, _Copies]:
+        """Split the joined digests of a group; return ranks by FQN and digest."""
+        result: dict[str, _Copies] = {}
+        for (speaker, positions), copies in group.items():
             for digests, ranks in copies.items():
                 for number, position in enumerate(positions):
-                    own = found.setdefault(self._names[speaker][position], {})
-                    own.setdefault(digests[8 * number : 8 * number + 8], []).extend(ranks)
-        return found
+                    copies_of = result.setdefault(self._names[speaker][position], {})
+                    copies_of.setdefault(digests[8 * number : 8 * number + 8], []).extend(ranks)
+        return result

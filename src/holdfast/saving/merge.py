@@ -1,4 +1,4 @@
-"""What every rank wrote, merged into one index and one manifest, and proven whole."""
+"""Merges the parts of all ranks into one index and one state, and proves that they cover every tensor exactly once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.errors import CorruptError, InvalidError
+from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
@@ -23,13 +23,13 @@ from holdfast.saving.health_findings import Findings
 from holdfast.types.manifest import FileRecord
 from holdfast.types.values import Group, Value
 
-_DECODED_AT_ONCE = 64
-"""Parts of a large job that are decoded one after the other without a pause."""
+_PARTS_PER_BATCH = 64
+"""Parts decoded in one garbage-collector pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedParts:
-    """All parts as one."""
+    """The merged parts of all ranks."""
 
     index: Index
     """Every tensor and piece."""
@@ -50,17 +50,17 @@ class MergedParts:
     """Meshes and placements, as provenance."""
 
     findings: Findings
-    """What the ranks found of its health."""
+    """Health findings of the ranks."""
 
 
 def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> MergedParts:
-    """Read every rank's part, this rank's own too, prove the whole, and return it.
+    """Read the part of every rank, this one included, prove that they form a whole, and return the merged parts.
 
-    Whatever cannot be read back is refused here, and not by the load that needs it.
+    Reading every part back makes an unreadable file fail this save, not a later load.
 
     Raises:
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
-        CorruptError: A part or pack is not what its rank voted for.
+        CorruptError: A part or pack differs from what its rank voted for.
     """
     merging = IndexMerger(chunk_bytes)
     packs: list[FileRecord] = []
@@ -82,7 +82,10 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         if part.tree is not None:
             tree = values.decode(values.loads(part.tree), "")
             if not isinstance(tree, Group):
-                raise CorruptError(f"{location.url}: the part of rank {rank} holds no state; expected its root")
+                raise CorruptError(
+                    f"{location.url}: the part of rank {rank} holds no state; expected the root of its "
+                    "values. Save again"
+                )
             trees.append(tree)
     with GcPause():
         index = merging.merged()
@@ -99,14 +102,14 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
 
 
 def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:
-    """Yield the parts that files hold."""
+    """Decode part files, batch by batch; yield the parts."""
     tables = TensorTables()
-    for first in range(0, len(records), _DECODED_AT_ONCE):
-        some = records[first : first + _DECODED_AT_ONCE]
-        # Read first, for Python's collector is not to be held off while storage is waited for.
-        read = list(islice(files, len(some)))
+    for first in range(0, len(records), _PARTS_PER_BATCH):
+        batch = records[first : first + _PARTS_PER_BATCH]
+        # Read before the pause: Python's garbage collector must not stay paused while storage is slow.
+        contents = list(islice(files, len(batch)))
         with GcPause():
-            parts = [decode_part(data, record.name, tables) for record, data in zip(some, read, strict=True)]
+            parts = [decode_part(data, record.name, tables) for record, data in zip(batch, contents, strict=True)]
         yield from parts
 
 
@@ -114,46 +117,46 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
     """Refuse an index whose pieces do not cover every tensor exactly once.
 
     Raises:
-        InvalidError: Names the tensors and their pieces.
+        InvalidError: They do not; names three of the tensors and their pieces.
     """
     wrong = uncovered_names(index, seed)
     if wrong:
-        said = []
-        for fqn in wrong[:10]:
-            boxes = ", ".join(f"{p.region.start}–{p.region.stop} in {p.pack}" for p in index.pieces_of(fqn)[:8])
-            said.append(f"{fqn} {list(index.tensors[fqn].global_shape)}: {boxes or 'nothing'}")
+        descriptions = [f"{fqn} {list(index.tensors[fqn].global_shape)}" for fqn in wrong]
+        for number, fqn in enumerate(wrong[:3]):
+            pieces = first_three(f"{p.region.start}–{p.region.stop} in {p.pack}" for p in index.pieces_of(fqn))
+            descriptions[number] += f": {pieces or 'nothing'}"
         raise InvalidError(
-            f"{where}: what the ranks hold does not cover {len(wrong)} tensors exactly once: {'; '.join(said)}. "
-            "Expected every element from one rank. Ranks hold one name on different meshes, or a rank is missing "
-            "from process_group"
+            f"{where}: the pieces of all ranks do not cover {len(wrong)} tensors exactly once: "
+            f"{first_three(descriptions)}. Expected every element from one rank. Ranks hold one name on different "
+            "meshes, or a rank is missing: use one mesh per name, and pass a process_group of all ranks"
         )
 
 
 def _without_repeats(packs: Sequence[FileRecord], where: str) -> list[FileRecord]:
-    """Return packs without repetition: several ranks may refer to one pack of another step.
+    """Return packs without repeats: several ranks may refer to one pack of an earlier step.
 
     Raises:
-        CorruptError: Two ranks say different things of one.
+        CorruptError: Two ranks record different sizes or digests of one pack.
     """
     known: dict[str, FileRecord] = {}
     for pack in packs:
         other = known.setdefault(pack.name, pack)
         if other != pack:
             raise CorruptError(
-                f"{where}: one rank says {pack.name} has {pack.bytes} bytes and digest {pack.digest}, another "
-                f"{other.bytes} and {other.digest}; expected one pack. Save again"
+                f"{where}: one rank records {pack.name} with {pack.bytes} bytes and digest {pack.digest}, another with "
+                f"{other.bytes} bytes and digest {other.digest}; expected one pack. Save again"
             )
     return list(known.values())
 
 
 def require_sizes(packs: Packs, records: Sequence[FileRecord], step: int | None) -> None:
-    """Refuse to publish packs that are not there in full; arguments as `check_pack`."""
+    """Refuse to publish if a pack is absent or has another size; arguments and errors as `check_pack`."""
     for _ in ordered_parallel_map(lambda pack: check_pack(packs(pack.name), pack, step), records):
         pass
 
 
 def merge_trees(trees: Sequence[Group]) -> Group:
-    """Return several ranks' values as one tree: what only one has is kept, otherwise the lowest rank's."""
+    """Return the values of several ranks as one tree; where ranks differ, the value of the lowest rank."""
     result = Group("dict", {})
     for tree in trees:
         _merge_into(result.items, tree.items)
@@ -162,14 +165,15 @@ def merge_trees(trees: Sequence[Group]) -> Group:
 
 def _merge_into(items: dict[str, Value], others: dict[str, Value]) -> None:
     for key, other in others.items():
-        own = items.get(key)
+        first = items.get(key)
         if key not in items:
             items[key] = other
-        elif isinstance(own, Group) and isinstance(other, Group) and own.kind == other.kind:
-            if own.kind == "optimizer":
+        elif isinstance(first, Group) and isinstance(other, Group) and first.kind == other.kind:
+            if first.kind == "optimizer":
                 for name, table in other.items.items():
-                    mine = own.items.setdefault(name, {})
-                    if isinstance(mine, dict) and isinstance(table, dict):
-                        own.items[name] = {**table, **mine}
-            elif own.kind != "stateful":
-                _merge_into(own.items, other.items)
+                    merged = first.items.setdefault(name, {})
+                    if isinstance(merged, dict) and isinstance(table, dict):
+                        first.items[name] = {**table, **merged}
+            elif first.kind != "stateful":
+                # A Stateful owns its layout: a mixture of two ranks' values could be one that it never wrote.
+                _merge_into(first.items, other.items)

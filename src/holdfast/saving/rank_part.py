@@ -22,10 +22,10 @@ from holdfast.types.plan import PlannedPack
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a rank's part says besides its pieces. Holds no tensor memory, so that the state can go meanwhile."""
+    """Contents of a rank's part besides its pieces. Holds no tensor memory, so that the state can be freed."""
 
     tensors: Sequence[TensorSpec]
-    """On the leader of a class, all tensors of the class: a tensor that no rank wrote must be missed at the merge."""
+    """On the leader of a class, all tensors of the class: the merge must notice a tensor that no rank wrote."""
 
     aliases: dict[str, str]
     """On the leader: tied names."""
@@ -40,7 +40,7 @@ class RankFacts:
     """This rank's own values, encoded; None if it has none."""
 
     health_scan: HealthScan
-    """Findings about health."""
+    """Health of this rank's state."""
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ class RankFacts:
         """Return the facts of a collected state."""
         is_leader = agreement.is_leader
         return cls(
-            tensors=[each.shard.tensor for each in collected.shards] if is_leader else [],
+            tensors=[local.shard.tensor for local in collected.shards] if is_leader else [],
             aliases=dict(collected.aliases) if is_leader else {},
             layouts=layouts_of(collected) if is_leader else (),
             tree=fingerprint.tree_bytes if is_leader else None,
@@ -71,9 +71,9 @@ def build_part(
     Args:
         job: The ranks.
         attempt_id: Id of the attempt.
-        facts: What the part says besides pieces.
-        deduplicator: Knows the pieces that an earlier step holds; takes note of those written now.
-        packs, written: What was planned and what was written, pack by pack.
+        facts: Contents of the part besides the pieces.
+        deduplicator: Knows the pieces in earlier steps; records those written now.
+        packs, written: Planned packs and the result of each.
     """
     with GcPause():
         builder = IndexBuilder(job.settings.chunk_bytes, facts.tensors)

@@ -1,4 +1,4 @@
-"""What a caller asks a save for: what is saved, where it goes, and what the caller does around it."""
+"""The request of a save: the state, the location, and the calls back to the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.types.manifest import Parent
 
 
 class SaveRequest(Protocol):
-    """One save as its caller sees it. The save calls the methods in the order in which they stand."""
+    """One save as its caller sees it. The save calls the methods in the order below."""
 
     @property
     def location(self) -> CheckpointLocation:
@@ -43,7 +43,7 @@ class SaveRequest(Protocol):
         ...
 
     def claim(self) -> SaveContext:
-        """Look at the location before any rank writes, and return what every rank must know. On rank 0 only.
+        """Check the location before any rank writes, and return the context for every rank. On rank 0 only.
 
         Raises:
             ConflictError: A checkpoint is there, or another job writes to the root.
@@ -68,7 +68,7 @@ class PathRequest:
         Args:
             job: The ranks that save.
             store: Holds this one checkpoint.
-            state, selection: What is saved.
+            state, selection: The state, and the names of it that are saved.
         """
         self._job, self._selection = job, selection
         self._state: Mapping[str, object] = state
@@ -91,7 +91,7 @@ class PathRequest:
         return None
 
     def committed(self, context: SaveContext, manifest_digest: str) -> None:
-        """Do nothing: nobody refers to a checkpoint saved by path."""
+        """Do nothing: no later save refers to a checkpoint saved by path."""
 
 
 def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:

@@ -1,6 +1,6 @@
 """One save, from the state to the published manifest. `save` reads top-down in the order of what happens.
 
-The states of a save, and what ends it in each of them, stand in `attempt.py`.
+`attempt.py` lists the states of a save, and what ends it in each state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def begin_save(job: Job, request: SaveRequest, dispatcher: EventDispatcher | Non
 def save_and_wait(job: Job, request: SaveRequest) -> SaveReport:
     """Save a state, and return once it is committed; nothing is copied first. Errors as `save` and its handle."""
     attempt = SaveAttempt(job, request, awaited=True)
-    # Until the wait is over: by then everything that the save made is gone, and the collector never walks it.
+    # Pause until the wait ends: by then the objects of the save are freed, and the collector never walks them.
     with attempt.gc_pause:
         report = save(attempt).wait()
     assert report is not None, "committed comes with a report"
@@ -47,9 +47,9 @@ def save(attempt: SaveAttempt) -> SaveHandle:
     """Save a state: agree, copy or write this rank's share, and leave the rest to the commit thread.
 
     Args:
-        attempt: What is saved, where, and by which ranks. Each rank calls.
+        attempt: The save on this rank. Every rank calls.
     Returns:
-        The handle. Whatever fails after the ranks agreed lives there.
+        The handle. It carries every failure after the ranks agreed.
     Raises:
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written on any rank.
     """
@@ -97,18 +97,18 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     """Decide what this rank writes, or find that an earlier save decided it; return whether the plan is new."""
     job, agreement = attempt.job, attempt.agreement
     rank, settings = job.comm.rank, job.settings
-    shards = [each.shard for each in collected.shards]
-    holders = agreement.holders_of_each([each.tensor.fqn for each in shards if each.holders is None])
+    shards = [local.shard for local in collected.shards]
+    holders = agreement.holders_of_each([shard.tensor.fqn for shard in shards if shard.holders is None])
 
     def plan() -> SavePlan:
         owned = owned_by(rank, shards, holders, settings.chunk_bytes)
         packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max)
         return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
-    found, is_new = job.plan_cache.of(fingerprint.shards, holders, plan)
-    if not is_small_transfer(found.bytes):
+    chosen, is_new = job.plan_cache.of(fingerprint.shards, holders, plan)
+    if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
-    return found, is_new
+    return chosen, is_new
 
 
 def name_packs(attempt: SaveAttempt, plan: SavePlan) -> list[PlannedPack]:

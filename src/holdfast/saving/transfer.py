@@ -1,4 +1,8 @@
-"""The bytes of one save on their way from the state into packs: before the call returns, behind it, or lazily."""
+"""Moves the bytes of one save from the state into packs.
+
+There are three ways: write before the call returns, copy before the call returns and write later, or copy lazily while
+training goes on.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.ports.framework import Collected, LocalShard, Source
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import MIB
@@ -21,16 +25,21 @@ from holdfast.types.reports import Staged
 logger = logging.getLogger(__name__)
 
 _LAZY_BYTES_MAX = 512 * MIB
-"""What the arena grows to for lazy saves, unless its budget was chosen: windows are written while others are filled."""
+"""Arena limit of lazy saves, unless settings give a budget: some buffers are written while others are filled."""
 
 _EAGER_BYTES_MAX = 64 * MIB
-"""What a lazy save copies at the call at most. Such copies are made into fresh memory, outside the arena's budget."""
+"""Most bytes that a lazy save copies at the call. These copies use fresh memory, outside the arena's budget."""
 
-_FENCE_SECONDS_NOTED = 1.0
+_FENCE_WARNING_SECONDS = 1.0
+"""The fence logs a warning if it blocks training for longer."""
 
 
 class Transfer:
-    """What one rank writes in one save, taken from the state once and written once."""
+    """Copies and writes the packs of one rank in one save.
+
+    The training thread calls `begin`, and later `settle` through the fence or the handle. The copy thread fills
+    buffers. The commit thread calls `written`, which writes them.
+    """
 
     def __init__(
         self,
@@ -40,43 +49,43 @@ class Transfer:
         packs: Sequence[PlannedPack],
         trace: OperationTrace,
     ) -> None:
-        """Begin nothing yet.
+        """Start no copy yet.
 
         Args:
-            job: Whose arena and threads are used.
-            handle: Reaches `staged` once training may change the state, on whatever thread that is.
+            job: Its arena and threads do the work.
+            handle: Reaches `staged` once training may change the state, on any thread.
             writer: Writes the packs.
-            packs: What is written.
-            trace: Records the phases, and how many bytes are written.
+            packs: The packs of this rank.
+            trace: Records the phases and the bytes written.
         """
         self._trace, self._on_progress = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
         self._job, self._handle, self._name, self._writer, self._packs = job, handle, handle.name, writer, packs
         self.staging: Staged = "none"
-        """How the state was taken."""
+        """How the state is copied."""
         self.staged_seconds = 0.0
-        """From the call until training might change the state."""
+        """Seconds from the call until training may change the state."""
         self.waited_seconds = 0.0
-        """How long copies have waited for buffers."""
+        """Seconds that copies waited for buffers."""
         self._staging = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
         self._is_copying = False
         self._copied_at: float | None = None
         self._fence_starts: list[float] = []
-        # Reentrant: what is called once all is staged may step an optimizer.
+        # Reentrant: a callback on `staged` may step an optimizer, whose fence enters the same check on this thread.
         self._check_lock = threading.RLock()
         self._is_checked = False
-        self._stamped: list[tuple[str, Source, object]] = []
-        self._expected: list[tuple[bytes, ...]] | None = None
+        self._stamps: list[tuple[str, Source, object]] = []
+        self._digests_at_call: list[tuple[bytes, ...]] | None = None
 
     def begin(self, collected: Collected, *, awaited: bool) -> None:
-        """Take the state, or begin to; return once training may go on.
+        """Write or copy the state, or start to copy it lazily; return once training may go on.
 
         Args:
             collected: The state.
-            awaited: Whether the caller waits for the commit anyhow.
+            awaited: Whether the caller waits for the commit: then nothing is copied, only written.
         """
         arena, shards = self._job.arena, collected.shards
-        sources = [each.source for each in shards]
+        sources = [shard.source for shard in shards]
         is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
         buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs)
         if awaited or not arena.holds(1 if is_lazy else buffers):
@@ -89,19 +98,20 @@ class Transfer:
             self._copy_in_background(sources)
             self.settle()
         else:
-            assert collected.fence is not None, "or it could not be lazy"
+            assert collected.fence is not None, "only a fenced state is copied lazily"
             self.staging = "lazy"
             self._staging = Staging(arena, None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX)
+            # Stamps and copies come first: the fence checks the stamps.
             self._snapshot_unfenced(shards, sources)
             collected.fence(self._block_training)
             self._copy_in_background(sources)
 
     def written(self) -> list[WrittenPack]:
-        """Return what is written and durable, after writing what is not; in the background.
+        """Write the staged packs unless `begin` wrote them; return the durable packs. On the commit thread.
 
         Raises:
-            InvalidError: What was taken lazily changed before it was copied.
-            CheckpointError: It could not be written.
+            InvalidError: A tensor changed before it was copied lazily.
+            CheckpointError: A pack could not be written.
         """
         if self._written is not None:
             return self._written
@@ -111,6 +121,7 @@ class Transfer:
                 for pack in self._packs:
                     with gc_paused_for(pack.plan.data_bytes):
                         written.append(self._writer.write_staged(pack, self._staging, self._on_progress))
+            # The check records a changed tensor as the failure that `raise_failure` raises.
             self._staging.wait()
             self._check_unmodified()
             self._staging.raise_failure()
@@ -121,39 +132,40 @@ class Transfer:
         return written
 
     def give_up(self, error: BaseException) -> None:
-        """Copy and write nothing more; what is lent goes back, and nobody is held up."""
+        """Stop copying and writing; return the lent buffers and release a blocked training thread."""
         self._staging.give_up(error)
-        self._stamped.clear()
+        self._stamps.clear()
         if not self._is_copying:
+            # No copy thread exists that would return the buffers.
             self._staging.end()
 
     def settle(self, timeout: float | None = None) -> float | None:
-        """Wait until nothing more is read from the state, on the thread that trains; return what is left to wait."""
+        """Wait, on the training thread, until the state is no longer read; return the seconds left of the timeout."""
         start = self._job.clock.monotonic_seconds()
         if self._staging.wait(timeout):
             self._check_unmodified()
         return None if timeout is None else max(start + timeout - self._job.clock.monotonic_seconds(), 0.0)
 
     def _block_training(self) -> None:
-        """Be the fence."""
+        """Block the training thread until the state is copied. The framework calls this before it changes the state."""
         start = self._job.clock.monotonic_seconds()
         self._fence_starts.append(start)
         with self._trace.phase("fence"):
             self.settle()
         seconds = self._job.clock.monotonic_seconds() - start
-        if seconds > _FENCE_SECONDS_NOTED:
+        if seconds > _FENCE_WARNING_SECONDS:
             logger.warning(
-                "%s: held training up for %.1f s: copies had to wait for memory. Raise settings.arena_bytes_max, or "
-                "save less often than storage takes it",
+                "%s: blocked training for %.1f s: copies waited for memory. Raise settings.arena_bytes_max, or "
+                "save less often",
                 self._name,
                 seconds,
             )
 
     @property
     def fence_seconds(self) -> float:
-        """How long the fence has held training up."""
+        """Seconds that the fence has blocked training."""
         stop = self._job.clock.monotonic_seconds() if self._copied_at is None else self._copied_at
-        return sum(max(stop - since, 0.0) for since in self._fence_starts)
+        return sum(max(stop - start, 0.0) for start in self._fence_starts)
 
     def _write(self, sources: Sequence[Source]) -> None:
         self._written = []
@@ -173,31 +185,31 @@ class Transfer:
         if collected.fence is not None:
             eager_bytes = sum(_local_bytes(shard) for shard in owned if not shard.fenced)
             if not any(shard.fenced for shard in owned):
-                # Nothing to gain, and nothing to say where all of it is small: a rank may write no more than that.
+                # A lazy save gains nothing here. A small share needs no warning: a rank may own only small tensors.
                 if eager_bytes <= _EAGER_BYTES_MAX:
                     return False
             elif eager_bytes <= _EAGER_BYTES_MAX:
                 return True
             reason = (
                 f"{eager_bytes} bytes of it are neither parameters that an optimizer of the state steps, nor such an "
-                "optimizer's state. Pass modules and optimizers themselves rather than their state_dict()"
+                "optimizer's state. Pass modules and optimizers themselves, not their state_dict()"
             )
         if self._job.is_first_occurrence(reason):
             logger.warning("%s: the state is copied before the call returns, not lazily: %s", self._name, reason)
         return False
 
     def _snapshot_unfenced(self, shards: Sequence[LocalShard], sources: list[Source]) -> None:
-        """Stamp what is taken lazily, and put copies of the rest in place of its sources."""
+        """Stamp the shards that are copied lazily; copy the unfenced ones now and replace their sources."""
         for number, shard in self._owned_shards(shards):
             if shard.fenced:
-                self._stamped.append((shard.shard.tensor.fqn, shard.source, shard.source.stamp()))
+                self._stamps.append((shard.shard.tensor.fqn, shard.source, shard.source.stamp()))
             else:
                 sources[number] = shard.source.copied()
         if self._job.settings.verify_lazy_copy:
-            self._expected = [self._writer.digests_of(pack, sources) for pack in self._packs]
+            self._digests_at_call = [self._writer.digests_of(pack, sources) for pack in self._packs]
 
     def _owned_shards(self, shards: Sequence[LocalShard]) -> Iterator[tuple[int, LocalShard]]:
-        """Yield each shard that this rank writes something of, with its number."""
+        """Yield the number and shard of each shard that has bytes in the packs of this rank."""
         for number in dict.fromkeys(item.shard_number for pack in self._packs for item in pack.plan.items):
             yield number, shards[number]
 
@@ -223,11 +235,11 @@ class Transfer:
             raise
 
     def _check_unmodified(self) -> None:
-        """Find out, once everything is copied, whether all of it was as at the call.
+        """Check once, after all copies, that no stamped tensor changed since the call; end the transfer if one did.
 
-        Asked on the thread that trains, at the fence, where no operation of that thread can be under way: torch counts
-        an operation only when it is over, and one that was writing while the last copy was made would not be seen.
-        Where no fence is met it is asked once everything is written.
+        The training thread checks at the fence, where none of its operations is running. Torch increments a tensor's
+        version only after the operation, so a check elsewhere could miss one that wrote during the last copy. If
+        training meets no fence, the commit thread checks after the last pack is written.
         """
         with self._check_lock:
             if self._is_checked:
@@ -238,28 +250,30 @@ class Transfer:
             if unsure is not None:
                 logger.error(
                     "%s: waiting for a device's copies failed, and they may go on (%s: %s). The save fails, and its "
-                    "memory is not used again",
+                    "buffers are not reused. Restart the process if memory runs short",
                     self._name,
                     type(unsure).__name__,
                     unsure,
                 )
                 self.give_up(unsure)
                 return
-            changed = [fqn for fqn, source, stamp in self._stamped if source.stamp() != stamp]
-            self._stamped.clear()
+            changed = [fqn for fqn, source, stamp in self._stamps if source.stamp() != stamp]
+            # The sources keep the state alive.
+            self._stamps.clear()
             if changed:
                 self.give_up(InvalidError(_modified_message(self._name, changed)))
             else:
                 self._reach_staged()
 
     def _require_expected(self, written: Sequence[WrittenPack]) -> None:
-        if self._expected is None:
+        """Compare digests with those taken at the call; only with `settings.verify_lazy_copy`."""
+        if self._digests_at_call is None:
             return
         changed = [
             item.tensor.fqn
-            for pack, expected, found in zip(self._packs, self._expected, written, strict=True)
-            for item, own, other in zip(pack.plan.items, expected, found.digests, strict=True)
-            if own != other
+            for pack, expected, result in zip(self._packs, self._digests_at_call, written, strict=True)
+            for item, expected_digest, digest in zip(pack.plan.items, expected, result.digests, strict=True)
+            if expected_digest != digest
         ]
         if changed:
             raise InvalidError(_modified_message(self._name, changed))
@@ -270,9 +284,8 @@ def _local_bytes(shard: LocalShard) -> int:
 
 
 def _modified_message(name: str, changed: Sequence[str]) -> str:
-    more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
     return (
-        f"{name}: {', '.join(changed[:10])}{more} changed while being taken lazily; expected no change before the next "
-        "optimizer step or load_state_dict. Nothing was committed. Change tensors after handle.wait('staged') only, "
+        f"{name}: {first_three(changed)} changed while being copied lazily; expected no change before the next "
+        "optimizer step or load_state_dict. Nothing was committed. Change tensors only after handle.wait('staged'), "
         "leave these out with skip=, or save with settings.staging='copy'"
     )

@@ -18,7 +18,7 @@ from holdfast.engine.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.geometry.region import Region
 from holdfast.ports.framework import Source, Ticket
-from holdfast.saving.unchanged import first_page_digests
+from holdfast.saving.deduplication import first_page_digests
 from holdfast.settings import PAGE_BYTES
 from tests.unit.engine.test_write_and_read import (
     KEY,

@@ -152,7 +152,7 @@ def test_where_the_step_before_cannot_be_read_it_is_said(tmp_path: Path, caplog:
         manifest.write_bytes(manifest.read_bytes()[:-40])
         report = manager.save(2, {"model": model}).wait()
     assert report is not None and report.unhealthy == ()
-    assert "step-000000000002 had is not known" in caplog.text
+    assert "step-000000000002: the non-finite counts of earlier steps are not known" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [["a"], "a", (1,), None])

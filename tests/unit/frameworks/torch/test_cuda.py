@@ -135,7 +135,7 @@ def test_a_change_behind_the_fence_aborts_the_save(
     gate.opened.set()
     if change is not rebinding:  # What it binds lies on the host.
         training.step()
-    with pytest.raises(InvalidError, match="changed while being taken lazily"):
+    with pytest.raises(InvalidError, match="changed while being copied lazily"):
         handle.wait(timeout=60.0)
     assert run.steps() == []
     run.close()

@@ -197,7 +197,7 @@ def test_a_change_behind_the_fence_aborts_the_save(
     change(training)
     gate.opened.set()
     training.step()
-    with pytest.raises(InvalidError, match=r"step 1: .*(2\.weight).* changed while being taken lazily"):
+    with pytest.raises(InvalidError, match=r"step 1: .*(2\.weight).* changed while being copied lazily"):
         handle.wait(timeout=60.0)
     assert run.steps() == []
     assert list(tmp_path.rglob("*.safetensors")) == []
@@ -231,12 +231,12 @@ def test_a_change_before_it_is_known_that_all_is_copied_aborts_the_save(tmp_path
     in_place(training)
     training.step()
     gate.opened.set()
-    with pytest.raises(InvalidError, match="changed while being taken lazily"):
+    with pytest.raises(InvalidError, match="changed while being copied lazily"):
         handle.wait(timeout=60.0)
     handle = run.save(2, training.state)
     transfer_of(handle)._staging.wait()
     in_place(training)
-    with pytest.raises(InvalidError, match="changed while being taken lazily"):
+    with pytest.raises(InvalidError, match="changed while being copied lazily"):
         handle.wait(timeout=60.0)
     assert run.steps() == []
     run.close()
