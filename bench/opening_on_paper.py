@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from bench.synthetic import SyntheticJob
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import Agreement, Details, SaveAgreement, Statement
+from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.job import Job
+from holdfast.coordination.records import Agreement, Details, Statement
 from holdfast.coordination.save_context import SaveContext
 from holdfast.format.digest import short_digest_of
 from holdfast.format.pack import header_of

@@ -24,8 +24,8 @@ from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.commit_vote import Vote
+from holdfast.coordination.records import Agreement
 from holdfast.engine.gc_pause import GcPause
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index_builder import IndexBuilder

@@ -1,4 +1,4 @@
-"""Votes and outcome of one attempt: the rank whose vote completes the count commits; any rank may abort before.
+"""The commit vote of one attempt: the rank whose vote completes the count commits; before that, any rank may abort.
 
 States of an attempt, and who moves it from one to the next:
 
@@ -9,8 +9,8 @@ States of an attempt, and who moves it from one to the next:
     publishing  -> ask storage  a waiting rank at its deadline; the committing rank, if its lease may have ended
     publishing  -> unknown      the committing rank, if putting the manifest failed half-way
 
-One compare-and-set decides between publishing and aborting, so no two ranks can believe different things. The key
-`result` only wakes the waiting ranks.
+One compare-and-set decides between publishing and aborting, so all ranks see the same decision. The key `result` only
+wakes the waiting ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from holdfast.coordination.job import Job
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage
-from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.errors import CheckpointError, UnavailableError, first_three
 
 _VOTING = Outcome(OutcomeKind.VOTING)
 _PUBLISHING = Outcome(OutcomeKind.PUBLISHING)
@@ -28,7 +28,7 @@ _PUBLISHING = Outcome(OutcomeKind.PUBLISHING)
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A rank's word that its part is whole and durable."""
+    """The vote of a rank: its part is whole and durable."""
 
     part_bytes: int
     """Size of its part file."""
@@ -47,7 +47,7 @@ class CommitVote:
             job: The ranks.
             sequence: Number of the save.
             attempt: Id of the attempt.
-            name: What is being saved, for messages.
+            name: Name of the save, for messages.
         """
         self._job, self._sequence, self._attempt, self._name = job, sequence, attempt, name
         self._has_voted = False
@@ -66,9 +66,9 @@ class CommitVote:
         key = self._key("vote", job.comm.rank)
         text = json.dumps([vote.part_bytes, vote.part_digest]).encode()
         job.key_value_store.set(key, text, job.seconds_left(deadline))
-        # From here on another rank may see the vote, whatever this call comes to.
+        # From here on another rank may count this vote, even if the call below fails.
         self._has_voted = True
-        # Never retried: a counter added to twice would commit without a rank.
+        # Never retry: a rank counted twice would let the attempt commit without the vote of another rank.
         count = job.key_value_store.add(self._key("count"), 1, job.seconds_left(deadline))
         shared = [self._key(name) for name in ("count", "outcome", "result")] if job.comm.rank == 0 else []
         job.record_keys(self._sequence, [key, *shared])
@@ -83,34 +83,34 @@ class CommitVote:
         ]
 
     def abort(self, error: CheckpointError) -> Outcome:
-        """End the attempt because of a failure here, unless a rank may be publishing. Never raises.
+        """Abort the attempt after a failure on this rank, unless a rank may be publishing. Never raises.
 
         Returns:
-            `aborted`, or `ask_storage` if this rank had voted and the attempt may be committed all the same.
+            `aborted`, or `ask_storage` if this rank had voted and the attempt may still be committed.
         """
         job = self._job
         try:
-            standing = self._decide(aborted(error, job.comm.rank), job.deadline())
-            if standing.kind is OutcomeKind.PUBLISHING:
+            decided = self._decide(aborted(error, job.comm.rank), job.deadline())
+            if decided.kind is OutcomeKind.PUBLISHING:
                 return ask_storage("another rank is publishing")
-            self._announce(standing, job.deadline())
+            self._announce(decided, job.deadline())
         except (CheckpointError, TimeoutError) as failure:
-            # Without this rank's vote nobody completes the count, whatever state the key-value store is in.
+            # Without this rank's vote no rank can complete the count, whatever the key-value store holds.
             if self._has_voted:
                 return ask_storage(str(failure))
         return aborted(error)
 
     def announce(self, outcome: Outcome) -> None:
-        """Tell waiting ranks what became of publishing. Never raises: the manifest is the truth."""
+        """Announce the outcome of publishing to the waiting ranks. Never raises: they can read the manifest instead."""
         try:
             self._announce(outcome, self._job.deadline())
         except (CheckpointError, TimeoutError):
             return
 
     def await_outcome(self) -> Outcome:
-        """Wait until the attempt is over; never raises.
+        """Wait for the outcome of the attempt. Never raises.
 
-        At this rank's deadline an attempt that nobody publishes is aborted, and the silent ranks are named.
+        At its deadline this rank aborts an attempt that no rank publishes, and names the silent ranks.
         """
         job = self._job
         try:
@@ -127,24 +127,28 @@ class CommitVote:
         try:
             keys = job.key_value_store
             silent = [rank for rank in range(job.comm.world_size) if not keys.present(self._key("vote", rank))]
-            who = f"ranks {silent[:16]} did not finish their part" if silent else "all ranks voted and none committed"
-            error = UnavailableError(
-                f"{self._name}: {who} within {timeout} s of this rank; the attempt is aborted. Look at those ranks"
+            problem = (
+                f"ranks [{first_three(silent)}] did not finish their part"
+                if silent
+                else "all ranks voted and none committed"
             )
-            standing = self._decide(aborted(error, job.comm.rank), job.deadline())
-            if standing.kind is OutcomeKind.PUBLISHING:
-                return ask_storage(f"the committing rank was publishing and fell silent for {timeout} s")
-            self._announce(standing, job.deadline())
+            error = UnavailableError(
+                f"{self._name}: {problem} within {timeout} s of this rank; the attempt is aborted. Look at those ranks"
+            )
+            decided = self._decide(aborted(error, job.comm.rank), job.deadline())
+            if decided.kind is OutcomeKind.PUBLISHING:
+                return ask_storage(f"the committing rank was publishing and reported nothing for {timeout} s")
+            self._announce(decided, job.deadline())
         except (CheckpointError, TimeoutError) as failure:
             return ask_storage(str(failure))
-        return standing
+        return decided
 
     def _decide(self, wanted: Outcome, deadline: float) -> Outcome:
-        """Set the outcome unless one is set; return the one that is set."""
+        """Set the outcome unless one is set already; return the outcome that is set."""
         job = self._job
         text = wanted.encode()
-        standing = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.seconds_left(deadline))
-        return wanted if standing == text and wanted.kind is OutcomeKind.PUBLISHING else Outcome.decode(standing)
+        current = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.seconds_left(deadline))
+        return wanted if current == text and wanted.kind is OutcomeKind.PUBLISHING else Outcome.decode(current)
 
     def _announce(self, outcome: Outcome, deadline: float) -> None:
         self._job.key_value_store.set(self._key("result"), outcome.encode(), self._job.seconds_left(deadline))

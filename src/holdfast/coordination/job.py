@@ -19,8 +19,8 @@ from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
 
-_TELL_SECONDS = 1.0
-"""How long a call to the board may take in any case, so that others hear of an end that has come."""
+_ANNOUNCE_SECONDS_MIN = 1.0
+"""Shortest time for a call to the key-value store, so that a rank can announce its end after its deadline."""
 
 
 class BackgroundQueue:
@@ -32,15 +32,15 @@ class BackgroundQueue:
         self._last: weakref.ref[Future[None]] | None = None
 
     def submit(self, work: Callable[..., object], *arguments: object) -> Future[None]:
-        """Run a call after those submitted before it."""
+        """Run a call after all calls submitted earlier."""
         future: Future[None] = self._executor.submit(work, *arguments)  # type: ignore[arg-type]
-        # Weakly: the exception of a failed call would keep everything alive that its frames refer to.
+        # A weak reference: the exception of a failed call would keep the objects in its frames alive.
         self._last = weakref.ref(future)
         return future
 
     @property
     def is_idle(self) -> bool:
-        """Whether every call so far is over, so that the next one starts at once."""
+        """Whether every submitted call has ended, so that the next one starts at once."""
         last = None if self._last is None else self._last()
         return last is None or last.done()
 
@@ -50,10 +50,10 @@ class BackgroundQueue:
 
 
 class Job:
-    """The ranks that save and load together, and what they share for the life of the process.
+    """The ranks that save and load together, and the resources they share for the life of the process.
 
-    Both paths take it. A nonce keeps its keys apart from those of an earlier job on the same key-value store.
-    Construction is a collective: rank 0 sends the nonce to every rank.
+    Saving and loading both take it. A nonce separates its keys from those of an earlier job on the same key-value
+    store. Construction is a collective: rank 0 sends the nonce to every rank.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Job:
             self.nonce = comm.broadcast(clock.random_bytes(8) if comm.rank == 0 else None).hex()
         self._process = os.getpid()
         self.process_deadline: float | None = None
-        """Monotonic time at which the process will be gone, where that is known: no wait for other ranks is longer."""
+        """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
-        """Number of the next save; ranks that fell behind catch up there."""
+        """Number of the next save. A rank that missed saves advances it."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
-        """Memory for copies of what is being saved."""
+        """Memory for copies of the state."""
         self.plan_cache = PlanCache()
         """Plans of earlier saves."""
         self.copies = BackgroundQueue("holdfast-copy")
-        """Copies of states. One queue: two saves at once could take all buffers between them, and neither go on."""
+        """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
         self.commits = BackgroundQueue("holdfast-commit")
         """Writes, votes and commits of saves, away from the training thread."""
         self._logged: set[str] = set()
@@ -109,11 +109,13 @@ class Job:
         return short_digest_of(self.nonce.encode(), str(sequence).encode(), str(step).encode()).hex()
 
     def deadline(self) -> float:
-        """Return when a wait for other ranks that begins now ends, in monotonic seconds."""
+        """Return the monotonic time at which a wait for other ranks that begins now must end."""
         now = self.clock.monotonic_seconds()
         timeout = self.settings.commit_timeout_seconds
         return now + (
-            timeout if self.process_deadline is None else min(timeout, max(self.process_deadline - now, _TELL_SECONDS))
+            timeout
+            if self.process_deadline is None
+            else min(timeout, max(self.process_deadline - now, _ANNOUNCE_SECONDS_MIN))
         )
 
     def seconds_left(self, deadline: float) -> float:
@@ -121,23 +123,23 @@ class Job:
         return max(deadline - self.clock.monotonic_seconds(), 0.005)
 
     def is_first_occurrence(self, message: str) -> bool:
-        """Return whether a message has not been logged yet, and take note of it."""
+        """Return whether a message was not logged before, and record it as logged."""
         if message in self._logged:
             return False
         self._logged.add(message)
         return True
 
     def record_keys(self, sequence: int, keys: Sequence[str]) -> None:
-        """Note keys that this rank set for a save, so that `delete_keys_before` can remove them."""
+        """Record keys that this rank set for a save; `delete_keys_before` removes them."""
         with self._keys_lock:
             self._keys += [(sequence, key) for key in keys]
 
     def delete_keys_before(self, sequence: int) -> None:
         """Remove this rank's keys of saves before a committed one, so that the key-value store stays small.
 
-        A commit carries every rank's vote, and a rank votes only when it is done with the saves before. So no rank
-        can still wait on those keys. No weaker rule would do: a rank that finds an outcome gone would take the
-        attempt for undecided, and abort it.
+        A commit needs every rank's vote, and a rank votes only after its earlier saves have ended. So no rank still
+        waits on those keys. A weaker rule would be wrong: a rank that finds no outcome takes the attempt as undecided
+        and aborts it.
         """
         with self._keys_lock:
             old = [key for number, key in self._keys if number < sequence]
@@ -145,14 +147,14 @@ class Job:
         self.key_value_store.delete(old)
 
     def close(self) -> None:
-        """Wait for saves in the background, then end their threads and free the arena."""
+        """Wait for the saves in the background, end their threads, and free the arena."""
         self.copies.close()
         self.commits.close()
         self.arena.close()
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process was forked after the job was made: the job's threads do not exist here."""
+        """Whether this process was forked after the job was made. A fork does not copy the job's threads."""
         return os.getpid() != self._process
 
 
@@ -164,7 +166,7 @@ def error_text(error: BaseException) -> str:
 
 
 def is_absence(error: BaseException) -> bool:
-    """Return whether damage is that something named is not there."""
+    """Return whether an error reports damage because a named file is missing."""
     if not isinstance(error, CorruptError):
         return False
     cause = error.__cause__
@@ -174,7 +176,7 @@ def is_absence(error: BaseException) -> bool:
 
 
 def error_from(text: str, prefix: str = "") -> CheckpointError:
-    """Return the error that `error_text` wrote down, as the same kind."""
+    """Return the error that `error_text` encoded, of the same class."""
     document = json.loads(text)
     return BY_NAME.get(document["kind"], UnavailableError)(prefix + document["message"])
 
@@ -182,13 +184,13 @@ def error_from(text: str, prefix: str = "") -> CheckpointError:
 def raise_together(statuses: Sequence[str | None], own_rank: int, own: BaseException | None) -> None:
     """Raise on every rank if any rank failed.
 
-    A rank raises its own error; the others raise the lowest failing rank's, its rank in the message. Where
-    several ranks failed, all of them are the cause, as a group.
+    A rank that failed raises its own error. The others raise the error of the lowest failing rank, with that rank in
+    the message. If several ranks failed, the cause is a group of all errors.
 
     Args:
         statuses: By rank, an `error_text` or None.
         own_rank: This rank.
-        own: What this rank met.
+        own: Error of this rank; None if it did not fail.
     """
     failed = [(rank, text) for rank, text in enumerate(statuses) if text is not None]
     if not failed:

@@ -1,4 +1,4 @@
-"""What became of one attempt: the typed value that ranks exchange, and that a save ends with."""
+"""The outcome of one attempt: a typed value that ranks exchange and that ends a save."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class OutcomeKind(StrEnum):
     """The manifest is visible and will never count: another writer took over."""
 
     ASK_STORAGE = "ask_storage"
-    """A rank may have published: the manifest, if it is there, settles it."""
+    """A rank may have published. The manifest, if there is one, decides."""
 
     UNKNOWN = "unknown"
-    """A rank may have published, and the manifest cannot settle it: making it durable failed."""
+    """A rank may have published, and the manifest cannot decide: making it durable failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank knows about the end of an attempt."""
+    """The end of an attempt, as one rank knows it."""
 
     kind: OutcomeKind
     """The state."""
@@ -52,7 +52,7 @@ class Outcome:
     """If aborted or fenced: why."""
 
     aborting_rank: int | None = None
-    """If a rank aborted before anybody published: that rank."""
+    """If a rank aborted the attempt: that rank."""
 
     reason: str = ""
     """If unknown, or if storage must be asked: why."""
@@ -99,10 +99,10 @@ def fenced(error: CheckpointError) -> Outcome:
 
 
 def ask_storage(reason: str) -> Outcome:
-    """Return the outcome of an attempt that the manifest, if it is there, settles."""
+    """Return the outcome of an attempt that the manifest, if there is one, decides."""
     return Outcome(OutcomeKind.ASK_STORAGE, reason=reason)
 
 
 def unknown(reason: str) -> Outcome:
-    """Return the outcome of an attempt that nobody can settle now."""
+    """Return the outcome of an attempt whose end no rank can learn now."""
     return Outcome(OutcomeKind.UNKNOWN, reason=reason)

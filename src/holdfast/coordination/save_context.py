@@ -1,4 +1,4 @@
-"""What the ranks of one save agreed on beyond the layout: rank 0 decides it, every rank receives it."""
+"""The context of one save: rank 0 decides it, and every rank receives it with the verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Base = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class SaveContext:
-    """What rank 0 decided about one save. It travels in the verdict that closes the agreement."""
+    """Rank 0's decisions on one save. The verdict that closes the agreement carries them."""
 
     run_id: str
     """Id of the run that the root belongs to; an id of its own for a checkpoint saved by path."""
@@ -27,22 +27,22 @@ class SaveContext:
     """Epoch of the writer lease under which the manifest is published; 0 for a checkpoint saved by path."""
 
     base: Base | None = None
-    """The step whose pieces may be referred to. Garbage collection leaves it alone until the save is over."""
+    """The step whose pieces may be referred to. Garbage collection keeps it until the save ends."""
 
     suspect_steps: frozenset[int] = frozenset()
-    """Steps whose packs may be damaged, so that no pack in them may be referred to."""
+    """Steps whose packs may be damaged, so that no save may refer to them."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Rank 0's metrics of the step."""
 
     origin: str | None = None
-    """For a copy: what wrote the source, with a version."""
+    """For a copy: software that wrote the source, with its version."""
 
     masters: Mapping[str, str] = field(default_factory=dict)
     """For a copy: FQN of each fp32 master by FQN of its low-precision weight, as in the source."""
 
     health: Health | None = None
-    """For a copy: the health that was found when the source was saved."""
+    """For a copy: health recorded with the source."""
 
     def encode(self) -> dict[str, object]:
         """Return the context as a JSON object."""
@@ -60,7 +60,7 @@ class SaveContext:
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> SaveContext:
-        """Return the context that `encode` wrote; rank 0 is trusted, so nothing is judged."""
+        """Return the context that `encode` wrote; rank 0 is trusted, so nothing is checked."""
         base = document["base"]
         return cls(
             run_id=document["run_id"],

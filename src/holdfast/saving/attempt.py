@@ -26,10 +26,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 
-from holdfast.coordination.agreement import Agreement, SaveAgreement
+from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, fenced, unknown
+from holdfast.coordination.records import Agreement
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.outcome import Outcome, ask_storage, committed, unknown
+from holdfast.coordination.records import Agreement
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map

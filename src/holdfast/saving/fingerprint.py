@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.agreement import Details, Statement
 from holdfast.coordination.job import Job
+from holdfast.coordination.records import Details, Statement
 from holdfast.format.digest import short_digest_of
 from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values

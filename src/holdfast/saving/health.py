@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.job import Job
+from holdfast.coordination.records import Agreement
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.format.digest import new_short_digest, short_digest_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.coordination.agreement import Agreement
 from holdfast.coordination.job import Job
+from holdfast.coordination.records import Agreement
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.write import WrittenPack
 from holdfast.format.index.index_builder import IndexBuilder

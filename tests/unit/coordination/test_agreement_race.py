@@ -6,8 +6,9 @@ import pytest
 from torch.distributed import HashStore
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import SaveAgreement, SaveVerdict
+from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.job import Job, error_text
+from holdfast.coordination.records import SaveVerdict
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.comm import TorchKeyValueStore
 from holdfast.settings import Settings
