@@ -35,7 +35,7 @@ from holdfast.leases.process import can_be_seen, is_gone, this_process
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, read_epoch, read_heartbeat
-from holdfast.repository.leases import leases, put_lease
+from holdfast.repository.reader_leases import leases, put_lease
 from holdfast.repository.removal import marks
 from holdfast.types.epoch import Holder
 from holdfast.types.manifest import Manifest

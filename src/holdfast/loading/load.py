@@ -9,11 +9,11 @@ The states of a load, the same on every rank at each collective, and who moves i
 - verified: an all-gather showed every rank that all tensors of all ranks are placed.
 - restored: each rank has put back the values that are not tensors. An all-gather ends the load.
 - failed: a collective showed an error of some rank; every rank raises.
-
 - fell back: an all-gather showed every rank that the step is damaged, and every rank raises `StepDamaged`. `load`
   catches it and is resolving again, with an older step. Any state after resolving can lead here.
 
-A load of one exact step cannot fall back. It restores without the all-gather of "verified": one is left after filling.
+A load of one exact step cannot fall back. It skips the all-gather of "verified": only the all-gather that ends the load
+follows the filling.
 """
 
 from __future__ import annotations
@@ -303,8 +303,9 @@ def _status_of(planned: PlannedLoad | Exception, world_size: int) -> RankStatus:
 def _exchange_of(attempt: LoadAttempt, offers: list[Offer]) -> AgreedExchange | None:
     """Return the exchange that follows from all offers, if any; a collective if there is one.
 
-    If any rank cannot compute it, every rank raises before the first round. That rank does not know whether the others
-    have an exchange. Its status is a message of the same form here and, where they have none, at the end of the load.
+    If any rank cannot compute it, every rank raises before the first round. A rank that fails here
+    cannot know whether the others exchange bytes, so it joins one all-gather. If the others do not exchange, their next
+    all-gather receives its error. Both all-gathers carry the same message.
     """
     exchange, own = None, None
     try:

@@ -24,7 +24,7 @@ from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
 from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.epochs import RELEASED, put_heartbeat
-from holdfast.repository.leases import leases
+from holdfast.repository.reader_leases import leases
 from holdfast.repository.removal import mark_keys, marks, put_mark
 from holdfast.runs.garbage_collection import CheckpointGC, Pins
 from holdfast.settings import Settings
@@ -345,7 +345,7 @@ def run_id_of(store: LocalStore) -> str:
 def other_machine(path: Path, store: LocalStore, lease_seconds: float = 10.0) -> None:
     """Have a lease say that its reader is on a machine that was booted another time."""
     from holdfast.leases.process import this_process
-    from holdfast.repository.leases import put_lease
+    from holdfast.repository.reader_leases import put_lease
 
     holder = replace(this_process(SystemClock(), lease_seconds), boot="another", nonce=path.stem)
     put_lease(store, holder, 1, 1)
