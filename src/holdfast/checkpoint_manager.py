@@ -1,6 +1,6 @@
-"""The manager of a run: what a training loop saves and loads its steps with.
+"""The manager of a run: a training loop saves and loads its steps with it.
 
-It forwards to the features of `runs/`, and drives saving and loading with them.
+It forwards to the features of `runs/`, and starts saves and loads with them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast.types.reports import LoadReport, SaveReport
 class CheckpointManager:
     """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
 
-    Making it is a collective: rank 0's nonce goes to every rank. Saving runs none.
+    Construction is a collective: rank 0 sends a nonce to every rank. Saving runs no collective.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class CheckpointManager:
         """Open a root.
 
         Args:
-            root: The folder that holds `step-*`; it is made at the first save.
+            root: Folder of the `step-*` folders; the first save creates it.
             save: When `maybe_save` saves; the same on every rank. See `holdfast.policies`.
             keep: Which steps are kept; None for all. The newest valid one always is.
             every: Short for `save=AnyOf(EveryNSteps(every), OnRequest())`.
             keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
-            preemption: Which signals have `maybe_save` save and end the process, from its first call until `close`.
+            preemption: Signals after which `maybe_save` saves and ends the process, from its first call until `close`.
                 True for SIGTERM and SIGINT, with a grace of 30 s; False for none. See `holdfast.Preemption`.
             process_group: None for the default group, False for this process alone, or a group.
             settings: How to save and load.
-            observers: Who hears of saves and loads as they go: those of `holdfast.observers`, or your own. None of
-                them can hurt a save, however slow or broken.
+            observers: Receive events of saves and loads: those of `holdfast.observers`, or your own. A slow or broken
+                observer cannot delay or fail a save.
         Raises:
-            InvalidError: The root is one checkpoint, or no path, or a policy is none or contradicts another, or
-                `preemption` is given on a thread that hears no signals.
+            InvalidError: The root is a checkpoint or no path; a policy is no policy or contradicts another; or the
+                thread can receive no signals for `preemption`.
         """
         policies = policies_of(save, every, keep, keep_last)
         wanted = preemption_of(preemption)
@@ -146,7 +146,7 @@ class CheckpointManager:
         self._pending: list[SaveHandle] = []
         self._closed = False
         self.load_report: LoadReport | None = None
-        """What the last load did."""
+        """Report of the last load."""
 
     def maybe_save(
         self,
@@ -158,22 +158,22 @@ class CheckpointManager:
         skip: Globs = None,
         grads: bool = False,
     ) -> SaveHandle | None:
-        """Do what is due at a step of the training loop; return the save that begins, or None if none does.
+        """Save a step of the training loop if a save is due; return its handle, or None.
 
-        Every rank calls it after every step, and all decide alike without waiting for each other. Rank 0's `metrics`
-        count, numbers by name. Other arguments and errors as `save`; a step that was just saved or loaded is not saved
-        again.
+        Every rank calls it after every step. All ranks decide alike without waiting for each other. `metrics` are
+        numbers by name; rank 0's count. Other arguments and errors as `save`. A step that was just saved or loaded is
+        not saved again.
 
         Raises:
             InvalidError: The manager was made without `save` and `every`.
-            Preempted: A rank was told to end: all ranks leave their loops at this step, `code` says whether it is
-                saved. A `SystemExit`, not an `Exception`.
+            Preempted: A rank received a signal. All ranks stop at this step; `code` tells whether it is saved. A
+                `SystemExit`, not an `Exception`.
         """
         self._require_open(step, state, "maybe_save")
         if self._schedule is None:
             raise InvalidError(
                 f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
-                "save=…, as in CheckpointManager(root, every=100). save(step, state) saves at once"
+                "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
             )
         passed = StepState(state, selection_of(only, skip, grads), metrics)
         if self._preemption is not None and self._preemption.should_stop(step):
@@ -182,23 +182,23 @@ class CheckpointManager:
                 self._position.location_of(step),
                 lambda: self._estimated_write_bytes(passed),
                 lambda: self._begin_save(step, passed.as_last()),
-                is_there=self._position.is_loaded(step),
+                is_committed=self._position.is_loaded(step),
             )
         self._position.require_not_gone_back()
         return self._begin_save(step, passed) if self._schedule.is_due(step) else None
 
     def request_save(self) -> None:
-        """Ask `maybe_save` for a save soon: from any rank, any thread, or a signal handler.
+        """Request a save soon, from any rank, thread or signal handler.
 
-        A rank hands it on at its next `maybe_save`; all save a step or a second or so later.
+        The rank forwards the request at its next `maybe_save`. All ranks save at one step, about a second later.
 
         Raises:
             InvalidError: The policy has no `OnRequest()`.
         """
         if self._schedule is None or not self._schedule.takes_requests:
             raise InvalidError(
-                f"{self._store.url}: the policy takes no requests, so nothing would come of it; expected every=…, or "
-                "save=AnyOf(…, OnRequest())"
+                f"{self._store.url}: the policy takes no requests, so no rank would save; expected a manager made "
+                "with every=… or save=AnyOf(…, OnRequest()). To save at once, call save(step, state)"
             )
         self._schedule.request()
 
@@ -213,13 +213,13 @@ class CheckpointManager:
         skip: Globs = None,
         grads: bool = False,
     ) -> SaveHandle:
-        """Begin to save a step; return once it is staged, or at once where it is taken lazily. As `async_save`.
+        """Begin to save a step; return once it is staged, or at once if it is copied lazily. As `async_save`.
 
         Args:
             step: The training iteration.
             state: As `async_save`, and so `only`, `skip` and `grads`.
-            metrics: What to say of the step, numbers by name; rank 0's count.
-            tags: Names that the step is given once it is committed, as `tag` does; rank 0's count.
+            metrics: Metrics of the step, numbers by name; rank 0's count.
+            tags: Tags that the step gets once it is committed, as with `tag`; rank 0's count.
         """
         self._require_open(step, state, "save")
         return self._begin_save(step, StepState(state, selection_of(only, skip, grads), metrics, tags))
@@ -235,14 +235,14 @@ class CheckpointManager:
         skip: Globs = None,
         grads: bool = False,
     ) -> int | None:
-        """Fill a state from a step, or from the newest that is whole; return the step, or None if there is none yet.
+        """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
 
-        Newer steps that are damaged are told of (`load_report.passed_over`), put under quarantine and passed over, on
-        all ranks together. Arguments and errors as the function `load`; a step that is asked for and absent is
-        `MissingError`, and damage in it `CorruptError`.
+        All ranks skip damaged newer steps together, quarantine them, and report them in `load_report.passed_over`.
+        Arguments and errors as the function `load`. A given step that is absent raises `MissingError`; a damaged one
+        raises `CorruptError`.
 
-        Where newer steps exist than the one that was asked for, `save` and `maybe_save` then raise `InvalidError`:
-        going back within a root is not yet supported. The error says how to continue in a new root.
+        If steps newer than the given one exist, later calls of `save` and `maybe_save` raise `InvalidError`: going back
+        within a root is not yet supported. The error says how to continue in a new root.
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
@@ -273,18 +273,18 @@ class CheckpointManager:
         return next(reversed(self.steps()), None)
 
     def tag(self, step: int, name: str) -> None:
-        """Give a committed step a name; nothing changes if it has it already. One rank is enough.
+        """Tag a committed step; do nothing if it has the tag already. Call it on one rank.
 
         Raises:
-            InvalidError: It cannot be a name.
+            InvalidError: The name is no valid tag.
             MissingError: There is no such step.
-            ConflictError: The tag names another step; it was not touched.
+            ConflictError: Another step has the tag; the tag was not changed.
         """
         require_step(step)
         tag_step(self._store, self._job.clock, step, name)
 
     def untag(self, name: str) -> None:
-        """Take a name away from its step, which stays as it is. One rank is enough.
+        """Remove a tag; its step stays as it is. Call it on one rank.
 
         Raises:
             MissingError: There is no such tag.
@@ -292,11 +292,11 @@ class CheckpointManager:
         remove_tag(self._store, name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
-        """Return the steps that stay as things are now, by `keep` or because they must, each with why. Removes nothing.
+        """Return the steps that garbage collection would keep now, each with its reasons. Removes nothing.
 
         Raises:
-            InvalidError: It ranks by a metric that no step has.
-            CorruptError: A tag cannot be read: it may name a step that must stay.
+            InvalidError: `keep` ranks by a metric that no step has.
+            CorruptError: A tag cannot be read, so it may name a step that must stay.
         """
         if read_run_id(self._store) is None:
             return {}
@@ -307,8 +307,8 @@ class CheckpointManager:
         """Wait for every save in flight.
 
         Raises:
-            CheckpointError: A save failed and its error was raised to nobody yet. If several failed, the first is
-                raised, and all are its cause, as a group.
+            CheckpointError: A save failed, and no call has raised its error yet. If several failed, the first is
+                raised; its cause is a group of all.
         """
         failures: list[Exception] = []
         for handle in self._pending:
@@ -325,7 +325,7 @@ class CheckpointManager:
             raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
 
     def close(self) -> None:
-        """Wait for every save in flight, then end. Raises as `wait`."""
+        """Wait for every save in flight, then release the resources. Raises as `wait`."""
         self._close(hand_on=True)
 
     def __enter__(self) -> Self:
@@ -335,7 +335,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; an error of closing never hides an error of the block."""
+        """Close. An error while closing never hides an error of the block."""
         try:
             self._close(hand_on=error is None)
         except Exception as failure:
@@ -356,25 +356,25 @@ class CheckpointManager:
             raise
         handle.committed.add_done_callback(partial(_unpin_failed, self._pins, step, handle))
         self._position.lineage = request.lineage
-        self._pending = [each for each in self._pending if not each.committed.done() or each.failure is not None]
+        self._pending = [known for known in self._pending if not known.committed.done() or known.failure is not None]
         self._pending.append(handle)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle
 
     def _close(self, *, hand_on: bool) -> None:
-        """Wait for every save in flight, then end.
+        """Wait for every save in flight, then release the resources.
 
         Args:
-            hand_on: Whether a signal that no step answered does now what it would have done without us.
+            hand_on: Whether to deliver a signal that no step handled to the restored handler.
         """
         if self._closed:
             return
         self._closed = True
-        # Last to first; each runs even if another raises.
+        # The stack runs the callbacks from last to first, and each runs even if another raises.
         with ExitStack() as ending:
             if self._preemption is not None:
-                # A signal that no step answered may end the process here.
+                # Pushed first, so that it runs last: a signal that no step handled may end the process here.
                 ending.callback(self._preemption.close, hand_on=hand_on)
             ending.callback(self._dispatcher.close)
             ending.callback(self._writer_lease.release)
@@ -386,20 +386,22 @@ class CheckpointManager:
     def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
         if self._parts.last_committed.base is not None and self._job.settings.deduplicate:
-            return 0  # Any of it may be unchanged.
+            return 0  # Every byte may be unchanged.
         collected = self._job.framework.collect(passed.state, passed.selection)
         return estimated_write_bytes(collected.shards, self._job.comm.world_size)
 
     def _require_open(self, step: object, state: object, call: str) -> None:
         if isinstance(step, Mapping):
-            raise InvalidError(f"{call}(step, state): step is a dict; the arguments are swapped, the step comes first")
+            raise InvalidError(
+                f"{call}(step, state): step is a dict, so the arguments are swapped; pass the step first"
+            )
         require_state(state, f"{call}(step, state)")
         self._require_not_closed()
         require_step(step)
 
     def _require_not_closed(self) -> None:
         if self._closed:
-            raise InvalidError(f"{self._store.url}: the manager is closed; make a new one")
+            raise InvalidError(f"{self._store.url}: the manager is closed; make a new CheckpointManager")
 
 
 def _unpin_failed(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveReport]) -> None:

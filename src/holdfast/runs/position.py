@@ -33,9 +33,9 @@ class RunPosition:
         """
         self._job, self.home, self._store, self._pins = job, home, home.store, pins
         self.last_committed = LastCommitted()
-        """What the next save may refer to."""
+        """The base step of the next save."""
         self.lineage = Lineage(None, None)
-        """What the next save continues."""
+        """The checkpoint, or the save in flight, that the next save continues."""
         self._loaded: int | None = None
         self._newer: tuple[int, ...] = ()
 
@@ -44,15 +44,15 @@ class RunPosition:
         return replace(self.home, folder=step_folder(step), step=step)
 
     def selector(self, step: int | None) -> StepSelector:
-        """Return what chooses the step of a load: the one asked for, or the newest valid one."""
-        # The load may fail because of damage in this very step: then the next save must not refer to it.
+        """Return the selector of a load: the given step, or the newest valid one."""
+        # The load may fail because the base step is damaged: then the next save must not refer to it.
         self.last_committed.base = None
         if step is None:
             return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence)
         return ExactStep(partial(self._choose, step), partial(self._newer_than, step))
 
     def move_to(self, loaded: Loaded) -> None:
-        """Stand at a step that was loaded."""
+        """Take a loaded step as the position."""
         step, manifest = loaded.location.step, loaded.manifest
         if step is None:
             return
@@ -63,7 +63,7 @@ class RunPosition:
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
 
     def forget_loaded(self) -> None:
-        """Take note that the state is no longer that of the step that was loaded."""
+        """Record that the state has changed since the load."""
         self._loaded = None
 
     @property
@@ -76,14 +76,14 @@ class RunPosition:
         return step == self._loaded and not self._newer
 
     def require_not_gone_back(self) -> None:
-        """Refuse to save after going back: a resume would load a newer step, and retention delete the saved one.
+        """Refuse to save after going back: a resume would load a newer step, and retention could delete the saved one.
 
         Raises:
-            InvalidError: On every rank alike, for all know it from the load.
+            InvalidError: On every rank, because every rank knows the newer steps from the load.
         """
         if not self._newer:
             return
-        assert self._loaded is not None, "nothing is saved in between"
+        assert self._loaded is not None, "a save after going back is refused, so the loaded step is still known"
         url = self.location_of(self._loaded).url
         newer = "a newer step exists" if len(self._newer) == 1 else f"{len(self._newer)} newer steps exist"
         raise InvalidError(
@@ -109,7 +109,7 @@ class RunPosition:
         return location
 
     def _newer_than(self, step: int) -> tuple[int, ...]:
-        """Return the steps that a resume would prefer to this one, and those that a save may still commit."""
+        """Return the newer steps that a resume would load first, and those that a save in flight may still commit."""
         fence, damaged = current_fence(self._store), list_records(self._store)
 
         def is_candidate(newer: int) -> bool:
@@ -119,7 +119,7 @@ class RunPosition:
                     identities and identity_at(self._store, newer) in identities
                 )
             except (MissingError, InvalidError):
-                return False  # A resume passes it over as well.
+                return False  # A resume skips it as well.
             except CheckpointError:
                 # An unreadable newer step must not fail the load of this one. Saves are then refused.
                 return True

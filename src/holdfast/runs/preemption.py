@@ -1,4 +1,12 @@
-"""What a run does when it is told to end: every rank leaves its loop at one step, saved where time allows."""
+"""Ends a run after a signal: all ranks stop at the same call of `maybe_save` and save that step if time allows.
+
+States of a handler, all moved by the training thread:
+
+    idle     -> watching   the first `should_stop`: from now on signals are caught
+    watching -> leaving    `should_stop` returns True: the ranks agreed on this call (`ExitAgreement`)
+    watching -> ended      `should_stop` raises `Preempted`: this rank received a signal, and the ranks cannot agree
+    leaving  -> ended      `save_and_exit` raises `Preempted`; every later `should_stop` raises it again
+"""
 
 from __future__ import annotations
 
@@ -26,29 +34,31 @@ from holdfast.settings import MIB
 logger = logging.getLogger(__name__)
 
 _SAVES_MEASURED = 5
-"""The slowest of so many saves is what the next is expected to take."""
+"""Number of recent saves whose slowest gives the expected duration of the next."""
 
 _PROBE_BYTES_MAX = 16 * MIB
-"""Written at once to see how fast storage is: little beside what is free, however large windows are chosen."""
+"""Most bytes that the probe of the storage speed writes at once, however large the buffers are."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StartedSave:
+    """A save that began, with the time of its begin."""
+
     step: int
     handle: SaveHandle
     began_seconds: float
 
 
 class PreemptionHandler:
-    """The end of a run that is told to end, on one rank. Nothing happens before the first call of `should_stop`."""
+    """The handling of a signal on one rank. Catches no signal before the first `should_stop`."""
 
     def __init__(self, job: Job, signals: Signals, grace_seconds: float) -> None:
-        """Do nothing yet.
+        """Catch no signal yet.
 
         Args:
             job: The ranks.
-            signals: What tells this one to end.
-            grace_seconds: From a signal until the process is killed.
+            signals: Signals that ask this rank to end.
+            grace_seconds: Time from a signal until the process is killed.
         """
         self._job, self._signals, self._grace_seconds = job, signals, grace_seconds
         self._exit_agreement: ExitAgreement | None = None
@@ -58,7 +68,7 @@ class PreemptionHandler:
         self._end: Preempted | None = None
 
     def note_save(self, step: int, handle: SaveHandle) -> None:
-        """Take note of a save that began."""
+        """Record a save that began."""
         self._last = _StartedSave(step, handle, self._job.clock.monotonic_seconds())
         self._unfinished_saves = [*self._unfinished(), self._last]
 
@@ -67,10 +77,10 @@ class PreemptionHandler:
         self._last = None
 
     def should_stop(self, step: int) -> bool:
-        """Return whether all ranks leave at this call of the loop.
+        """Return whether all ranks stop at this call.
 
         Raises:
-            Preempted: This rank was told to end, and the others cannot be heard; or it has left before.
+            Preempted: This rank received a signal and cannot reach the other ranks, or it has stopped before.
         """
         if self._end is not None:
             raise self._end
@@ -81,11 +91,11 @@ class PreemptionHandler:
         try:
             return self._exit_agreement.should_stop(None if received is None else received[1])
         except CheckpointError as error:
-            # As bounded as where they agree: nobody must be killed while it waits for who cannot be heard.
+            # The same deadline as with an agreement: a rank must not be killed while it waits for an unreachable one.
             self._job.process_deadline = self._deadline
             self._unfinished_saves = self._unfinished()
             self._await_saves()
-            self._finish(step, None, f"ranks could not agree on a step: {error}")
+            self._finish(step, None, f"the ranks could not agree on a step: {error}")
 
     def save_and_exit(
         self,
@@ -94,80 +104,83 @@ class PreemptionHandler:
         held_bytes: Callable[[], int],
         begin: Callable[[], SaveHandle],
         *,
-        is_there: bool = False,
+        is_committed: bool = False,
     ) -> NoReturn:
-        """Save a step if that fits what is left of the grace, and end; on every rank at the same call.
+        """Save a step if the grace period allows, and end. Every rank calls it at the same call of `maybe_save`.
 
         Args:
             step: The step.
-            place: Where it goes.
-            held_bytes: Returns what this rank would write of it.
-            begin: Begins its save.
-            is_there: Whether that very step is committed, and was loaded last.
+            location: Where the step goes.
+            held_bytes: Returns the bytes that this rank would write.
+            begin: Begins the save.
+            is_committed: Whether this step is committed, because it was loaded last.
         Raises:
             Preempted: Always.
         """
-        # No rank is waited for longer.
+        # No wait for another rank may outlast the grace period.
         self._job.process_deadline = self._deadline
         self._unfinished_saves = self._unfinished()
-        own = self._last.handle if self._last is not None and self._last.step == step else None
+        handle = self._last.handle if self._last is not None and self._last.step == step else None
         refusal = None
-        if not is_there and (own is None or own.failure is not None):
+        if not is_committed and (handle is None or handle.failure is not None):
             try:
                 refusal = self._refusal(self._expected(location, held_bytes))
-                own = begin() if refusal is None else None
+                handle = begin() if refusal is None else None
             except CheckpointError as error:
                 refusal = f"it could not be saved: {error}"
-        # Saves under way are abandoned before that, unless somebody is publishing: he has all of the grace.
+        # `_await_saves` abandons late saves at the earlier deadline. A rank that is publishing cannot be abandoned; it
+        # may use the whole grace period.
         self._job.process_deadline = self._deadline + self._grace_seconds - usable_seconds(self._grace_seconds)
         self._await_saves()
-        if own is not None and not self._is_committed(own, location):
-            refusal = f"its save failed: {own.failure}"
+        if handle is not None and not self._is_committed(handle, location):
+            refusal = f"its save failed: {handle.failure}"
         self._finish(step, location, refusal)
 
     def close(self, *, hand_on: bool) -> None:
-        """Give signals back, unless the process is on its way out: others may follow the one that was answered.
+        """Restore the signal handlers, unless this rank ends after a signal: more signals may follow the first.
 
         Args:
-            hand_on: Whether a signal that no step answered does now what it would have done without us.
+            hand_on: Whether to deliver a signal that no step handled to the restored handler.
         """
         if self._exit_agreement is not None:
             self._exit_agreement.close()
             if self._end is None:
                 self._signals.give_back(hand_on=hand_on)
             else:
-                # Whoever sees the first rank end may tell the others once more.
+                # A launcher that sees the first rank end may signal the other ranks again.
                 self._signals.mute(self._deadline if self._exit_agreement.deadline is not None else 0.0)
 
     def _refusal(self, expected: float) -> str | None:
-        """Return why the step is not to be saved, as rank 0 tells everybody; None if it is."""
+        """Return rank 0's reason not to save the step; None if the step is saved."""
         job = self._job
         keys = [self._key("expected", rank) for rank in range(job.comm.world_size)]
         key = self._key("decision")
         try:
-            job.key_value_store.set(keys[job.comm.rank], f"{expected:.3f}".encode(), self._patience())
+            job.key_value_store.set(keys[job.comm.rank], f"{expected:.3f}".encode(), self._wait_seconds())
             if job.comm.rank == 0:
-                seconds = [float(each) for each in job.key_value_store.get_many(keys, self._patience())]
-                left = self._deadline - job.clock.monotonic_seconds()
+                seconds = [float(text) for text in job.key_value_store.get_many(keys, self._wait_seconds())]
+                seconds_left = self._deadline - job.clock.monotonic_seconds()
                 refusal = ""
-                if not fits(seconds, left):
+                if not fits(seconds, seconds_left):
                     refusal = (
-                        f"a save would take about {max(seconds):.1f} s; of the grace {max(left, 0.0):.1f} s are left"
+                        f"a save would take about {max(seconds):.1f} s; "
+                        f"of the grace {max(seconds_left, 0.0):.1f} s are left"
                     )
-                job.key_value_store.set(key, refusal.encode(), self._patience())
+                job.key_value_store.set(key, refusal.encode(), self._wait_seconds())
                 return refusal or None
-            (told_refusal,) = job.key_value_store.get_many([key], self._patience())
+            (decision,) = job.key_value_store.get_many([key], self._wait_seconds())
         except TimeoutError as error:
-            return f"ranks did not all come to the step in time: {error}"
-        return told_refusal.decode() or None
+            return f"not every rank reached the step in time: {error}"
+        return decision.decode() or None
 
     def _expected(self, location: CheckpointLocation, held_bytes: Callable[[], int]) -> float:
+        """Return the seconds that a save would take on this rank; infinity if they cannot be estimated."""
         job = self._job
         now = job.clock.monotonic_seconds()
-        ages = [now - each.began_seconds for each in self._unfinished_saves]
+        ages = [now - save.began_seconds for save in self._unfinished_saves]
         if self._durations:
             return expected_seconds(self._durations, ages, 0, None)
-        # Named as the pack of an attempt: what is left of it where the process is killed is removed as one.
+        # Named as the pack of an attempt: if the process is killed, the next sweep removes the file as one.
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
         key = f"{location.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
         try:
@@ -175,30 +188,32 @@ class PreemptionHandler:
             speed = write_bytes_per_second(location.store, key, in_flight, job.clock)
             return expected_seconds((), ages, held_bytes(), speed)
         except CheckpointError as error:
-            logger.warning("step %s: nobody can say how long its save would take: %s", location.step, error)
+            logger.warning(
+                "step %s: cannot estimate how long its save would take, so it is not saved: %s", location.step, error
+            )
             return math.inf
 
     def _unfinished(self) -> list[_StartedSave]:
-        """Return the saves under way, after measuring those that are not any more."""
-        for each in self._unfinished_saves:
-            committed = each.handle.committed
+        """Return the saves that have not ended; record the durations of those that have."""
+        for save in self._unfinished_saves:
+            committed = save.handle.committed
             if committed.done() and committed.exception() is None:
                 self._durations.append(committed.result().committed_seconds)
-        return [each for each in self._unfinished_saves if not each.handle.committed.done()]
+        return [save for save in self._unfinished_saves if not save.handle.committed.done()]
 
     def _await_saves(self) -> None:
-        """Wait for saves under way, and abandon those that do not end in time."""
+        """Wait for unfinished saves, and abandon those that do not end in time."""
         late = [
-            each
-            for each in self._unfinished_saves
-            if not _ends_within(each.handle, self._job.seconds_left(self._deadline))
+            save
+            for save in self._unfinished_saves
+            if not _ends_within(save.handle, self._job.seconds_left(self._deadline))
         ]
-        for each in late:
-            each.handle.abandon(
-                UnavailableError(f"the save of step {each.step} was abandoned: the job was told to end")
+        for save in late:
+            save.handle.abandon(
+                UnavailableError(f"the save of step {save.step} was abandoned: the job was told to end")
             )
-        for each in late:
-            each.handle.committed.exception()
+        for save in late:
+            save.handle.committed.exception()
 
     def _is_committed(self, handle: SaveHandle, location: CheckpointLocation) -> bool:
         committed = handle.committed
@@ -207,7 +222,7 @@ class PreemptionHandler:
         if not isinstance(handle.failure, UnavailableError):
             return False
         try:
-            # Where nobody could tell, storage can: there was none when this save began.
+            # No rank knows the outcome, but storage does: the step had no manifest when this save began.
             confirmed_manifest(location.store, location.folder)
         except CheckpointError:
             return False
@@ -220,8 +235,8 @@ class PreemptionHandler:
             logger.warning("told to end, and left at step %d: %s; exit code %d", step, why, code)
         if threading.current_thread() is not threading.main_thread():
             logger.error(
-                "the loop runs on thread %s, which ends by this, and not the process: exit code %d is lost unless the "
-                "main thread leaves with it (sys.exit)",
+                "the training loop runs on thread %s: SystemExit ends that thread and not the process, so exit code %d "
+                "is lost. Call sys.exit with the code on the main thread",
                 threading.current_thread().name,
                 code,
             )
@@ -230,10 +245,11 @@ class PreemptionHandler:
 
     @property
     def _deadline(self) -> float:
-        assert self._exit_agreement is not None and self._exit_agreement.deadline is not None, "the alarm was heard"
+        assert self._exit_agreement is not None and self._exit_agreement.deadline is not None, "a signal was agreed on"
         return self._exit_agreement.deadline
 
-    def _patience(self) -> float:
+    def _wait_seconds(self) -> float:
+        """Return how long a wait for other ranks may last."""
         return max(self._job.seconds_left(self._deadline), AGREE_SECONDS_MIN)
 
     def _key(self, *parts: object) -> str:
@@ -249,14 +265,14 @@ def _ends_within(handle: SaveHandle, seconds: float) -> bool:
 
 
 def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
-    """Return about how much this rank writes of a state: its share of what it holds and others hold, too.
+    """Return about how many bytes of a state this rank writes: its share of the tensors that several ranks hold.
 
-    Of plain tensors every rank is taken for a holder. What falls short is abandoned in time; what was never tried
-    because it was thought to be more is lost.
+    Every rank counts as a holder of plain tensors. Too low an estimate costs little, because a late save is abandoned
+    in time. Too high an estimate would lose a step that could have been saved.
     """
     return sum(
-        sum(piece.numel for piece in each.shard.pieces)
-        * each.shard.tensor.itemsize
-        // (world_size if each.shard.holders is None else max(len(each.shard.holders), 1))
-        for each in shards
+        sum(piece.numel for piece in local.shard.pieces)
+        * local.shard.tensor.itemsize
+        // (world_size if local.shard.holders is None else max(len(local.shard.holders), 1))
+        for local in shards
     )

@@ -1,4 +1,4 @@
-"""The save of one step of a run: what the run does around it."""
+"""The request to save one step of a run: writer lease, pins, metrics, tags and lineage."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class LastCommitted:
-    """The last committed step that this rank saved or loaded, as far as the next save may refer to it."""
+    """The last committed step that this rank saved or loaded, as the base of the next save."""
 
     def __init__(self) -> None:
-        """Know none yet."""
+        """Start without a step."""
         self.base: BaseStep | None = None
         """The step. Set by the commit thread, and by loads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What all saves of a run share."""
+    """Resources that all saves of a run share."""
 
     job: Job
     """The ranks."""
@@ -54,7 +54,7 @@ class RunParts:
     """The right to write to the root."""
 
     last_committed: LastCommitted
-    """What the next save may refer to."""
+    """The base step of the next save."""
 
     pins: Pins
     """Steps that garbage collection must leave alone."""
@@ -71,13 +71,13 @@ class RunParts:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What the training loop passes for one step."""
+    """Arguments that the training loop passes for one step."""
 
     state: Mapping[str, object]
     """The state."""
 
     selection: Selection
-    """Names that take part."""
+    """Names of the state that are saved."""
 
     metrics: Mapping[str, object] | None = None
     """Metrics as passed, not checked yet."""
@@ -86,10 +86,10 @@ class StepState:
     """Tags as passed, not checked yet."""
 
     is_last: bool = False
-    """Whether the job ends after this save: then metrics that the policy ranks by may be missing."""
+    """Whether the job ends after this save. Then metrics that the policy ranks by may be missing."""
 
     def as_last(self) -> StepState:
-        """Return the same, for the last save of the job."""
+        """Return a copy for the last save of the job."""
         return replace(self, is_last=True)
 
 
@@ -100,23 +100,23 @@ class StepRequest:
         """Do nothing yet.
 
         Args:
-            parts: What all saves of the run share.
+            parts: Resources of the run.
             location: Where the step goes.
-            passed: What the training loop passed.
+            passed: Arguments of the training loop.
             lineage: The checkpoint, or the save in flight, that this one continues.
         """
         assert location.step is not None, "a run saves steps"
-        self._parts, self._passed, self._before = parts, passed, lineage
+        self._parts, self._passed, self._continued = parts, passed, lineage
         self.location, self._step, self._base = location, location.step, parts.last_committed.base
         self.writer = parts.writer
         self.deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings)
         self.lineage = Lineage(None, lineage)
-        """This save, as later saves continue it."""
+        """The lineage that the next save continues: this save."""
         self._metrics: dict[str, float] = {}
         self._tags: tuple[str, ...] = ()
 
     def collect(self) -> Collected:
-        """Check metrics and tags here, so that a mistake on one rank is refused on all; take the state apart."""
+        """Check metrics and tags, and take the state apart. An error here on one rank refuses the save on all."""
         self._metrics = checked_metrics(self._passed.metrics)
         self._tags = checked_tags(self._passed.tags)
         passed = self._passed
@@ -140,11 +140,11 @@ class StepRequest:
         )
 
     def parent(self) -> Parent | None:
-        """Return the newest checkpoint on the way back from this save."""
-        return self._before.parent()
+        """Return the newest committed checkpoint that this save continues."""
+        return self._continued.parent()
 
     def committed(self, context: SaveContext, manifest_digest: str) -> None:
-        """Let later saves continue and refer to this step; on rank 0, tag it and have garbage collected."""
+        """Record this step as parent and base of later saves; on rank 0, tag it and request garbage collection."""
         parts = self._parts
         self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
         parts.last_committed.base = self.deduplicator.committed(manifest_digest)
@@ -161,7 +161,7 @@ class StepRequest:
         store, base = self._parts.store, None if self._base is None else self._base.identity
         if not self._parts.pins.pin(self._step, None if base is None else base[0]) or base is None:
             return False
-        # Looked at once it is pinned: another process may have removed it before this one took the writer lease.
+        # Check after the pin: before it took the writer lease, another process may have removed the base.
         if manifest_digest(store, base[0]) != base[1]:
             return False
         return not any(base[0] in mark.steps for mark in marks(store) if mark.is_carried_out)
@@ -170,29 +170,29 @@ class StepRequest:
 class Lineage:
     """A point in the history of a run: a checkpoint, or a save in flight and the point before it."""
 
-    def __init__(self, own: Parent | None, before: Lineage | None) -> None:
-        """Take a point.
+    def __init__(self, checkpoint: Parent | None, previous: Lineage | None) -> None:
+        """Make a point.
 
         Args:
-            own: The checkpoint; None for a save in flight, and for the start of a run.
-            before: The point that the save continues.
+            checkpoint: The checkpoint; None for a save in flight, and for the start of a run.
+            previous: The point that the save continues.
         """
-        self._own, self._before = own, before
+        self._checkpoint, self._previous = checkpoint, previous
 
     def parent(self) -> Parent | None:
-        """Return the newest checkpoint on the way back from here; asked once earlier saves are decided."""
+        """Return the newest checkpoint at or before this point. Call it once all earlier saves have ended."""
         point: Lineage | None = self
-        while point is not None and point._own is None:
-            point = point._before
-        return point._own if point is not None else None
+        while point is not None and point._checkpoint is None:
+            point = point._previous
+        return point._checkpoint if point is not None else None
 
-    def commit(self, own: Parent) -> None:
-        """Take note that the save in flight became a checkpoint, and let go of the points before it."""
-        self._own, self._before = own, None
+    def commit(self, checkpoint: Parent) -> None:
+        """Record the checkpoint of the save in flight, and drop the earlier points: a chain must not grow forever."""
+        self._checkpoint, self._previous = checkpoint, None
 
 
 def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> SaveContext:
-    """Take the writer lease, and free a step for a save; the root becomes that of a run if need be.
+    """Take the writer lease and free a step for a save; make the root that of a run if it is none.
 
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.
@@ -209,5 +209,5 @@ def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: C
 
 
 def create_or_read_run_id(store: Store, clock: Clock) -> str:
-    """Return the id of the run that a root belongs to; the root becomes that of a run if it is none."""
+    """Return the run id of a root; make the root that of a new run if it has none."""
     return ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
