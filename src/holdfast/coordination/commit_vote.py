@@ -3,7 +3,7 @@
 States of an attempt, and who moves it from one to the next:
 
     voting      -> publishing   the rank whose vote completed the count, by compare-and-set on the key `outcome`
-    voting      -> aborted      any rank, by the same compare-and-set: on an error of its own, or at its deadline
+    voting      -> aborted      any rank, by the same compare-and-set: on its error, or at its deadline
     publishing  -> committed    the committing rank, once the manifest is durable and visible
     publishing  -> aborted      the committing rank, if it is certain to have left no manifest
     publishing  -> ask storage  a waiting rank at its deadline; the committing rank, if its lease may have ended

@@ -181,7 +181,7 @@ def error_from(text: str, prefix: str = "") -> CheckpointError:
     return BY_NAME.get(document["kind"], UnavailableError)(prefix + document["message"])
 
 
-def raise_together(statuses: Sequence[str | None], own_rank: int, own: BaseException | None) -> None:
+def raise_together(statuses: Sequence[str | None], own_rank: int, own_error: BaseException | None) -> None:
     """Raise on every rank if any rank failed.
 
     A rank that failed raises its own error. The others raise the error of the lowest failing rank, with that rank in
@@ -190,15 +190,15 @@ def raise_together(statuses: Sequence[str | None], own_rank: int, own: BaseExcep
     Args:
         statuses: By rank, an `error_text` or None.
         own_rank: This rank.
-        own: Error of this rank; None if it did not fail.
+        own_error: Error of this rank; None if it did not fail.
     """
     failed = [(rank, text) for rank, text in enumerate(statuses) if text is not None]
     if not failed:
         return
     errors = [error_from(text, f"rank {rank}: ") for rank, text in failed]
     cause = ExceptionGroup(f"{len(errors)} ranks failed", errors) if len(errors) > 1 else None
-    if own is not None:
-        _raise_from(own, cause)
+    if own_error is not None:
+        _raise_from(own_error, cause)
     _raise_from(errors[0], cause)
 
 

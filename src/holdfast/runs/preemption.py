@@ -210,7 +210,7 @@ class PreemptionHandler:
         ]
         for save in late:
             save.handle.abandon(
-                UnavailableError(f"the save of step {save.step} was abandoned: the job was told to end")
+                UnavailableError(f"the save of step {save.step} was abandoned: the job received a signal to end")
             )
         for save in late:
             save.handle.committed.exception()
@@ -232,7 +232,7 @@ class PreemptionHandler:
         code = PREEMPTED_SAVED if refusal is None else PREEMPTED_ABANDONED
         why = "it is saved" if refusal is None else refusal
         if location is None or self._job.comm.rank == 0:
-            logger.warning("told to end, and left at step %d: %s; exit code %d", step, why, code)
+            logger.warning("received a signal to end, left at step %d: %s; exit code %d", step, why, code)
         if threading.current_thread() is not threading.main_thread():
             logger.error(
                 "the training loop runs on thread %s: SystemExit ends that thread and not the process, so exit code %d "

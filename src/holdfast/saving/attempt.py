@@ -1,4 +1,4 @@
-"""One save on one rank as it goes: its state, its files, and how each way out ends it on every rank.
+"""One save on one rank: its state, its files, and how a failure ends it on every rank.
 
 States of an attempt, and who moves it from one to the next:
 
@@ -10,7 +10,7 @@ States of an attempt, and who moves it from one to the next:
     voted      -> publishing  the commit thread of the one rank whose vote completed the count
     publishing -> committed   that rank; the others learn it from the key-value store or from the manifest
     publishing -> aborted     that rank, if it is certain that it published nothing
-    publishing -> unknown     a rank that cannot learn what became of the manifest; nothing is removed
+    publishing -> unknown     a rank that cannot learn whether the manifest is published; nothing is removed
     any before publishing -> aborted   any rank that fails or waits too long; its own files are removed
 
 What a failure on this rank does depends on how far this rank has come: see `SaveProgress`. Exactly one side finishes a
@@ -74,7 +74,7 @@ class SaveAttempt:
     """One try to save, on one rank."""
 
     agreement: Agreement
-    """What the ranks agreed on; set by `begin_writing`."""
+    """The agreement of the ranks; set by `begin_writing`."""
 
     commit_vote: CommitVote
     """The vote of this attempt; set by `begin_writing`."""
@@ -86,9 +86,9 @@ class SaveAttempt:
 
         Args:
             job: The ranks that save together.
-            request: What is saved, and where.
+            request: The state, the location, and the calls back to the caller.
             dispatcher: Passes events to observers.
-            awaited: Whether the caller waits for the commit whatever happens.
+            awaited: Whether the caller waits for the commit in any case.
         """
         self.job, self.request, self.location = job, request, request.location
         self.name = (
@@ -100,8 +100,8 @@ class SaveAttempt:
         self.handle = SaveHandle(self.name, awaited=awaited)
         self.handle.committed.add_done_callback(self.trace.fail_with)
         self.gc_pause = GcPause()
-        """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early once much data moves
-        or other ranks are waited for, and at the latest by the function that began it."""
+        """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
+        or this rank waits for others, and at the latest by the function that began it."""
         self.file_keys: list[str] = []
         """Keys of the files that this rank has begun to write."""
         self._opening: SaveAgreement | None = None
@@ -119,7 +119,7 @@ class SaveAttempt:
 
     @contextmanager
     def foreground(self) -> Iterator[None]:
-        """Run the part of a save that blocks training, and end the save by the rules of its state if that fails.
+        """Run the part of a save that blocks training. If it fails, end the save by the rules of its state.
 
         Raises:
             InvalidError: The state or the call is wrong, or ranks disagree: nothing was written on any rank.
@@ -148,17 +148,17 @@ class SaveAttempt:
         return self._opening
 
     def begin_agreement(self) -> None:
-        """Take note that the state is collected. Rank 0 notices a later failure by the missing statement."""
+        """Record that the state is collected. Rank 0 notices a later failure by the missing statement."""
         self._progress = SaveProgress.AGREEING
 
     def begin_writing(self, agreement: Agreement) -> None:
-        """Take note of the agreement: from now on a failure aborts the attempt on every rank."""
+        """Record the agreement: from now on a failure aborts the attempt on every rank."""
         self.agreement = agreement
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
         self._progress = SaveProgress.AGREED
 
     def stage(self, transfer: Transfer) -> None:
-        """Take note of the transfer, which must end with the save."""
+        """Record the transfer, which must end with the save."""
         self._transfer = transfer
         self.handle.in_flight = _InFlight(self.commit_vote, transfer)
 
@@ -184,7 +184,7 @@ class SaveAttempt:
                         raise
                     self._lose(error)
             except BaseException as error:
-                # Whatever went wrong, also in ending the save: the handle is completed, because callers wait for it.
+                # Complete the handle even if ending the save failed: callers wait for it.
                 if not self.handle.committed.done():
                     self._fail_unknown(f"{type(error).__name__}: {_text_of(error)}")
                 raise
@@ -209,7 +209,7 @@ class SaveAttempt:
             if self._transfer is not None:
                 self._transfer.give_up(error)
             self._lose(error)
-        # Ctrl-C is the caller's. The other ranks must not wait for this one all the same.
+        # An interrupt such as Ctrl-C goes to the caller, but only after the abort: the other ranks must not wait.
         return None if isinstance(error, Exception) else error
 
     # --------------------------------------------------------------------------------- on the commit thread
@@ -238,7 +238,7 @@ class SaveAttempt:
         """End the save with its outcome.
 
         Args:
-            outcome: What became of the attempt.
+            outcome: The outcome of the attempt.
             report: Makes the report, if the checkpoint is committed.
         """
         self._progress = SaveProgress.DECIDED
@@ -249,13 +249,13 @@ class SaveAttempt:
         elif outcome.error is not None:
             # The files of a fenced attempt stay: the new writer removes them.
             if outcome.kind is OutcomeKind.ABORTED:
-                self._remove_own()
+                self._remove_files()
             self.handle.fail(outcome.error)
         else:
             self._fail_unknown(outcome.reason)
 
     def _commit(self) -> Outcome:
-        """Publish the manifest, and announce what became of it to the ranks that wait."""
+        """Publish the manifest, and announce the outcome to the waiting ranks."""
         location, agreement, epoch = self.location, self.agreement, self.agreement.context.epoch
         try:
             votes = self.commit_vote.votes()
@@ -302,7 +302,11 @@ class SaveAttempt:
                 "%s: committed in %.2f s, %d bytes on this rank", self.name, report.committed_seconds, report.bytes
             )
             if outcome.unhealthy:
-                logger.warning("%s: committed, but marked unhealthy: %s", self.name, "; ".join(outcome.unhealthy))
+                logger.warning(
+                    "%s: committed, but marked unhealthy: %s. The report lists the findings (unhealthy)",
+                    self.name,
+                    "; ".join(outcome.unhealthy[:3]),
+                )
         store = self.location.store if self.job.settings.reports else None
         self.trace.end(report, self.agreement.attempt, store, self.location.folder)
         self.handle.reach_committed(report)
@@ -314,13 +318,13 @@ class SaveAttempt:
     # --------------------------------------------------------------------------------------------- failures
 
     def _lose(self, error: BaseException) -> None:
-        """End the save because of a failure on this rank before anything was published: abort it on every rank."""
+        """Abort the save on every rank after a failure on this rank, unless a rank may be publishing."""
         failure = typed(error, self.name)
         outcome = self.commit_vote.abort(failure)
         if outcome.kind is not OutcomeKind.ABORTED:
             self._fail_unknown(f"{error}; {outcome.reason}", error)
             return
-        self._remove_own()
+        self._remove_files()
         self.handle.fail(failure)
 
     def _fail_unknown(self, reason: str, cause: BaseException | None = None) -> None:
@@ -332,8 +336,8 @@ class SaveAttempt:
         self.handle.may_be_committed = True
         self.handle.fail(failure)
 
-    def _remove_own(self) -> None:
-        """Remove this rank's files of the attempt; only once it is certain that it cannot be committed."""
+    def _remove_files(self) -> None:
+        """Remove this rank's files of the attempt. Only call it once the attempt cannot be committed any more."""
         try:
             self.location.store.delete(self.file_keys)
         except CheckpointError as error:
@@ -345,7 +349,7 @@ class SaveAttempt:
 
 
 class _InFlight:
-    """What the handle of an unfinished save can do with it."""
+    """The unfinished save, as its handle settles or abandons it."""
 
     def __init__(self, commit_vote: CommitVote, transfer: Transfer) -> None:
         self._commit_vote, self._transfer = commit_vote, transfer
@@ -370,17 +374,17 @@ def typed(error: BaseException, name: str) -> CheckpointError:
 
 
 def _refusal(error: BaseException, name: str) -> BaseException:
-    """Return what a state that could not be collected is refused with, on this rank and on the others alike."""
+    """Return the error with which every rank refuses a state that this rank could not collect."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
     if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
-        # The state is not wrong and training need not end: the next save may find room.
+        # The state is valid and training need not end: the next save may find enough memory.
         refusal: CheckpointError = UnavailableError(
             f"{name}: the state could not be collected now: {type(error).__name__}: {error}"
         )
     else:
         refusal = InvalidError(f"{name}: the state could not be collected: {type(error).__name__}: {error}")
-    # Where the handle keeps it: which `state_dict` failed must stay visible.
+    # The handle keeps only the refusal: its cause shows which `state_dict` failed.
     refusal.__cause__ = error
     return refusal
 

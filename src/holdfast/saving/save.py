@@ -69,7 +69,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         with trace.phase("plan"):
             plan, is_new_plan = plan_packs(attempt, collected, fingerprint)
         with trace.phase("compare"):
-            plan = deduplicator.pieces_to_write(plan, [each.source for each in collected.shards], agreement.context)
+            plan = deduplicator.pieces_to_write(plan, [local.source for local in collected.shards], agreement.context)
             packs = name_packs(attempt, plan)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             facts = RankFacts.of(collected, fingerprint, agreement, HealthScan(collected, agreement, job))

@@ -106,7 +106,7 @@ class World:
                 try:
                     run.close()
                 except UnavailableError as error:
-                    assert "abandoned" in str(error) or "told to end" in str(error)
+                    assert "abandoned" in str(error) or "received a signal to end" in str(error)
 
         def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
             return self.boards[rank](key_value_store) if rank in self.boards else key_value_store
