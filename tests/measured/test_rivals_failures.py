@@ -202,8 +202,8 @@ def test_partial_read_does_not_read_whole_shard(tmp_path: Path) -> None:
     checkpoint = holdfast.open_checkpoint(path, settings=settings)
     checkpoint.index  # noqa: B018 -- read now, so that only packs are counted
     syscalls = Counted()
-    place = checkpoint._place
-    object.__setattr__(place, "store", LocalStore(path, settings=settings, syscalls=syscalls))
+    location = checkpoint._location
+    object.__setattr__(location, "store", LocalStore(path, settings=settings, syscalls=syscalls))
     for quarter in range(4):
         before = syscalls.read_bytes
         rows = slice(quarter * 128, (quarter + 1) * 128)

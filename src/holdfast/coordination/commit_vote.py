@@ -127,13 +127,12 @@ class CommitVote:
         try:
             keys = job.key_value_store
             silent = [rank for rank in range(job.comm.world_size) if not keys.present(self._key("vote", rank))]
-            problem = (
-                f"ranks [{first_three(silent)}] did not finish their part"
-                if silent
-                else "all ranks voted and none committed"
-            )
+            problem = f"ranks [{first_three(silent)}] did not finish their part"
+            advice = "Look at those ranks"
+            if not silent:
+                problem, advice = "all ranks voted and none committed", "Look for a rank that ended after its vote"
             error = UnavailableError(
-                f"{self._name}: {problem} within {timeout} s of this rank; the attempt is aborted. Look at those ranks"
+                f"{self._name}: {problem} within {timeout} s of this rank; the attempt is aborted. {advice}"
             )
             decided = self._decide(aborted(error, job.comm.rank), job.deadline())
             if decided.kind is OutcomeKind.PUBLISHING:
@@ -148,7 +147,7 @@ class CommitVote:
         job = self._job
         text = wanted.encode()
         current = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.seconds_left(deadline))
-        return wanted if current == text and wanted.kind is OutcomeKind.PUBLISHING else Outcome.decode(current)
+        return Outcome.decode(current)
 
     def _announce(self, outcome: Outcome, deadline: float) -> None:
         self._job.key_value_store.set(self._key("result"), outcome.encode(), self._job.seconds_left(deadline))

@@ -74,10 +74,10 @@ class SaveAttempt:
     """One try to save, on one rank."""
 
     agreement: Agreement
-    """The agreement of the ranks; set by `begin_writing`."""
+    """The agreement of the ranks; set by `record_agreement`."""
 
     commit_vote: CommitVote
-    """The vote of this attempt; set by `begin_writing`."""
+    """The vote of this attempt; set by `record_agreement`."""
 
     def __init__(
         self, job: Job, request: SaveRequest, dispatcher: EventDispatcher | None = None, *, awaited: bool = False
@@ -147,17 +147,17 @@ class SaveAttempt:
         self._progress = SaveProgress.COLLECTING
         return self._opening
 
-    def begin_agreement(self) -> None:
+    def record_collected(self) -> None:
         """Record that the state is collected. Rank 0 notices a later failure by the missing statement."""
         self._progress = SaveProgress.AGREEING
 
-    def begin_writing(self, agreement: Agreement) -> None:
+    def record_agreement(self, agreement: Agreement) -> None:
         """Record the agreement: from now on a failure aborts the attempt on every rank."""
         self.agreement = agreement
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
         self._progress = SaveProgress.AGREED
 
-    def stage(self, transfer: Transfer) -> None:
+    def attach_transfer(self, transfer: Transfer) -> None:
         """Record the transfer, which must end with the save."""
         self._transfer = transfer
         self.handle.in_flight = _InFlight(self.commit_vote, transfer)

@@ -129,7 +129,7 @@ class Deduplicator:
         self._first_page_digests: dict[Key, bytes] = {}
         self._written: dict[Key, Piece] = {}
         self._new_packs: dict[str, FileRecord] = {}
-        self.pieces: Sequence[Piece] = ()
+        self.unchanged_pieces: Sequence[Piece] = ()
         """Pieces that are not written, with their place in earlier steps."""
         self.nonfinite: dict[str, int] = {}
         """NaN and infinite elements in these pieces, by FQN; empty if `count_nonfinite` is off."""
@@ -138,14 +138,14 @@ class Deduplicator:
     def packs(self) -> Sequence[FileRecord]:
         """The packs of earlier steps that hold these pieces."""
         known = {} if self._previous is None else self._previous.packs
-        return [known[name] for name in dict.fromkeys(piece.pack for piece in self.pieces)]
+        return [known[name] for name in dict.fromkeys(piece.pack for piece in self.unchanged_pieces)]
 
     @property
-    def bytes(self) -> int:
+    def unchanged_bytes(self) -> int:
         """Bytes in these pieces."""
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(piece.bytes for piece in self.unchanged_pieces)
 
-    def pieces_to_write(self, plan: SavePlan, sources: Sequence[Source], context: SaveContext) -> SavePlan:
+    def without_unchanged(self, plan: SavePlan, sources: Sequence[Source], context: SaveContext) -> SavePlan:
         """Return the plan without unchanged pieces. On the training thread, before any copy.
 
         Args:
@@ -167,7 +167,7 @@ class Deduplicator:
                 for pack, item in plan.large
                 if _key(item) in candidates and self._is_stored(item, sources, candidates[_key(item)], buffer)
             }
-        self.pieces = list(unchanged.values())
+        self.unchanged_pieces = list(unchanged.values())
         return plan.without(frozenset(unchanged))
 
     def _is_stored(self, item: PackItem, sources: Sequence[Source], piece: Piece, buffer: memoryview) -> bool:
@@ -199,7 +199,7 @@ class Deduplicator:
             digest: Digest of its manifest.
         """
         assert self._location.step is not None, "a run saves steps"
-        pieces = {_key(piece): piece for piece in self.pieces} | self._written
+        pieces = {_key(piece): piece for piece in self.unchanged_pieces} | self._written
         packs = {record.name: record for record in (*self.packs, *self._new_packs.values())}
 
         def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:

@@ -80,7 +80,7 @@ def build_part(
         for pack, result in zip(packs, written, strict=True):
             builder.add_pack(pack.plan, len(pack.header), result.digests)
             deduplicator.record_written(pack, result, attempt_id)
-        for piece in deduplicator.pieces:
+        for piece in deduplicator.unchanged_pieces:
             builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests)
         index = builder.index()
     return RankPart(

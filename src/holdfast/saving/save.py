@@ -61,32 +61,32 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             collected = request.collect()
             fingerprint = StateFingerprint(collected, job, attempt.location)
             statement = fingerprint.statement(attempt.step)
-        attempt.begin_agreement()
+        attempt.record_collected()
         with trace.phase("agree"):
             agreement = opening.agree(statement, fingerprint.details, request.claim)
-        attempt.begin_writing(agreement)
+        attempt.record_agreement(agreement)
 
         with trace.phase("plan"):
             plan, is_new_plan = plan_packs(attempt, collected, fingerprint)
         with trace.phase("compare"):
-            plan = deduplicator.pieces_to_write(plan, [local.source for local in collected.shards], agreement.context)
+            plan = deduplicator.without_unchanged(plan, [local.source for local in collected.shards], agreement.context)
             packs = name_packs(attempt, plan)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             facts = RankFacts.of(collected, fingerprint, agreement, HealthScan(collected, agreement, job))
 
         transfer = Transfer(job, attempt.handle, request.writer, packs, trace)
-        attempt.stage(transfer)
+        attempt.attach_transfer(transfer)
         transfer.begin(collected, awaited=attempt.awaited)
         skipped = tuple(collected.skipped)
 
         def finish() -> None:
             # On the commit thread. Only the transfer still refers to the state, until it is copied. The committing rank
-            # asks `request.parent()` before it publishes; every rank calls `request.committed()` once it is.
+            # calls `request.parent()` before it publishes. Every rank calls `request.committed()` after the commit.
             written = transfer.written()
             vote = attempt.write_part(build_part(job, agreement.attempt, facts, deduplicator, packs, written))
             outcome = attempt.vote_and_commit(vote)
             attempt.conclude(
-                outcome, lambda: _report(attempt, plan, is_new_plan, deduplicator.bytes, transfer, skipped)
+                outcome, lambda: _report(attempt, plan, is_new_plan, deduplicator.unchanged_bytes, transfer, skipped)
             )
 
         attempt.finish_in_background(finish)
