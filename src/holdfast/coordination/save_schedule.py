@@ -112,7 +112,7 @@ class Schedule:
                 self._last_save = replace(self._last_save, seconds=read.seconds)
         if event.step == self._last_save.step or not is_due(self._policy, event.step, announcement, self._last_save):
             return False
-        # Saved now by every rank that is current; a rank that replays late records the save of the others.
+        # Ranks that are current save this step now. A rank that replays it late only records their save.
         self._record(_Event("saved", event.step))
         return True
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
-from holdfast.errors import ConflictError, CorruptError, MissingError
+from holdfast.errors import ConflictError, CorruptError, MissingError, first_three
 from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
@@ -274,9 +274,9 @@ class CheckpointGC:
         if not packs_known:
             unread = [step for step, manifest in manifests.items() if manifest is None]
             self._warn_once(
-                "no pack is removed while the manifests of steps %s cannot be read: they may refer to any. Run: "
+                "no pack is removed while the manifests of steps [%s] cannot be read: they may refer to any. Run: "
                 "holdfast repair %s",
-                unread[:20],
+                first_three(unread),
                 store.url,
             )
         staying = {*reasons, *under_way}
@@ -348,8 +348,8 @@ def _require_all_listed(store: Store, first: Inventory, second: Inventory, under
     lost = sorted(first.standing.keys() - second.standing.keys() - under_way)
     if lost:
         raise CorruptError(
-            f"{store.url}: steps {lost[:20]} were there and are not listed any more; nothing was removed. Something "
-            "else removes steps here, or the listing is stale: look, then try again"
+            f"{store.url}: steps [{first_three(lost)}] were there and are not listed any more; nothing was removed. "
+            "Something else removes steps here, or the listing is stale. Find out which, then try again"
         )
 
 

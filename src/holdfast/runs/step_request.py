@@ -192,7 +192,7 @@ class Lineage:
 
 
 def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> SaveContext:
-    """Take the writer lease and free a step for a save; make the root that of a run if it is none.
+    """Take the writer lease and make room for a step. A root without a run becomes the root of a new run.
 
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.

@@ -55,7 +55,7 @@ class SaveReport:
     """From the call until training might change the state as it liked."""
 
     fence_seconds: float
-    """How long the fence held training up after the call; 0 unless the state was taken lazily."""
+    """How long the fence blocked training after the call; 0 unless the save was lazy."""
 
     waited_seconds: float
     """How long copies waited for an earlier save, or this one's own windows, to give memory back."""

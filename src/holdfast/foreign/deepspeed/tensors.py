@@ -71,7 +71,9 @@ class Tensors:
             raise InvalidError(f"{self.where}: {fqn[:300]!r} cannot be the name of a tensor; rename the parameter")
         dtypes = {local.dtype for local in held}
         if len(dtypes) != 1:
-            raise CorruptError(f"{self.where}: ranks hold {fqn} as {sorted(dtypes)}; expected one element type")
+            raise CorruptError(
+                f"{self.where}: ranks hold {fqn} as {sorted(dtypes)}; expected one element type. Read another copy"
+            )
         (dtype,) = dtypes
         pieces: list[ListedPiece] = []
         copies: list[ListedPiece] = []

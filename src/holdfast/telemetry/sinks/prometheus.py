@@ -56,7 +56,7 @@ class _Metrics:
             registry=registry,
         )  # fmt: skip
         self.held_seconds = Histogram(
-            "holdfast_held_seconds", "How long a save held training up: its call, without what goes on behind it.",
+            "holdfast_held_seconds", "How long a save blocked training: its call, without the work in the background.",
             ("rank",), buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self.last_step = Gauge(
