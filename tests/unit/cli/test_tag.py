@@ -43,7 +43,7 @@ def test_tags_are_given_listed_and_taken_away(told: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((20, "paper"), "tag 'paper' names step 10; expected it free"),
+        ((20, "paper"), "tag 'paper' names step 10; expected a free name"),
         ((40, "new"), "no committed step 40"),
         ((10, "../new"), "expected 1 to 100 of letters"),
         ((10, ".new"), "expected 1 to 100 of letters"),
