@@ -15,7 +15,7 @@ from bench.parts import PARTS
 
 
 def main() -> None:
-    """Measure, print and write; what was not measured this time stays as it was."""
+    """Run the chosen parts, print the results and write them. The results of other parts stay."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--only", default=os.environ.get("ONLY", ""), help=f"parts, by comma: {', '.join(PARTS)}")
     parser.add_argument(
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def parts_of(parser: argparse.ArgumentParser, only: str, device: str) -> list[Part]:
-    """Return the parts that were asked for."""
+    """Return the chosen parts."""
     there = [name for name, part in PARTS.items() if device in part.devices]
     names = [name for name in only.split(",") if name] or there
     if unknown := [name for name in names if name not in there]:
@@ -56,7 +56,7 @@ def parts_of(parser: argparse.ArgumentParser, only: str, device: str) -> list[Pa
 
 
 def run(part: Part, chosen: argparse.Namespace) -> None:
-    """Run one part and keep what it found, whatever becomes of the next."""
+    """Run one part and write its results at once, whatever the next part does."""
     params = dict(part.quick if chosen.quick else part.full)
     for name in params:
         given = getattr(chosen, "mib" if name.startswith("mib") else name, None)

@@ -51,7 +51,7 @@ def amplifications(folder: Path, total_mib: int) -> dict[str, float]:
 
 
 def _run_ranks(count: int, *arguments: str) -> float:
-    """Run one job; return what its rank 0 said."""
+    """Run one job; return what its rank 0 printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -117,14 +117,14 @@ def _rank_main(verb: str, path: str, total_mib: str, layout: str = "rows") -> No
 
 
 def measure(root: Path, params: Params) -> Measured:
-    """Count the reads of each case."""
+    """Count the bytes read in each case."""
     found = amplifications(root, params["mib"])
     conditions.say(", ".join(f"{name} {ratio:.3f}" for name, ratio in found.items()))
     return Measured([found], [])
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say the worst of the cases."""
+    """Return the worst of the cases."""
     found = [each[name] for each in rounds for name in CASES]
     return {"reshard_read_amplification": Spread(max(found), min(found), max(found))}
 

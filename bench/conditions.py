@@ -1,4 +1,4 @@
-"""What every contender meets alike: a quiet disk, pages cold or warm, one clock, and a check of what was loaded."""
+"""Equal conditions for all contenders: a quiet disk, cold or warm pages, one clock, and a check of loaded values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def barrier() -> None:
 
 
 def rank() -> int:
-    """Return this process's rank, 0 where it is alone."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds until the slowest rank is done."""
+    """Return the seconds until the slowest rank has finished."""
     device.settle()
     barrier()
     start = time.perf_counter()
@@ -38,7 +38,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """Return the longest of what the ranks bring."""
+    """Return the largest value of all ranks."""
     if not dist.is_initialized():
         return seconds
     longest = torch.tensor([seconds], dtype=torch.float64)
@@ -54,12 +54,12 @@ def on_first_rank(work: Callable[[], object]) -> None:
 
 
 def quiet_disk() -> None:
-    """Have what others left dirty written out, so that nobody pays for the one before."""
+    """Write out all dirty pages, so that no contender pays for the one before."""
     on_first_rank(os.sync)
 
 
 def emptied(folder: Path) -> Path:
-    """Return a folder that is there and empty."""
+    """Return an empty folder; create it if needed."""
     on_first_rank(lambda: (shutil.rmtree(folder, ignore_errors=True), folder.mkdir(parents=True)))
     return folder
 
@@ -82,8 +82,8 @@ def forget_pages(folder: Path) -> None:
 def touch_pages(folder: Path) -> None:
     """Read a folder's files once, so that the next read is warm.
 
-    What is cached already is dropped first: how fast Linux gives a page away depends on how often it was read, and a
-    cold load leaves pages behind with one contender and none with the other.
+    Cached pages are dropped first. How fast Linux drops a page depends on how often it was read, and a cold load leaves
+    pages in the cache with some contenders only.
     """
     forget_pages(folder)
     for path in folder.rglob("*"):
@@ -94,28 +94,28 @@ def touch_pages(folder: Path) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def local_bytes(state: dict[str, torch.Tensor]) -> int:
-    """Return the bytes this rank holds of a state."""
+    """Return the bytes of this rank's part of a state."""
     return sum(local(tensor).nbytes for tensor in state.values())
 
 
 def require_equal(saved: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
-    """A bench that measures a wrong load measures nothing."""
+    """Refuse a load that filled other values than were saved: its time means nothing."""
     for name, tensor in saved.items():
         assert torch.equal(local(tensor), local(loaded[name])), name
 
 
 def zeroed(state: dict[str, torch.Tensor]) -> None:
-    """Forget what an earlier load brought."""
+    """Zero the values that an earlier load filled."""
     for tensor in state.values():
         local(tensor).zero_()
 
 
 def say(line: str) -> None:
-    """Print a line of progress, once for all ranks."""
+    """Print a line of progress, on rank 0 only."""
     if rank() == 0:
         print(f"    {line}", flush=True)

@@ -1,4 +1,4 @@
-"""Where the states of the bench lie: in host memory, or on a GPU, which several ranks share where there is just one."""
+"""Where the states of the bench are stored: in host memory, or on a GPU, which ranks may share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ VARIABLE = "HOLDFAST_BENCH_DEVICE"
 
 
 def kind() -> str:
-    """Return where states lie."""
+    """Return the device type of the states."""
     return os.environ.get(VARIABLE, KINDS[0])
 
 
 def choose() -> None:
-    """Make a GPU this rank's own, before anything is put there."""
+    """Select the GPU of this rank. Call it before anything is allocated on a GPU."""
     if kind() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
@@ -30,11 +30,11 @@ def mesh() -> DeviceMesh:
 
 
 def settle() -> None:
-    """Wait until the GPU has done what it was given."""
+    """Wait until the GPU has finished its queued work."""
     if kind() == "cuda":
         torch.cuda.synchronize()
 
 
 def notes() -> list[str]:
-    """Return what a reader must know of it."""
+    """Return remarks on the device for readers of the results."""
     return [f"states lay on {torch.cuda.get_device_name()}"] if kind() == "cuda" else []

@@ -95,7 +95,7 @@ def write_dcp(folder: Path, *, as_safetensors: bool) -> None:
 
 
 def main() -> None:
-    """Write one."""
+    """Write one checkpoint."""
     kind, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     if kind in SHAPES:

@@ -1,4 +1,4 @@
-"""The keys, what each means, and what was promised of it: a goal, and a floor under which the work is not done."""
+"""The keys, the meaning of each, and its goal and floor. Below the floor the work is not done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Goal:
     """Whether goal and floor are upper bounds."""
 
     def reached(self, measured: float) -> str:
-        """Return `goal`, `floor` or `missed`; nothing where nothing was promised."""
+        """Return `goal`, `floor` or `missed`; an empty text for a key without goal and floor."""
         if self.goal is None or self.floor is None:
             return ""
         sign = -1 if self.less_is_better else 1

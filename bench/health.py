@@ -1,4 +1,4 @@
-"""What looking at health costs: `python -m bench.health [MIB]`. Processor time of one core, side by side in rounds."""
+"""The cost of health checks: `python -m bench.health [MIB]`. Processor time of one core, side by side in rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e5m2)
 
 
 def main() -> None:
-    """Print, for each element type, what each look costs per GiB and beside what a save does anyhow."""
+    """Print, for each element type, the cost of each check per GiB, beside the cost of every save."""
     mib = int(sys.argv[1]) if len(sys.argv) > 1 else 64
     for dtype in DTYPES:
         tensor = torch.randn(mib * MIB // dtype.itemsize).to(dtype)

@@ -48,7 +48,7 @@ ME = [sys.executable, "-m", "bench.interop"]
 
 
 def made(kind: str, folder: Path) -> Path:
-    """Return a checkpoint of a kind, written by the system it is of unless it is there already."""
+    """Return a checkpoint of a kind; its own system writes it unless it exists already."""
     there = folder / kind
     if (there / "whole").exists():
         return there
@@ -74,9 +74,9 @@ def made(kind: str, folder: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return what every contender runs with; DeepSpeed builds what it needs with tools beside this interpreter.
+    """Return the environment variables of every contender: DeepSpeed builds with tools beside this interpreter.
 
-    Every package has its byte code, as whoever installs one has: a source tree has none where nobody may write it.
+    Every package has its byte code, as after an installation: without write permission a source tree has none.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
@@ -84,7 +84,7 @@ def environment() -> dict[str, str]:
 
 
 class Contender:
-    """A command, or several one after the other, and the folder that they write."""
+    """A command, or several in sequence, and the folder that they write."""
 
     def __init__(self, *commands: Sequence[str | Path], writes: Path | None = None) -> None:
         self._commands, self._writes = commands, writes
@@ -94,9 +94,9 @@ class Contender:
         """The largest resident memory of any of their processes, in the last run."""
 
     def seconds(self, source: Path) -> float:
-        """Run it on cold files; return the seconds until it has loaded or ended, and until what it wrote is durable.
+        """Run a contender on cold files; return the seconds until its load or its end, and until its output is durable.
 
-        Whoever has loaded goes on to train: how long torch would take to end is left out.
+        After a load a user trains, so the time of torch's exit does not count.
         """
         if self._writes is not None:
             shutil.rmtree(self._writes, ignore_errors=True)
@@ -134,13 +134,13 @@ def _make_durable(folder: Path) -> None:
 
 
 def say(**found: float) -> None:
-    """Tell the process that measures what a contender found."""
+    """Print the result of a contender for the measuring process."""
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"bench": 1, "peak_mib": peak_mib, **found}), flush=True)
 
 
 def load_ours(kind: str, source: str) -> None:
-    """Fill a model and its optimizer from a DeepSpeed checkpoint where it lies."""
+    """Fill a model and its optimizer from a DeepSpeed checkpoint, in place."""
     import torch
 
     start = time.perf_counter()
@@ -162,7 +162,7 @@ def load_ours(kind: str, source: str) -> None:
 def load_theirs(kind: str, source: str) -> None:
     """Fill a model and its moments from a universal folder, as `load_hp_checkpoint_state` does for one rank.
 
-    Less than DeepSpeed's engine does: no engine is made, and no partition is looked for.
+    This is less work than DeepSpeed's engine does: it makes no engine and looks for no partition.
     """
     import deepspeed  # noqa: F401 - nobody loads a universal checkpoint without it
     import torch
@@ -184,7 +184,7 @@ def load_theirs(kind: str, source: str) -> None:
 
 
 def consolidate(source: str, target: str) -> None:
-    """Merge what DCP's Hugging Face writer left, as torch does it."""
+    """Merge the files of DCP's Hugging Face writer with torch's own function."""
     from safetensors import safe_open
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
@@ -198,7 +198,7 @@ def consolidate(source: str, target: str) -> None:
 
 
 def _bytes_read() -> int:
-    """Return the bytes that this process has asked the kernel for so far."""
+    """Return the bytes that this process has read from the kernel so far."""
     for line in Path("/proc/self/io").read_text().splitlines():
         name, _, count = line.partition(": ")
         if name == "rchar":
@@ -278,7 +278,7 @@ def measure_exports(
 
 
 def main() -> None:
-    """Measure all and write it down; or, with `--work`, be one contender."""
+    """Measure everything and write the results; with `--work`, run as one contender."""
     parser = argparse.ArgumentParser(prog="python -m bench.interop", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "interop")

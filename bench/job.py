@@ -1,4 +1,4 @@
-"""Run one part in processes of its own."""
+"""Runs one part in its own processes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _environment(part: Part, rank: int, port: int) -> dict[str, str]:
 
 
 def _pass_on(errors: Iterable[str]) -> None:
-    """Show what a rank complains of, without what DCP's saving process tells of every request."""
+    """Print the error output of a rank, without the log lines of DCP's saving process."""
     for line in errors:
         if " - root - INFO - " not in line:
             print(line, end="", file=sys.stderr, flush=True)

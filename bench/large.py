@@ -1,4 +1,4 @@
-"""How fast a large state is saved and loaded, beside the rivals and the disk."""
+"""The time to save and load a large state, beside the rivals and the limit of the disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEPT_FOR_LOADS = ("save", "save_dcp_1", "save_dcp_2", f"limit_write_{NAMES[0]}")
 
 
 class Large:
-    """One rank's contenders and what they save and fill."""
+    """The contenders of one rank, and the states that they save and fill."""
 
     def __init__(self, root: Path, total_mib: int, *, rivals_too: bool = True) -> None:
         mesh = device.mesh()
@@ -89,7 +89,7 @@ class Large:
         limit.write(folder / self.raw, count, in_flight, mib)
 
     def warm_up(self) -> None:
-        """Have everybody save and load a little, untimed: what is made at the first call is there afterwards."""
+        """Let every contender save and load a little, untimed, so that no measured call pays for first-time work."""
         whole = self.saved, self.target
         few = list(self.saved)[:4]
         self.saved, self.target = ({name: state[name] for name in few} for state in whole)
@@ -98,7 +98,7 @@ class Large:
         self.saved, self.target = whole
 
     def saves(self, number: int, thorough: bool) -> Round:
-        """Save with each contender in turn; what the loads need stays where it is thorough."""
+        """Save with each contender in turn; in a thorough round, leave the checkpoints that the loads need."""
         found: Round = {}
         for name, save in in_turn(self.every_round + (self.some_rounds if thorough else []), number):
             folder = conditions.emptied(self.root / name)
@@ -111,9 +111,9 @@ class Large:
         return found
 
     def loads(self, number: int) -> Round:
-        """Load with each contender in turn, cold and warm, and check what came.
+        """Load with each contender in turn, cold and warm, and check the values.
 
-        Cold ones take turns with the plain reads: for seconds on end a disk that others use too is half as fast.
+        Cold loads alternate with plain reads, because a shared disk can be half as fast for seconds.
         """
         found: Round = {}
         raw = self.root / KEPT_FOR_LOADS[-1]
@@ -150,7 +150,7 @@ class Large:
         limit.read(folder / self.raw, in_flight, mib)
 
     def close(self) -> None:
-        """End what has threads."""
+        """Stop the threads of the contenders."""
         for saver in self._meta:
             saver.close()
         for limit in self.limits.values():
@@ -158,7 +158,7 @@ class Large:
 
 
 def measure(root: Path, params: Params) -> Measured:
-    """Measure every round; loads and the slower rivals take part in some of many rounds."""
+    """Measure every round. With many rounds, loads and the slower rivals take part in some of them only."""
     large = Large(root, params["mib"], rivals_too=with_rivals(params))
     large.warm_up()
     rounds = []
@@ -181,12 +181,12 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def best(each: Round, prefix: str) -> float:
-    """Return the least of those whose names begin so."""
+    """Return the smallest value whose name begins with a prefix."""
     return min(seconds for name, seconds in each.items() if name.startswith(prefix))
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say it as ratios."""
+    """Return the results as ratios."""
     names = partial(contenders, rounds)
     found = {
         "save_vs_limit": times_as_fast(rounds, "save", names("limit_write")),

@@ -1,4 +1,4 @@
-"""How long a lazy save blocks training: the call, and what the fence adds to the optimizer's step."""
+"""How long a lazy save blocks training: in the call, and in the fence before the optimizer's step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lazy_settings(arena_mib: int = ARENA_MIB) -> holdfast.Settings:
 
 
 class Sheets(nn.Module):
-    """Sharded parameters of a given size, each used by a step that is as long as wanted."""
+    """Sharded parameters of a given size; a step uses each of them for a chosen time."""
 
     def __init__(self, total_bytes: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Sheets(nn.Module):
         self.sheets = nn.ParameterList(nn.Parameter(tensor) for tensor in state.values())
 
     def backward(self, products: int) -> None:
-        """Compute with this rank's share of every parameter, and leave a gradient for each."""
+        """Compute with this rank's part of every parameter, and set a gradient for each."""
         left = torch.rand(64, 2048, device=device.kind())
         each = max(products // len(self.sheets), 1)
         for parameter in self.sheets:
@@ -51,14 +51,14 @@ class Sheets(nn.Module):
 
 
 class FencedStep:
-    """Times what runs before an optimizer's step: global hooks come first, ours of this optimizer after them."""
+    """Measures the time before an optimizer's step: global hooks run first, then the hook of this class."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._reached = optimizer, 0.0
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "_reached", time.perf_counter()))
 
     def step(self) -> float:
-        """Step; return the seconds until the optimizer itself began."""
+        """Step; return the seconds until the optimizer's own code began."""
         start = time.perf_counter()
         self._optimizer.step()
         return self._reached - start
@@ -110,7 +110,7 @@ def measure(root: Path, params: Params) -> Measured:
 def _products_of_a_step(
     model: Sheets, manager: holdfast.CheckpointManager, state: dict[str, object], root: Path
 ) -> int:
-    """Return how much computing makes a step longer than a save, both ranks computing."""
+    """Return how many matrix products make a step longer than a save, with both ranks computing."""
     start = time.perf_counter()
     manager.save(0, state).wait()
     written = conditions.slowest(time.perf_counter() - start)
@@ -121,7 +121,7 @@ def _products_of_a_step(
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say it per GiB and rank."""
+    """Return the results per GiB and rank."""
     gib = params["mib_per_rank"] / 1024
     return {"stall_lazy_seconds_per_gib": spread_of([each["lazy_blocked"] / gib for each in rounds])}
 

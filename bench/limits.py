@@ -1,4 +1,4 @@
-"""The limit: what the disk takes and gives when a plain file is moved by direct I/O, and nothing else is done."""
+"""The limit: the speed at which direct I/O writes and reads a plain file, with no other work."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NAMES = tuple(f"{in_flight}x{mib}" for in_flight, mib in SHAPES)
 
 
 class Limit:
-    """Writes and reads one file per process; memory and threads are there before anything is timed."""
+    """Writes and reads one file per process. Memory and threads exist before the measurement starts."""
 
     def __init__(self, *, huge_pages: bool = False) -> None:
-        """Take memory: as a plain program has it, or in huge pages, as Holdfast's own windows lie."""
+        """Allocate memory: ordinary pages as in a plain program, or huge pages as in Holdfast's buffers."""
         count = max(in_flight * mib for in_flight, mib in SHAPES) * MIB
         self._memory = _in_huge_pages(count) if huge_pages else memoryview(mmap.mmap(-1, count, flags=_PRIVATE))
         self._memory[:] = os.urandom(MIB) * (count // MIB)
@@ -64,7 +64,7 @@ class Limit:
             list(self._threads.map(lane, range(in_flight)))
 
     def close(self) -> None:
-        """Let go of threads and memory."""
+        """Release threads and memory."""
         self._threads.shutdown()
         self._memory.release()
 

@@ -1,4 +1,4 @@
-"""How much memory a save takes above the state and the arena: each way of saving in a fresh process of its own."""
+"""The memory that a save needs beyond the state and the arena. Each way of saving runs in its own process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ that was not used can stand in for what was taken beside the arena."""
 
 
 def measure(root: Path, params: Params) -> Measured:
-    """Save in each way; return the MiB each took above state and arena."""
+    """Save in each way; return the additional MiB of each."""
     rounds = []
     for _ in range(params["rounds"]):
         each = {}
@@ -39,7 +39,7 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def extra_mib(way: str, root: Path, mib: int) -> float:
-    """Save a state some times in this process; return the MiB that appeared meanwhile, less the arena."""
+    """Save a state several times in this process; return the growth of its memory in MiB, without the arena."""
     state = {str(n): torch.rand(MIB // 4, 16) for n in range(mib // 16)}
     model = torch.nn.ParameterDict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -73,7 +73,7 @@ def _memory_mib(name: str) -> float:
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say the worst of all ways."""
+    """Return the largest value."""
     return {"save_peak_extra_mib": spread_of([max(each.values()) for each in rounds])}
 
 

@@ -29,7 +29,7 @@ STEP = 1000
 
 
 class Left(Exception):
-    """A rank that is not measured left the opening where it would have waited."""
+    """Raised in a rank that is not measured, at the point where it would wait."""
 
 
 class LeavingBoard(InProcessKeyValueStore):
@@ -41,7 +41,7 @@ class LeavingBoard(InProcessKeyValueStore):
         self._waits = waits
 
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
-        """As the port says, as long as the rank stays."""
+        """As the port says, until the rank leaves."""
         if not self._waits:
             raise Left
         self._waits -= 1
@@ -49,7 +49,7 @@ class LeavingBoard(InProcessKeyValueStore):
 
 
 class LoneComm(ThreadComm):
-    """A rank whose collectives nobody else comes to."""
+    """A comm whose collectives no other rank joins."""
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Return the nonce that every rank of the job has."""
@@ -87,7 +87,7 @@ def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Se
 
 
 def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> Opened:
-    """Let every rank of a job state what it saves, and rank 0 judge and plan."""
+    """Let every rank of a job publish its record; rank 0 decides and plans."""
     group = ThreadGroup(job.world_size)
     digest = short_digest_of(place.url.encode())
     leaders = [stage * job.ranks_per_stage for stage in range(job.stages)]
@@ -124,7 +124,7 @@ def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> 
 
 
 def _speaking(opening: SaveAgreement, statement: Statement, details: Details) -> threading.Thread:
-    """Let the lowest rank of a class take part until it has described its tensors."""
+    """Let the lowest rank of a class take part until it has published its tensors."""
     thread = threading.Thread(target=_state, args=(opening, statement, details))
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""The tables and pictures of README and docs, from `latest.json` alone: none of their numbers is typed by hand."""
+"""Writes the tables and pictures of README and docs from `latest.json`. No number in them is typed by hand."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ README_KEYS = (
 
 
 def put_blocks(latest: Latest) -> None:
-    """Bring README and docs/performance.md up to date."""
+    """Update README and docs/performance.md."""
     put_block(README, block(latest, README, README_KEYS))
     put_block(PERFORMANCE, block(latest, PERFORMANCE))
 
 
 def block(latest: Latest, page: Path, keys: tuple[str, ...] | None = None) -> str:
-    """Return what stands between the markers of a page: the table, how it came about, and the pictures."""
+    """Return the text between the markers of a page: the table, its conditions, and the pictures."""
     rows = ["| measured by `make bench` | median | lowest–highest | goal | floor |", "|-|-|-|-|-|"]
     for goal in GOALS:
         if goal.key in latest and (keys is None or goal.key in keys):
@@ -51,7 +51,7 @@ def block(latest: Latest, page: Path, keys: tuple[str, ...] | None = None) -> st
 
 
 def put_block(page: Path, text: str) -> None:
-    """Put a block between the markers of a page.
+    """Replace the text between the markers of a page.
 
     Raises:
         ValueError: The page has no markers.

@@ -1,4 +1,4 @@
-"""What a part of the bench is: one question, asked in processes of its own."""
+"""A part of the bench: one question, measured in its own processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Params = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What the rounds say of one key."""
+    """Median, lowest and highest of a key over the rounds."""
 
     median: float
     """The middle of the rounds."""
@@ -33,7 +33,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one part measured."""
+    """The results of one part."""
 
     rounds: list[Round]
     """One entry a round; not every contender is in every round."""
@@ -87,12 +87,12 @@ def share_of(rounds: Sequence[Round], ours: str, theirs: Sequence[str]) -> Sprea
 
 
 def present(rounds: Sequence[Round], *names: str) -> bool:
-    """Return whether some round measured all of these."""
+    """Return whether some round measured all of these contenders."""
     return any(all(name in each for name in names) for each in rounds)
 
 
 def with_rivals(params: Params) -> bool:
-    """Return whether rivals and limits are measured beside Holdfast, as they are unless the parameters say no."""
+    """Return whether rivals and limits are measured beside Holdfast. They are, unless the parameters exclude them."""
     return bool(params.get("rivals", 1))
 
 
@@ -125,7 +125,7 @@ def slowest_tenths_ratio(rounds: Sequence[Round], ours: str, theirs: Sequence[st
 
 
 def in_turn(entries: Sequence[Entry], number: int) -> list[Entry]:
-    """Return the contenders in the order of one round: each begins as often as it ends."""
+    """Return the contenders in the order of one round. Each one is first as often as last."""
     shift = number // 2 % len(entries)
     turned = [*entries[shift:], *entries[:shift]]
     return turned if number % 2 == 0 else turned[::-1]

@@ -1,4 +1,4 @@
-"""One picture per question, drawn from `latest.json` alone."""
+"""Draws one picture per question from `latest.json` alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One question and how its answer is drawn."""
+    """One question, and how to draw its answer."""
 
     name: str
     """Its file, without the ending."""
@@ -65,12 +65,12 @@ class Picture:
     """Draws it."""
 
     def can_be_drawn(self, latest: Latest) -> bool:
-        """Return whether its question was asked."""
+        """Return whether its part was measured."""
         return bool(report.rounds_of(latest, self.part))
 
 
 def draw_all(latest: Latest) -> None:
-    """Draw every picture whose question was asked.
+    """Draw every picture whose part was measured.
 
     Raises:
         SystemExit: matplotlib is missing.
@@ -177,7 +177,7 @@ def _tiny(axes: Axes, latest: Latest) -> None:
 
 
 def _bars(axes: Axes, values: dict[str, list[float]]) -> None:
-    """Draw a bar at each median and a dot for each round, the first on top."""
+    """Draw a bar at each median and a dot for each round; the first contender is at the top."""
     values = {label: each for label, each in values.items() if each}
     for place, (label, each) in enumerate(values.items()):
         axes.barh(place, median(each), color=_colour(label), height=0.62)

@@ -17,7 +17,7 @@ from bench.parts import PARTS
 
 
 def main() -> None:
-    """Measure; rank 0 leaves what it found as JSON."""
+    """Measure; rank 0 writes the result as JSON."""
     name, folder, params = sys.argv[1:]
     warnings.filterwarnings("ignore", module="torch")
     torch.set_num_threads(1)

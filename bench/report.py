@@ -1,4 +1,4 @@
-"""What was measured: kept in `latest.json`, merged part by part, shown on the screen."""
+"""The results: stored in `latest.json`, merged part by part, and shown on the screen."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Latest = dict[str, object]
 
 
 def path_of(device: str) -> Path:
-    """Return where results are kept of states that lie there; those of host memory are what the pages show."""
+    """Return the file of results for states on a device. The pages show those of host memory."""
     return LATEST if device == "cpu" else RESULTS / device / LATEST.name
 
 
 def read(path: Path = LATEST) -> Latest:
-    """Return what was measured before; nothing where there is nothing of this layout."""
+    """Return the earlier results; an empty object if there are none in this layout."""
     if not path.exists():
         return {}
     found = json.loads(path.read_text())
@@ -33,7 +33,7 @@ def read(path: Path = LATEST) -> Latest:
 
 
 def merged(latest: Latest, part: Part, params: Params, measured: Measured) -> Latest:
-    """Return the results with one part's keys put in place of those it had; all others stay."""
+    """Return the results with the keys of one part replaced; all others stay."""
     keys = part.keys(measured.rounds, params)
     parts = dict(latest.get("parts", {}))  # type: ignore[call-overload]
     gone = {name for key in parts.get(part.name, {}).get("keys", []) for name in names_of(key)}
@@ -85,7 +85,7 @@ def rounds_of(latest: Latest, part: str) -> list[Round]:
 
 
 def software() -> dict[str, str | int | None]:
-    """Return what the bench ran with."""
+    """Return the versions of the software that the bench used."""
     found: dict[str, str | int | None] = {"python": platform.python_version(), "cores": os.cpu_count()}
     for name in ("holdfast", "torch", "torch_checkpointing", "safetensors"):
         found[name] = version_of(name)
@@ -93,7 +93,7 @@ def software() -> dict[str, str | int | None]:
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -116,18 +116,18 @@ def lines(latest: Latest) -> list[str]:
 
 
 def names_of(key: str) -> tuple[str, str, str]:
-    """Return what median, lowest and highest of a key are called."""
+    """Return the column names of median, lowest and highest of a key."""
     return key, f"{key}_min", f"{key}_max"
 
 
 def bound(goal: Goal, promised: float | None) -> str:
-    """Return a goal or a floor as it is shown."""
+    """Return a goal or a floor as text."""
     if promised is None:
         return ""
     return f"{'≤' if goal.less_is_better else '≥'} {promised:g}"
 
 
 def short(value: object) -> str:
-    """Return a number as it is shown."""
+    """Return a number as short text."""
     assert isinstance(value, int | float), value
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""The rivals, each called as its own documentation says, each durable when it returns."""
+"""The rivals. Each is called as its own documentation says, and is durable when it returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ State = dict[str, torch.Tensor]
 
 
 def dcp_save(state: State, folder: Path, threads: int, no_dist: bool = False) -> None:
-    """Save with DCP, durably: its writer fsyncs its files."""
+    """Save with DCP, durably: its writer calls fsync on its files."""
     writer = dcp.FileSystemWriter(folder, thread_count=threads, sync_files=True)
     dcp_sync_save(state, storage_writer=writer, no_dist=no_dist)
 
@@ -34,7 +34,9 @@ def dcp_load(state: State, folder: Path, no_dist: bool = False) -> None:
 
 
 class DcpAsync:
-    """DCP's async save with one stager, kept from save to save where it can be, so that its memory is warm."""
+    """DCP's async save with one stager. Where possible the stager is kept from save to save, so that its memory is
+    warm.
+    """
 
     STAGERS = ("thread", "thread_kept", "background_kept", "process_kept", "pinned_kept")
     """`thread`: as called with no stager, fresh memory each time. `*_kept`: a `DefaultStager` of ours; `background`
@@ -62,7 +64,7 @@ class DcpAsync:
         self._group = dist.new_group(backend="gloo")
 
     def begin(self, state: State, folder: Path) -> Future[object]:
-        """Begin a save; return once the state may change, as training must wait for that."""
+        """Begin a save; return once training may change the state."""
         begun = dcp.async_save(
             state,
             storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
@@ -76,7 +78,7 @@ class DcpAsync:
         return begun
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self._stager is not None:
             self._stager.close()
 
@@ -85,7 +87,7 @@ class DcpAsync:
 
 
 def torch_checkpointing_version() -> str | None:
-    """Return its version, or None where it is not installed."""
+    """Return its version; None if it is not installed."""
     try:
         from torch_checkpointing.version import __version__
     except ImportError:
@@ -117,14 +119,14 @@ class TorchCheckpointing:
         )
 
     def save(self, state: State, folder: Path) -> None:
-        """Save; one file for each of its threads, as it gives each item to one of them."""
+        """Save; one item for each of its threads, because one thread writes an item whole."""
         items: dict[str, State] = {f"model{number}": {} for number in range(self._threads)}
         for number, (name, tensor) in enumerate(state.items()):
             items[f"model{number % self._threads}"][name] = tensor
         self._manager.save(str(folder), items)
 
     def close(self) -> None:
-        """End it."""
+        """Stop its threads and processes."""
         self._manager.close()
 
 
@@ -137,7 +139,7 @@ def _fsync_own_files(written: object) -> None:
 
 
 def torch_save(state: State, folder: Path) -> None:
-    """Save what this rank holds with torch.save, and fsync it."""
+    """Save this rank's part with torch.save, and call fsync on the file."""
     path = folder / f"rank{rank()}.pt"
     # A rival's own format, and never read back.
     torch.save({name: local(tensor) for name, tensor in state.items()}, path)  # noqa: TID251
@@ -145,7 +147,7 @@ def torch_save(state: State, folder: Path) -> None:
 
 
 def safetensors_save(state: State, folder: Path) -> None:
-    """Save what this rank holds with safetensors, and fsync it."""
+    """Save this rank's part with safetensors, and call fsync on the file."""
     path = folder / f"rank{rank()}.safetensors"
     safetensors.torch.save_file({name: local(tensor) for name, tensor in state.items()}, path)
     _fsync(path)

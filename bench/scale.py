@@ -1,4 +1,4 @@
-"""Holdfast at 16,384 ranks, without the ranks: the real planning, index and commit code over jobs on paper.
+"""Holdfast at 16,384 ranks, without the ranks: the real planning, index and commit code on simulated jobs.
 
 `python -m bench.scale` runs the dense 405B job at 1,024, 4,096 and 16,384 ranks and a mixture of experts at 2,048,
 prints what one rank and the committing rank do, and merges its keys into `bench/results/scale.json`.
@@ -57,7 +57,7 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class Written:
-    """What the ranks of a job left behind before one of them commits."""
+    """The files that the ranks of a job have written before one rank commits."""
 
     attempt: str
     votes: list[Vote]
@@ -70,14 +70,14 @@ class Written:
 
 
 def location_at(root: Path) -> CheckpointLocation:
-    """Return where the checkpoint of a job on paper lies."""
+    """Return the location of the checkpoint of a simulated job."""
     return CheckpointLocation(LocalStore(root, settings=SETTINGS), step_folder(STEP), STEP)
 
 
 def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
-    """Plan every rank of a job, write its part file, and stand a hollow file of the right size for its packs.
+    """Plan every rank of a job, write its part file, and create an empty file of the right size for each of its packs.
 
-    The digests are made up; everything else is what the rank would write.
+    The digests are invented; everything else is what the rank would write.
     """
     chance = random.Random(7)
     attempt = root / step_folder(STEP) / done.agreement.attempt
@@ -125,7 +125,7 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
 
 
 def forget_pages(root: Path) -> None:
-    """Make every file durable and drop it from the page cache, so that whoever reads next reads storage."""
+    """Make every file durable and drop it from the page cache, so that the next reader reads storage."""
     os.sync()
     for path in root.rglob("*.msgpack"):
         fd = os.open(path, os.O_RDONLY)
@@ -158,7 +158,7 @@ def committed(root: Path) -> Numbers:
 
 
 def boxes_of(shard: Shard) -> tuple[Box, ...]:
-    """Return what a rank wants of a tensor."""
+    """Return the boxes of a tensor that a rank needs."""
     return tuple(each for each in shard.pieces if isinstance(each, Box))
 
 
@@ -192,13 +192,13 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
 
 
 def peak_mib() -> float:
-    """Return the most memory this process has held at once."""
+    """Return the peak memory of this process in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def apart(root: str, *arguments: str) -> Numbers:
-    """Return what a step measured of itself in a process of its own, its memory its own too."""
+    """Return the measurements of a step that runs in its own process, with its own memory."""
     command = [sys.executable, "-m", "bench.scale", "--root", root, *arguments]
     done = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -207,7 +207,7 @@ def apart(root: str, *arguments: str) -> Numbers:
 
 
 def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
-    """Take one job from the opening to the load plans of others, in a folder that is removed."""
+    """Take one job from the agreement to the load plans of other jobs, in a folder that is removed."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     done = opened(job, location_at(root), SETTINGS)
@@ -238,7 +238,7 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
 
 
 def show(jobs: list[SyntheticJob], found: list[Numbers]) -> None:
-    """Print one column per job, and how each cost grew beside how the job grew."""
+    """Print one column per job, and the growth of each cost beside the growth of the job."""
     print(f"{'':30}" + "".join(f"{job.name:>26}" for job in jobs))
     for key in dict.fromkeys(key for each in found for key in each):
         cells = (

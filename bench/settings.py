@@ -11,7 +11,7 @@ OLDER_NAMES = {"deduplicate": "reuse_unchanged", "share_reads": "exchange"}
 
 
 def settings(**values: object) -> holdfast.Settings:
-    """Return settings; a value goes under the older name where this Holdfast knows only that name."""
+    """Return settings; a value has the older name if this Holdfast knows only that name."""
     known = {field.name for field in dataclasses.fields(holdfast.Settings)}
     named = {name if name in known else OLDER_NAMES.get(name, name): value for name, value in values.items()}
     return holdfast.Settings(**named)  # type: ignore[arg-type]

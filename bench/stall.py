@@ -1,4 +1,4 @@
-"""How long a save in the background blocks training that has it copied, beside one copy and DCP's async save."""
+"""How long a background save with a copy blocks training, beside one plain copy and DCP's async save."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Begin = Callable[[int], Future[object] | None]
 
 
 class Stall:
-    """One rank's contenders, their memory warm once each has saved."""
+    """The contenders of one rank. Their memory is warm after the first save of each."""
 
     def __init__(self, root: Path, mib: int, *, rivals_too: bool = True) -> None:
         self.saved: State = sharded_state(device.mesh(), mib * dist.get_world_size() * MIB, fill=True)
@@ -75,7 +75,7 @@ class Stall:
         return stager.begin(self.saved, self._root / name / str(number))
 
     def round(self, number: int) -> Round:
-        """Time each contender's call, then wait for its save, so that each begins with nothing under way."""
+        """Time each contender's call, then wait for its save, so that no save is in flight when the next begins."""
         found: Round = {}
         for name, begin in in_turn(self.contenders, number):
             begun: list[Future[object] | None] = []
@@ -90,14 +90,14 @@ class Stall:
         return found
 
     def close(self) -> None:
-        """End what has threads and processes."""
+        """Stop threads and processes."""
         self._manager.close()
         for stager in self._dcp:
             stager.close()
 
 
 def measure(root: Path, params: Params) -> Measured:
-    """Warm everybody up with one save, then measure."""
+    """Warm up every contender with one save, then measure."""
     stall = Stall(root, params["mib_per_rank"], rivals_too=with_rivals(params))
     stall.round(0)
     rounds = []
@@ -114,7 +114,7 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say it as ratios."""
+    """Return the results as ratios."""
     return {
         "stall_copy_vs_memcpy": share_of(rounds, "stall_copy", ["memcpy"]),
         "stall_copy_vs_dcp_async": times_as_fast(rounds, "stall_copy", contenders(rounds, "dcp_async")),

@@ -1,4 +1,4 @@
-"""States that the bench saves and loads; each rank makes its own share."""
+"""The states that the bench saves and loads. Each rank makes its own part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS, COLUMNS = 4096, 1024
 
 
 def sharded_state(mesh: DeviceMesh, total_bytes: int, fill: bool) -> dict[str, torch.Tensor]:
-    """Return fp32 DTensors of 16 MiB, each row-sharded over the mesh; every page of them has been touched."""
+    """Return fp32 DTensors of 16 MiB, each row-sharded over the mesh. Every page of them has been written."""
     assert ROWS % mesh.size() == 0, "shares of one size, so that every rank moves as much"
     share = (ROWS // mesh.size(), COLUMNS)
     generator = torch.Generator().manual_seed(mesh.get_local_rank())

@@ -1,4 +1,4 @@
-"""Jobs on paper: the tensors of large models and what each rank of a job would hold of them, without a byte of data."""
+"""Simulated jobs: the tensors of large models, and the part of each rank, without any data."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def deepseek_671b() -> tuple[tuple[Weight, ...], ...]:
 
 @dataclass(frozen=True)
 class SyntheticJob:
-    """A model laid out on ranks numbered stage by stage, then data-parallel, then tensor- or expert-parallel.
+    """A model on ranks, numbered by pipeline stage, then data-parallel rank, then tensor- or expert-parallel rank.
 
-    FSDP2 cuts everything over the data-parallel ranks of a stage; `tensor` ranks cut what Megatron cuts. With `expert`
-    over 1, experts are cut over that many of the data-parallel ranks and FSDP over the rest.
+    FSDP2 shards everything over the data-parallel ranks of a stage. `tensor` ranks shard what Megatron shards. With
+    `expert` over 1, experts are sharded over that many data-parallel ranks, and FSDP shards over the rest.
     """
 
     name: str
@@ -105,12 +105,12 @@ class SyntheticJob:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Count of ranks that share the layers of one stage."""
+        """Number of ranks that share the layers of one stage."""
         return self.data * self.tensor
 
     @property
     def world_size(self) -> int:
-        """Count of ranks."""
+        """Number of ranks."""
         return self.stages * self.ranks_per_stage
 
     def stage_of(self, rank: int) -> int:
@@ -147,7 +147,7 @@ class SyntheticJob:
         return Layout(mesh, ranks, (Placement(0), Placement(1 if lies == "row" else None)))
 
     def shards_of(self, rank: int) -> list[Shard]:
-        """Return what a rank holds, worked out as a framework's adapter does."""
+        """Return the shards of a rank, computed as a framework's adapter does."""
         shards: list[Shard] = []
         coordinates: dict[Layout, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         for tensor, layout in self._tensors[self.stage_of(rank)]:
@@ -163,7 +163,7 @@ class SyntheticJob:
         return shards
 
     def collected_on(self, rank: int) -> Collected:
-        """Return the state of a rank, taken apart."""
+        """Return the collected state of a rank."""
         stage = self.stage_of(rank)
         parameters = [t.fqn.removeprefix("model.") for t, _ in self._tensors[stage] if t.fqn.startswith("model.")]
         hyperparameters: Mapping[str, object] = {
@@ -185,7 +185,7 @@ class SyntheticJob:
 
 
 class _Scalar:
-    """The bytes of a step counter, the one kind of tensor whose bytes are looked at before it is written."""
+    """The bytes of a step counter, the only kind of tensor whose bytes are read before it is written."""
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         return b"\0\0\x7aD"

@@ -1,4 +1,4 @@
-"""How fast 20,000 tensors of 16 bytes are saved and loaded: plain ones by one process, DTensors by two ranks."""
+"""The time to save and load 20,000 tensors of 16 bytes: plain ones by one process, DTensors by two ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MORE = 5
 
 
 class Tiny:
-    """One rank's contenders."""
+    """The contenders of one rank."""
 
     def __init__(self, root: Path, count: int, *, rivals_too: bool = True) -> None:
         self.mesh: DeviceMesh | None = None
@@ -93,7 +93,7 @@ class Tiny:
         return found
 
     def growth(self) -> Round:
-        """Time five times as many."""
+        """Measure five times as many tensors."""
         saved, target = self._states(MORE * self.count)
         folder = self.root / "more"
         group = self._group
@@ -121,7 +121,7 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say it as ratios."""
+    """Return the results as ratios."""
     found = {
         "tiny_save_vs_dcp": times_as_fast(rounds, "tiny_save", ["tiny_save_dcp"]),
         "tiny_load_vs_dcp": times_as_fast(rounds, "tiny_load", ["tiny_load_dcp"]),
@@ -136,7 +136,7 @@ def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
 
 
 def keys_of_dtensors(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say it as ratios."""
+    """Return the results as ratios."""
     return {
         "tiny_save_dtensor_vs_dcp": times_as_fast(rounds, "tiny_save", ["tiny_save_dcp"]),
         "tiny_load_dtensor_vs_dcp": times_as_fast(rounds, "tiny_load", ["tiny_load_dcp"]),

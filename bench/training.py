@@ -1,4 +1,4 @@
-"""How much longer training takes with a lazy save every ten steps: whole seconds, every save committed within them."""
+"""The slowdown of training by a lazy save every ten steps: whole seconds, with every save committed within them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = 4
 
 
 class Training:
-    """One stage of a pipeline per rank: parameters of its own, so that both save and both compute all the time."""
+    """One pipeline stage per rank with its own parameters, so that both ranks save and compute all the time."""
 
     def __init__(self) -> None:
         torch.manual_seed(dist.get_rank())
@@ -38,7 +38,7 @@ class Training:
         self.step_seconds: list[float] = []
 
     def step(self) -> None:
-        """Train one step; ranks keep pace, as training does."""
+        """Train one step. The ranks keep pace, as in training."""
         start = time.perf_counter()
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
@@ -47,7 +47,7 @@ class Training:
         self.step_seconds.append(time.perf_counter() - start)
 
     def settle(self) -> float:
-        """Choose the batch with which a step takes half a second; return what it takes."""
+        """Choose the batch size for which a step takes half a second; return its seconds."""
         for _ in range(6):
             self.step_seconds.clear()
             for _ in range(4):
@@ -60,7 +60,7 @@ class Training:
         return seconds
 
     def steps(self, manager: holdfast.CheckpointManager | None, first: int) -> None:
-        """Train ten steps, with a save at the first of them, committed before the last one ends."""
+        """Train ten steps. The first one saves, and the save commits before the last one ends."""
         handle = None
         for number in range(STEPS_A_SAVE):
             self.step()
@@ -72,7 +72,7 @@ class Training:
 
 
 def measure(root: Path, params: Params) -> Measured:
-    """Ten steps with a save, ten without, in turn, until both have all their steps."""
+    """Alternate ten steps with a save and ten steps without one, until each variant has all its steps."""
     training = Training()
     settled = training.settle()
     conditions.say(f"{len(training.batch)} rows a step: {settled:.2f} s")
@@ -101,7 +101,7 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Say it as whole time over whole time; lowest and highest are those of ten steps over ten steps."""
+    """Return the whole time with saves over the time without; lowest and highest are of ten steps over ten steps."""
     assert present(rounds, "with", "without")
     each = [one["with"] / one["without"] for one in rounds]
     whole = sum(one["with"] for one in rounds) / sum(one["without"] for one in rounds)
