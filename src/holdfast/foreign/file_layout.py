@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.geometry.box import Box
+from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.value_class import value_class
 from holdfast.types.export import Checksum, ExportFile, ExportTensor
 
@@ -19,6 +20,11 @@ class TensorLeaf:
 
     shape: tuple[int, ...]
     """Elements along each dimension."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        return Box.whole(self.shape).numel * DTYPES[self.dtype].itemsize
 
 
 class FileLayout:
@@ -58,10 +64,9 @@ class FileLayout:
 
     def put_tensor(self, leaf: TensorLeaf) -> None:
         """Append the elements of a tensor."""
-        tensor = ExportTensor(leaf.fqn, leaf.dtype, Box.whole(leaf.shape), self.at)
-        if tensor.bytes:
-            self._tensors.append(tensor)
-        self.at += tensor.bytes
+        if leaf.bytes:
+            self._tensors.append(ExportTensor(leaf.fqn, leaf.dtype, Box.whole(leaf.shape), self.at))
+        self.at += leaf.bytes
 
     def skip_to_multiple(self, count: int) -> None:
         """Append zeros up to the next multiple of a number of bytes."""

@@ -19,6 +19,9 @@ Part = Callable[[str], str | None]
 class PartNames:
     """The tensors of a part of an export, by their names in that part."""
 
+    part: Part
+    """Maps a name of the content to its name in the part."""
+
     names: Mapping[str, str]
     """Name in the part by stored FQN, in the order of the content. If the stored name is outside the part, it is the
     first tied name inside."""
@@ -26,8 +29,11 @@ class PartNames:
     aliases: Mapping[str, str]
     """Each further name in the part, to the name in `names`."""
 
+    key: str
+    """Key of the part in the state, which is removed from its names; empty if there is none."""
 
-def part_names(content: ExportContent, part: Part) -> PartNames:
+
+def part_names(content: ExportContent, part: Part, key: str = "") -> PartNames:
     """Return all names of a part, stored and tied."""
     stored = ((fqn, part(fqn)) for fqn in content.tensors)
     names = {fqn: name for fqn, name in stored if name is not None}
@@ -37,47 +43,31 @@ def part_names(content: ExportContent, part: Part) -> PartNames:
         # If the stored name is outside the part, the first tied name inside takes its place.
         if name is not None and names.setdefault(fqn, name) != name:
             aliases[name] = names[fqn]
-    return PartNames(names, aliases)
+    return PartNames(part, names, aliases, key)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNames(PartNames):
-    """The tensors of the model, by their names in a model-only file."""
-
-    key: str
-    """Key of the model in the state, which is removed from its names; empty if there is none."""
-
-    part: Part
-    """Maps a name of the content to its name in the model."""
-
-
-def model_names(content: ExportContent) -> ModelNames:
+def model_names(content: ExportContent, *, required: bool) -> PartNames:
     """Return the names of the model.
 
     The model is the value under the key `model`, or else the only module; the key is removed from its names. If there
     are several modules, each keeps its key. In a state without modules, e.g. a bare state dict, the model is everything
     outside optimizers, and names stay as they are, even those that begin with `model.`.
 
+    Args:
+        content: The content of the checkpoint.
+        required: Whether to refuse a state without a model. If not, its model has no names.
     Raises:
         InvalidError: The state has no model.
     """
     key, part = _model_part(content.tree)
-    model = part_names(content, part)
-    if not model.names:
+    model = part_names(content, part, key)
+    if required and not model.names:
         keys = first_three(sorted({fqn.partition(".")[0] for fqn in content.tensors}))
         raise InvalidError(
             f"the state has no model: its tensors are under {keys or 'no key'}; expected `model` or another module. "
             "Export it with the optimizer, or to holdfast"
         )
-    return ModelNames(model.names, model.aliases, key, part)
-
-
-def model_names_if_any(content: ExportContent) -> ModelNames | None:
-    """Return the model by its names, or None if the state has none."""
-    try:
-        return model_names(content)
-    except InvalidError:
-        return None
+    return model
 
 
 def _model_part(tree: Group) -> tuple[str, Part]:

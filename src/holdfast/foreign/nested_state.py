@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import InvalidError, first_three
 from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
-from holdfast.foreign.model_names import exported_dtype, model_names, model_names_if_any
+from holdfast.foreign.model_names import exported_dtype, model_names
 from holdfast.foreign.values import below
 from holdfast.types.export import ExportContent, ExportOptions
 from holdfast.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value
@@ -28,7 +28,7 @@ def model_state(content: ExportContent, options: ExportOptions) -> tuple[str, St
     Raises:
         InvalidError: The state has no model.
     """
-    model = model_names(content)
+    model = model_names(content, required=True)
     builder = _StateBuilder(content, options.dtype, model.names)
     state: State = {name: builder.leaf(fqn) for fqn, name in model.names.items()}
     for alias, name in model.aliases.items():
@@ -50,13 +50,13 @@ def nested_state(content: ExportContent, options: ExportOptions, *, flat_optimiz
         flat_optimizers: Whether optimizers have flat keys, `state.<fqn>.<key>` and `param_groups.<fqn>.<key>`, as
             `torch.distributed.checkpoint.state_dict` returns them on request.
     """
-    model = model_names_if_any(content)
-    builder = _StateBuilder(content, options.dtype, model.names if model else {})
+    builder = _StateBuilder(content, options.dtype, model_names(content, required=False).names)
     state = builder.state()
     builder.log_left_out()
     if flat_optimizers:
-        for holder, key in builder.optimizers:
-            holder[key] = _flat(holder[key])
+        for kind, group in builder.places.values():
+            if kind == "optimizer":
+                _flatten(group)
     return state
 
 
@@ -67,10 +67,9 @@ class _StateBuilder:
         self._content, self._dtype, self._model = content, dtype, model
         self._referred: set[str] = set()
         self._left_out: list[str] = []
-        self._places: dict[str, tuple[str, State]] = {}
         self._tied: dict[str, set[str]] = {}
-        self.optimizers: list[tuple[State, str]] = []
-        """The place of each optimizer: a dict, and the key in it."""
+        self.places: dict[str, tuple[str, State]] = {}
+        """Kind and content of each group, by path."""
 
     def leaf(self, fqn: str) -> TensorLeaf:
         """Return the leaf of a stored tensor, or of the tensor that a name is tied to."""
@@ -99,6 +98,8 @@ class _StateBuilder:
 
     def value(self, value: Value, path: str) -> object:
         """Return a value with leaves in place of tensors."""
+        if isinstance(value, Group):
+            return self.value(value.items.get("state"), path) if value.kind == "stateful" else self._group(value, path)
         if isinstance(value, TensorRef):
             self._referred.add(value.fqn)
             return self.leaf(value.fqn)
@@ -108,41 +109,25 @@ class _StateBuilder:
         if isinstance(value, FrameworkValue) and value.kind == "torch.tensor":
             fields: Any = value.value
             return SmallTensor(fields["dtype"], tuple(fields["shape"]), bytes(fields["data"]))
-        if isinstance(value, dict):
-            return self._dict_like(value, path)
+        if isinstance(value, dict) and not isinstance(value, Counter):
+            items = self.values(value, path)
+            if isinstance(value, OrderedDict):
+                items = OrderedDict(items)
+                vars(items).update(vars(value))
+            return items
         if isinstance(value, list | tuple):
             children = (self.value(item, f"{path}.{number}") for number, item in enumerate(value))
             return type(value)(None if child is _ABSENT else child for child in children)
         return value
-
-    def _dict_like(self, value: dict[Any, Value], path: str) -> object:
-        items = self.values(value, path)
-        if isinstance(value, Counter):
-            return value
-        if isinstance(value, OrderedDict):
-            ordered = OrderedDict(items)
-            vars(ordered).update(vars(value))
-            return ordered
-        return items
 
     def _group(self, group: Group, path: str) -> State:
         """Return a node of the tree, and record it, so that tensors can be stored in it by name."""
         if group.kind == "optimizer":
             return self._optimizer(group, path)
         state: State = {}
-        self._places[path] = (group.kind, state)
-        for key, item in group.items.items():
-            child = self._child(item, below(path, key))
-            if child is not _ABSENT:
-                state[key] = child
-            if isinstance(item, Group) and item.kind == "optimizer":
-                self.optimizers.append((state, key))
+        self.places[path] = (group.kind, state)
+        state |= self.values(group.items, path)
         return state
-
-    def _child(self, value: Value, path: str) -> object:
-        if not isinstance(value, Group):
-            return self.value(value, path)
-        return self.value(value.items.get("state"), path) if value.kind == "stateful" else self._group(value, path)
 
     def _optimizer(self, group: Group, path: str) -> State:
         """Return an optimizer's state dict by names. Tied parameters have one name, as in torch."""
@@ -158,18 +143,17 @@ class _StateBuilder:
             {**self.values(hyperparameters.get(content, {}), f"{path}.param_groups"), "params": fqns}
             for content, fqns in groups.items()
         ]
-        by_name: State = {}
-        for fqn, entries in values.items():
-            if fqn not in tied:
-                by_name[fqn] = self.values(entries, f"{path}.state.{fqn}")
+        by_name = {
+            fqn: self.values(entries, f"{path}.state.{fqn}") for fqn, entries in values.items() if fqn not in tied
+        }
         state: State = {"state": by_name, "param_groups": param_groups}
-        self._places[path] = ("optimizer", state)
+        self.places[path] = ("optimizer", state)
         return state
 
     def _place(self, fqn: str) -> None:
         """Store a tensor in the innermost node whose path is a prefix of its name."""
-        path, rest = next((path, rest) for path, rest in _splits(fqn) if path in self._places)
-        kind, state = self._places[path]
+        path, rest = next((path, rest) for path, rest in _splits(fqn) if path in self.places)
+        kind, state = self.places[path]
         if kind == "optimizer" and rest.startswith("state."):
             name, _, key = rest.removeprefix("state.").rpartition(".")
             if name in self._tied[path]:
@@ -199,11 +183,12 @@ def _tied_members(members: Mapping[str, object], aliases: Mapping[str, str]) -> 
     return tied
 
 
-def _flat(optimizer: Any) -> State:
-    flat: State = {
-        f"state.{fqn}.{key}": value for fqn, entries in optimizer["state"].items() for key, value in entries.items()
-    }
-    for group in optimizer["param_groups"]:
+def _flatten(optimizer: State) -> None:
+    """Replace the nested keys of an optimizer's state dict by flat ones."""
+    by_name: Any = optimizer.pop("state")
+    param_groups: Any = optimizer.pop("param_groups")
+    for fqn, entries in by_name.items():
+        optimizer |= {f"state.{fqn}.{key}": value for key, value in entries.items()}
+    for group in param_groups:
         for fqn in group["params"]:
-            flat |= {f"param_groups.{fqn}.{key}": value for key, value in group.items() if key != "params"}
-    return flat
+            optimizer |= {f"param_groups.{fqn}.{key}": value for key, value in group.items() if key != "params"}

@@ -42,18 +42,19 @@ _SHORT_DTYPES = {
     "cfloat": "complex64", "cdouble": "complex128", "chalf": "complex32",
 }  # fmt: skip
 
-_STORAGE_DTYPES = {
+DTYPE_OF_STORAGE = {
     "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
     "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
     "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Untyped": "",
 }  # fmt: skip
+"""Element type by class of a storage, without `Storage`; empty for an untyped storage."""
 
 STORAGE_DTYPES = {
     f"{module}.{name}Storage": dtype
-    for name, dtype in _STORAGE_DTYPES.items()
+    for name, dtype in DTYPE_OF_STORAGE.items()
     for module in ("torch", "torch.cuda", "torch.storage")
 }
-"""Element type by class of a storage; empty for an untyped storage."""
+"""Element type by module and class of a storage."""
 
 _PLAIN_TENSORS = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 _ENCODINGS = {"latin1", "latin-1", "iso-8859-1"}

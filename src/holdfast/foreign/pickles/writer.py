@@ -97,15 +97,16 @@ class _Pickler:
         self.out = bytearray()
         self._stand_in = stand_in
         self._known: dict[object, int] = {}
-        self._kept: list[Made] = []
 
     def write(self, value: object, depth: int) -> None:
         """Write opcodes that push a value on the reader's stack."""
         if depth > DEPTH_MAX:
             raise InvalidError(f"a value nests deeper than {DEPTH_MAX} levels; flatten it, or leave it out")
-        write = _WRITERS.get(type(value))
-        if write is not None:
-            write(self, value, depth)
+        kind = type(value)
+        if kind in _WRITERS:
+            _WRITERS[kind](self, value, depth)
+        elif kind in _STAND_INS:
+            self.write(_STAND_INS[kind](value), depth + 1)
         elif isinstance(value, np.generic | pathlib.PurePath):
             self.write(_reduced(value), depth)
         elif self._stand_in is None:
@@ -147,15 +148,11 @@ class _Pickler:
 
     def put_list(self, value: list[object], depth: int) -> None:
         self.out += b"]"
-        self._filled(((item,) for item in value), b"e", depth)
+        self._fill(((item,) for item in value), b"e", depth)
 
-    def put_dict(self, value: dict[object, object], depth: int) -> None:
+    def put_dict(self, items: Iterable[tuple[object, object]], depth: int) -> None:
         self.out += b"}"
-        self._filled(value.items(), b"u", depth)
-
-    def put_pairs(self, value: Pairs, depth: int) -> None:
-        self.out += b"}"
-        self._filled(value.items, b"u", depth)
+        self._fill(items, b"u", depth)
 
     def put_named(self, value: GlobalName, depth: int) -> None:
         if not self._recall(value):
@@ -168,20 +165,19 @@ class _Pickler:
         self.out += b"Q"
 
     def put_made(self, value: Made, depth: int) -> None:
-        if value.shared and self._recall(id(value), Made):
+        if value.shared and self._recall(value):
             return
         self.put_named(value.function, depth)
         self.put_tuple(value.args, depth + 1)
         self.out += b"\x81" if value.new else b"R"
         if value.shared:
-            self._kept.append(value)  # A reference, so that no other value gets its id.
-            self._remember(id(value), Made)
-        self._filled(value.items, b"u", depth)
+            self._remember(value)
+        self._fill(value.items, b"u", depth)
         if value.state is not None:
             self.write(value.state, depth + 1)
             self.out += b"b"
 
-    def _filled(self, entries: Iterable[tuple[object, ...]], code: bytes, depth: int) -> None:
+    def _fill(self, entries: Iterable[tuple[object, ...]], code: bytes, depth: int) -> None:
         rest = iter(entries)
         while batch := list(islice(rest, _BATCH)):
             self.out += b"("
@@ -189,17 +185,16 @@ class _Pickler:
                 self.write(part, depth + 1)
             self.out += code
 
-    def _recall(self, key: object, kind: type | None = None) -> bool:
+    def _recall(self, value: object) -> bool:
         """Push a value from the memo; return False if it is not there."""
-        at = self._known.get((kind or type(key), key))
+        at = self._known.get(value)
         if at is None:
             return False
         self.out += b"h" + at.to_bytes(1, "little") if at < 1 << 8 else b"j" + struct.pack("<I", at)
         return True
 
-    def _remember(self, key: object, kind: type | None = None) -> None:
-        at = len(self._known)
-        self._known[kind or type(key), key] = at
+    def _remember(self, value: object) -> None:
+        at = self._known[value] = len(self._known)
         self.out += b"q" + at.to_bytes(1, "little") if at < 1 << 8 else b"r" + struct.pack("<I", at)
 
 
@@ -234,10 +229,6 @@ _STAND_INS: dict[type, Callable[[Any], object]] = {
 }
 
 
-def _standing_in(stand_in: Callable[[Any], object]) -> Callable[[_Pickler, Any, int], None]:
-    return lambda pickler, value, depth: pickler.write(stand_in(value), depth + 1)
-
-
 _WRITERS: dict[type, Callable[[_Pickler, Any, int], None]] = {
     type(None): _Pickler.put_simple,
     bool: _Pickler.put_simple,
@@ -246,10 +237,9 @@ _WRITERS: dict[type, Callable[[_Pickler, Any, int], None]] = {
     str: _Pickler.put_str,
     tuple: _Pickler.put_tuple,
     list: _Pickler.put_list,
-    dict: _Pickler.put_dict,
+    dict: lambda pickler, value, depth: pickler.put_dict(value.items(), depth),
     GlobalName: _Pickler.put_named,
     Made: _Pickler.put_made,
-    Pairs: _Pickler.put_pairs,
+    Pairs: lambda pickler, value, depth: pickler.put_dict(value.items, depth),
     PersistentId: _Pickler.put_persistent,
-    **{kind: _standing_in(stand_in) for kind, stand_in in _STAND_INS.items()},
 }
