@@ -36,7 +36,7 @@ from holdfast.format.part import RankPart, encode_part
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count
 from holdfast.geometry.tensor import Shard
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.publish import publish
 from holdfast.saving.commit import assemble
@@ -44,6 +44,7 @@ from holdfast.saving.provenance import layouts_of
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.manifest import FileRecord
+from holdfast.types.plan import WantedBoxes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent / "runs" / "scale"

@@ -39,9 +39,10 @@ from holdfast.frameworks.torch.containers import put_together
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import region_boxes
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.stores.keys import split_key
 from holdfast.stores.memory import MemoryStore
+from holdfast.types.plan import WantedBoxes
 from holdfast.types.values import TensorRef
 
 OVERVIEW_FILES = 5

@@ -15,14 +15,14 @@ from holdfast.format.index.index import Index
 from holdfast.format.names import rank_of_pack, step_folder
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.manifest import Manifest
-from holdfast.types.plan import OPAQUE_FOLDER, Piece
+from holdfast.types.plan import OPAQUE_FOLDER, Piece, WantedBoxes
 from holdfast.types.reports import LoadReport
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
 

@@ -30,14 +30,14 @@ from holdfast.format.values import values
 from holdfast.geometry.box import Box
 from holdfast.geometry.mesh import described_mesh
 from holdfast.plan.forecast import Forecast, forecast
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
 from holdfast.repository.catalog import check_pack, read_file, read_index, stored_bytes
 from holdfast.repository.verify import Damage, Verification
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
-from holdfast.types.plan import LoadPlan, Piece
+from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
 from holdfast.types.values import Group, Value
 
 Selector = int | slice | EllipsisType

@@ -9,10 +9,10 @@ from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
 from holdfast.geometry.box import Box
 from holdfast.plan.compare import CompareWindow
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
-from holdfast.types.plan import Piece
+from holdfast.types.plan import Piece, WantedBoxes
 
 BATCH_BYTES = 16 * MIB
 """Bytes of each copy in one batch of windows."""

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Protocol
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import chunk_count, chunk_range
 from holdfast.geometry.region import elements_spanned, run_boxes
-from holdfast.geometry.value_class import value_class
-from holdfast.types.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun
-
-
-@value_class
-class WantedBoxes:
-    """What a rank wants of one stored tensor."""
-
-    stored_fqn: str
-    """Name in the checkpoint."""
-
-    boxes: tuple[Box, ...]
-    """Regions, global coordinates."""
-
-
-class Wants(Protocol):
-    """What `WantedBoxes` and `ports.framework.Wanted` share, so that a load need not convert 100,000 of the latter."""
-
-    @property
-    def stored_fqn(self) -> str:
-        """Name in the checkpoint."""
-        ...
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """Regions, global coordinates."""
-        ...
+from holdfast.types.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun, WantedBoxes
 
 
 def load_plan(
-    wanted: Sequence[Wants], pieces_near: Callable[[str, Box], Sequence[Piece]], run_bytes_max: int
+    wanted: Sequence[WantedBoxes], pieces_near: Callable[[str, Box], Sequence[Piece]], run_bytes_max: int
 ) -> LoadPlan:
     """Return the reads that fill every wanted box: each chunk that overlaps one is read once and whole, no other is.
 
@@ -58,24 +31,16 @@ def load_plan(
                 if (region is box or region == box) and 0 < count <= piece.chunk_bytes:
                     # A fast path for nearly every tiny tensor: there may be 100,000 of them.
                     key = piece.pack, piece.offset, count, piece.tensor.itemsize
-                    known = chunks.get(key)
-                    if known is None:
-                        chunks[key] = piece, 0, [Part(number, box, box, 0)]
-                    else:
-                        known[2].append(Part(number, box, box, 0))
+                    chunks.setdefault(key, (piece, 0, []))[2].append(Part(number, box, box, 0))
                     continue
                 for chunk_number, part in _parts(number, piece, box):
-                    start = chunk_number * piece.chunk_bytes
-                    chunk_bytes = min(piece.bytes - start, piece.chunk_bytes)
-                    key = piece.pack, piece.offset + start, chunk_bytes, piece.tensor.itemsize
-                    known = chunks.get(key)
-                    if known is None:
-                        chunks[key] = piece, chunk_number, [part]
-                    else:
-                        known[2].append(part)
-    reads = []
-    for (pack, offset, chunk_bytes, _), (piece, chunk_number, parts) in sorted(chunks.items(), key=itemgetter(0)):
-        reads.append((pack, ChunkRead(piece, chunk_number, offset, chunk_bytes, tuple(parts))))
+                    start, stop = chunk_range(count, piece.chunk_bytes, chunk_number)
+                    key = piece.pack, piece.offset + start, stop - start, piece.tensor.itemsize
+                    chunks.setdefault(key, (piece, chunk_number, []))[2].append(part)
+    reads = (
+        (pack, ChunkRead(piece, chunk_number, offset, chunk_bytes, tuple(parts)))
+        for (pack, offset, chunk_bytes, _), (piece, chunk_number, parts) in sorted(chunks.items(), key=itemgetter(0))
+    )
     return LoadPlan(tuple(_runs(reads, run_bytes_max)))
 
 
@@ -93,23 +58,16 @@ def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int,
             at += source_box.numel * itemsize
 
 
-def _runs(reads: list[tuple[str, ChunkRead]], run_bytes_max: int) -> list[ReadRun]:
-    """Return adjacent chunks joined into runs."""
-    runs: list[ReadRun] = []
+def _runs(reads: Iterable[tuple[str, ChunkRead]], run_bytes_max: int) -> Iterator[ReadRun]:
+    """Yield adjacent chunks joined into runs."""
     current: list[ChunkRead] = []
-    pack = ""
-
-    def close() -> None:
-        if current:
-            runs.append(ReadRun.of(pack, tuple(current)))
-            current.clear()
-
-    for name, read in reads:
-        if current:
-            stop = current[-1].offset + current[-1].bytes
-            if name != pack or read.offset != stop or read.offset + read.bytes - current[0].offset > run_bytes_max:
-                close()
-        pack = name
+    current_pack, stop = "", -1
+    for pack, read in reads:
+        if pack != current_pack or read.offset != stop or read.offset + read.bytes - current[0].offset > run_bytes_max:
+            if current:
+                yield ReadRun.of(current_pack, tuple(current))
+            current_pack, current = pack, []
         current.append(read)
-    close()
-    return runs
+        stop = read.offset + read.bytes
+    if current:
+        yield ReadRun.of(current_pack, tuple(current))

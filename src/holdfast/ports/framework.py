@@ -10,6 +10,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import Shard, TensorSpec
 from holdfast.geometry.value_class import value_class
+from holdfast.types.plan import WantedBoxes
 from holdfast.types.values import Group, Value
 
 
@@ -159,20 +160,14 @@ class Collected:
 
 
 @value_class
-class Wanted:
+class Wanted(WantedBoxes):
     """One tensor to be filled."""
-
-    stored_fqn: str
-    """Name in the checkpoint."""
 
     dtype: str
     """Element type of the target."""
 
     global_shape: tuple[int, ...]
     """Shape of the whole target tensor."""
-
-    boxes: tuple[Box, ...]
-    """The boxes that this rank wants, global coordinates."""
 
     target: Target
     """Where it goes."""

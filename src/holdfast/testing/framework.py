@@ -187,7 +187,7 @@ class NumpyFramework:
                 regions = value.regions_on(self._rank)
                 held = tuple(box for region in regions for box in region_boxes(region, value.array.shape))
                 target = _ArrayTarget(value.array, held)
-                wanted.append(Wanted(fqn, value.dtype, value.array.shape, held, target, fqn))
+                wanted.append(Wanted(fqn, held, value.dtype, value.array.shape, target, fqn))
             elif fqn in catalog.tree.items:
                 values[fqn] = catalog.tree.items[fqn]
             else:

@@ -111,6 +111,17 @@ class Piece:
 
 
 @value_class
+class WantedBoxes:
+    """What a rank wants of one stored tensor."""
+
+    stored_fqn: str
+    """Name in the checkpoint."""
+
+    boxes: tuple[Box, ...]
+    """Regions, global coordinates."""
+
+
+@value_class
 class Part:
     """A box of a chunk that goes to a target."""
 

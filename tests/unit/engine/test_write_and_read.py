@@ -29,7 +29,7 @@ from holdfast.format.pack import header_of
 from holdfast.geometry.box import Box
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.ports.framework import LocalShard, Selection
 from holdfast.ports.store import Buffers, OnBytes, packs_under
 from holdfast.settings import PAGE_BYTES, Settings
@@ -37,7 +37,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.plan import Piece, PlannedPack
+from holdfast.types.plan import Piece, PlannedPack, WantedBoxes
 from tests.tuned import tuned
 
 KEY = "0123456789abcdef/r00000.safetensors"

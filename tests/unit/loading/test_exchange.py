@@ -21,7 +21,7 @@ from holdfast.format.names import step_folder
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import Role
 from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store, packs_under
 from holdfast.repository.catalog import read_index, read_manifest
@@ -32,7 +32,7 @@ from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.exchange import ExchangePlan, Throughput
 from holdfast.types.manifest import Manifest
-from holdfast.types.plan import LoadPlan
+from holdfast.types.plan import LoadPlan, WantedBoxes
 from holdfast.types.reports import LoadReport
 from tests.tuned import tuned
 from tests.unit.ranks import PATIENT, fresh_store, run_of, sharded

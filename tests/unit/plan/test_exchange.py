@@ -26,9 +26,9 @@ from holdfast.plan.exchange import (
     exchanging_beats_reading,
     job_exchange,
 )
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.types.exchange import ExchangePlan, Throughput, give_slot_bytes, take_slot_bytes
-from holdfast.types.plan import LoadPlan, Piece, ReadRun
+from holdfast.types.plan import LoadPlan, Piece, ReadRun, WantedBoxes
 
 CHUNK = 1 << 16
 ROUND = 1 << 20

@@ -23,12 +23,12 @@ from holdfast.geometry.mesh import DescribedMesh, described_mesh
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import Placement, TensorSpec
 from holdfast.plan.forecast import forecast
-from holdfast.plan.reads import WantedBoxes, load_plan
+from holdfast.plan.reads import load_plan
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.plan import Piece
+from holdfast.types.plan import Piece, WantedBoxes
 
 CHUNK = 64
 SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)

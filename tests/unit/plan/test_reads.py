@@ -14,8 +14,8 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import chunk_count
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.reads import WantedBoxes, load_plan
-from holdfast.types.plan import Piece
+from holdfast.plan.reads import load_plan
+from holdfast.types.plan import Piece, WantedBoxes
 
 CHUNK = 64
 """Far smaller than any real chunk, so that small tensors have many."""

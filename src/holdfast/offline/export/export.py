@@ -22,12 +22,12 @@ from holdfast.offline.export.crc32 import joined_crc32
 from holdfast.offline.export.destination import Destination, OutputFile
 from holdfast.offline.export.window_writer import WINDOWS, DoneWindow, ExportSource, WindowWriter
 from holdfast.offline.export.windows import FilePlan, share_of, windows_of
-from holdfast.plan.reads import WantedBoxes
 from holdfast.ports.foreign import Writer
 from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.events import Progress
 from holdfast.types.export import ExportContent, ExportFile, ExportOptions, ExportWindow, WindowPlan
+from holdfast.types.plan import WantedBoxes
 
 logger = logging.getLogger(__name__)
 

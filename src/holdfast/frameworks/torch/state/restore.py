@@ -132,7 +132,7 @@ class TorchRestoration:
             target = TorchTarget(held, spec.dtype)
             self.held[fqn] = target.local_bytes
             dtype = storable_dtype(tensor, fqn)
-            self.wanted.append(Wanted(stored, dtype, held.global_shape, target.boxes, target, fqn))
+            self.wanted.append(Wanted(stored, target.boxes, dtype, held.global_shape, target, fqn))
         return True
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
