@@ -63,8 +63,8 @@ def flat_run(region: Region, global_shape: tuple[int, ...]) -> FlatRange | None:
         return region
     if not region.numel:
         return None
-    first = _row_major(region.start, global_shape)
-    last = _row_major(tuple(stop - 1 for stop in region.stop), global_shape)
+    first = row_major(region.start, global_shape)
+    last = row_major(tuple(stop - 1 for stop in region.stop), global_shape)
     return FlatRange(first, last + 1) if last + 1 - first == region.numel else None
 
 
@@ -79,14 +79,21 @@ def elements_spanned(region: Region, global_shape: tuple[int, ...], wanted: Box)
             return 0, 0
         if overlap == region:
             return 0, region.numel
-        first = _row_major(tuple(a - o for a, o in zip(overlap.start, region.start, strict=True)), region.shape)
-        last = _row_major(tuple(b - 1 - o for b, o in zip(overlap.stop, region.start, strict=True)), region.shape)
+        first = row_major(tuple(a - o for a, o in zip(overlap.start, region.start, strict=True)), region.shape)
+        last = row_major(tuple(b - 1 - o for b, o in zip(overlap.stop, region.start, strict=True)), region.shape)
         return first, last + 1
     if not wanted.numel:
         return 0, 0
-    first = max(_row_major(wanted.start, global_shape), region.start)
-    last = min(_row_major(tuple(b - 1 for b in wanted.stop), global_shape) + 1, region.stop)
+    first = max(row_major(wanted.start, global_shape), region.start)
+    last = min(row_major(tuple(b - 1 for b in wanted.stop), global_shape) + 1, region.stop)
     return (first - region.start, last - region.start) if first < last else (0, 0)
+
+
+def corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the first coordinates of a region and those past the last. A flat range has one coordinate."""
+    if isinstance(region, FlatRange):
+        return (region.start,), (region.stop,)
+    return region.start, region.stop
 
 
 def contains(outer: Region, inner: Region) -> bool:
@@ -96,5 +103,6 @@ def contains(outer: Region, inner: Region) -> bool:
     return isinstance(inner, FlatRange) and outer.start <= inner.start and inner.stop <= outer.stop
 
 
-def _row_major(at: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    return sum(each * math.prod(shape[dim + 1 :]) for dim, each in enumerate(at))
+def row_major(position: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Return the row-major number of an element."""
+    return sum(coordinate * math.prod(shape[dim + 1 :]) for dim, coordinate in enumerate(position))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from holdfast.geometry.box import Box
 from holdfast.geometry.mesh import DescribedMesh
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.reads import WantedBoxes, load_plan
-from holdfast.types.plan import Piece
+from holdfast.plan.reads import load_plan
+from holdfast.types.plan import Piece, WantedBoxes
 
 
 def forecast(
@@ -26,40 +26,23 @@ def forecast(
         pieces_near: Returns stored pieces of an FQN, at least all that overlap a box.
         run_bytes_max: Adjacent chunks are read together up to this many bytes.
     """
+    shapes = {tensor.global_shape for tensor in tensors}
     ranks: list[RankForecast] = []
     for rank in range(mesh.ranks):
         twin = mesh.twin_of(rank)
-        # Replicas read the same, and a rank's twin has the lower number.
-        ranks.append(
-            replace(ranks[twin], rank=rank)
-            if twin < rank
-            else _on_rank(mesh, rank, tensors, pieces_near, run_bytes_max)
+        if twin < rank:  # Replicas read the same.
+            ranks.append(replace(ranks[twin], rank=rank))
+            continue
+        # A model has few shapes and many tensors of each.
+        boxes_of = {shape: mesh.boxes_on(rank, shape) for shape in shapes}
+        wanted = [WantedBoxes(tensor.fqn, boxes_of[tensor.global_shape]) for tensor in tensors]
+        plan = load_plan(wanted, pieces_near, run_bytes_max)
+        held_bytes = sum(
+            tensor.itemsize * sum(box.numel for box in boxes_of[tensor.global_shape]) for tensor in tensors
         )
+        chunks = sum(len(run.chunks) for run in plan.runs)
+        ranks.append(RankForecast(rank, held_bytes, plan.bytes, chunks, len(plan.runs)))
     return Forecast(mesh, tuple(ranks), len(tensors), sum(tensor.global_bytes for tensor in tensors))
-
-
-def _on_rank(
-    mesh: DescribedMesh,
-    rank: int,
-    tensors: Sequence[TensorSpec],
-    pieces_near: Callable[[str, Box], Sequence[Piece]],
-    run_bytes_max: int,
-) -> RankForecast:
-    # A model has few shapes and many tensors of each.
-    boxes_by_shape = {shape: mesh.boxes_on(rank, shape) for shape in {tensor.global_shape for tensor in tensors}}
-    boxes_of = {tensor.fqn: boxes_by_shape[tensor.global_shape] for tensor in tensors}
-    plan = load_plan(
-        [WantedBoxes(fqn, boxes) for fqn, boxes in boxes_of.items()],
-        pieces_near,
-        run_bytes_max,
-    )
-    return RankForecast(
-        rank=rank,
-        held_bytes=sum(tensor.itemsize * sum(box.numel for box in boxes_of[tensor.fqn]) for tensor in tensors),
-        bytes=plan.bytes,
-        chunks=sum(len(run.chunks) for run in plan.runs),
-        reads=len(plan.runs),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.region import FlatRange, Region, corners
 from holdfast.geometry.tensor import Role, Shard
 from holdfast.geometry.value_class import value_class
 
@@ -32,15 +31,9 @@ class Owned:
 
 @value_class
 class _Item:
-    number: int
-    region: Region
-    itemsize: int
+    owned: Owned
     fqn: str
-    bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Computed once: sorting and balancing read it several times per item.
-        object.__setattr__(self, "bytes", self.region.numel * self.itemsize)
+    bytes: int
 
 
 def owned_by(
@@ -63,12 +56,12 @@ def owned_by(
     owned: list[Owned] = []
     for number, shard in enumerate(shards):
         for region in shard.pieces:
-            item = _Item(number, region, shard.tensor.itemsize, shard.tensor.fqn)
+            item = _Item(Owned(number, region), shard.tensor.fqn, region.numel * shard.tensor.itemsize)
             if shard.holders is not None:
                 replicated.setdefault(shard.holders, []).append(item)
             elif shard.role is Role.BUFFER:
                 if plain_holders[shard.tensor.fqn][0] == rank:
-                    owned.append(Owned(number, region))
+                    owned.append(item.owned)
             else:
                 copies.setdefault(plain_holders[shard.tensor.fqn], []).append(item)
     for group, items in replicated.items():
@@ -81,8 +74,8 @@ def owned_by(
 def _equal_part(items: list[_Item], member: int, members: int, split_bytes_min: int) -> list[Owned]:
     """Return a member's part of the concatenated items, cut into equal parts at row boundaries."""
     if members == 1:
-        return [Owned(item.number, item.region) for item in items]
-    items = sorted(items, key=lambda item: (item.fqn, _order(item.region)))
+        return [item.owned for item in items]
+    items = sorted(items, key=lambda item: (item.fqn, corners(item.owned.region)[0]))
     total = sum(item.bytes for item in items)
     first_cut, last_cut = total * member // members, total * (member + 1) // members
     owned = []
@@ -90,13 +83,14 @@ def _equal_part(items: list[_Item], member: int, members: int, split_bytes_min: 
     for item in items:
         if item.bytes == 0:
             if member == 0:
-                owned.append(Owned(item.number, item.region))
+                owned.append(item.owned)
             continue
         rows, dim = _rows(item, split_bytes_min)
         first = _row_at(first_cut - line, item.bytes, rows)
         last = _row_at(last_cut - line, item.bytes, rows)
         if first < last:
-            owned.append(Owned(item.number, _rows_of(item.region, dim, first, last, rows)))
+            region = _rows_of(item.owned.region, dim, first, last, rows)
+            owned.append(Owned(item.owned.shard_number, region))
         line += item.bytes
     return owned
 
@@ -108,9 +102,10 @@ def _rows(item: _Item, split_bytes_min: int) -> tuple[int, int]:
     may be cut at any element.
     """
     if item.bytes >= split_bytes_min:
-        if isinstance(item.region, FlatRange):
-            return item.region.numel, 0
-        for dim, length in enumerate(item.region.shape):
+        region = item.owned.region
+        if isinstance(region, FlatRange):
+            return region.numel, 0
+        for dim, length in enumerate(region.shape):
             if length > 1:
                 return length, dim
     return 1, 0
@@ -131,22 +126,18 @@ def _rows_of(region: Region, dim: int, first: int, last: int, rows: int) -> Regi
     return Box(tuple(start), tuple(stop))
 
 
-def _order(region: Region) -> tuple[int, ...]:
-    return (region.start,) if isinstance(region, FlatRange) else region.start
-
-
 def _whole_to_least_loaded(items: list[_Item], member: int, members: int) -> list[Owned]:
     """Return a member's items: largest first, each goes to the least loaded member.
 
     Source: longest processing time first (LPT) scheduling.
     """
     if members == 1:
-        return [Owned(item.number, item.region) for item in items]
+        return [item.owned for item in items]
     loads = [(0, number) for number in range(members)]
     owned = []
     for item in sorted(items, key=lambda item: (-item.bytes, item.fqn)):
         load, least = heapq.heappop(loads)
         heapq.heappush(loads, (load + item.bytes, least))
         if least == member:
-            owned.append(Owned(item.number, item.region))
+            owned.append(item.owned)
     return owned

@@ -32,8 +32,8 @@ def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_
     for part in owned:
         (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
     return [
-        *_packs(_PackNames(rank, ""), shards, readable, header_bytes_max),
-        *_packs(_PackNames(rank, OPAQUE_FOLDER), shards, opaque, header_bytes_max),
+        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max),
     ]
 
 
@@ -52,7 +52,8 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
     return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
 
 
-def _packs(names: _PackNames, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+    """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
     packs: list[PackPlan] = []
     rest = list(owned)
     while rest:
@@ -70,7 +71,8 @@ def _packs(names: _PackNames, shards: Sequence[Shard], owned: Sequence[Owned], h
             fqns.add(tensor.fqn)
             header_bytes += entry_bytes
             taken.append(part)
-        packs.append(PackPlan(names.next(), _in_file_order(shards, taken)))
+        suffix = f"-{len(packs)}" if packs else ""
+        packs.append(PackPlan(f"{stem}{suffix}.safetensors", _in_file_order(shards, taken)))
         rest = left
     return packs
 
@@ -78,18 +80,6 @@ def _packs(names: _PackNames, shards: Sequence[Shard], owned: Sequence[Owned], h
 def _written_as_is(fqn: str) -> bool:
     """Return whether JSON writes an FQN without escapes; nearly every FQN is like this."""
     return fqn.isascii() and fqn.isprintable() and '"' not in fqn and "\\" not in fqn
-
-
-class _PackNames:
-    """Numbers the packs of one rank."""
-
-    def __init__(self, rank: int, folder: str) -> None:
-        self._rank, self._folder, self._count = rank, folder, 0
-
-    def next(self) -> str:
-        suffix = f"-{self._count}" if self._count else ""
-        self._count += 1
-        return f"{self._folder}r{self._rank:05d}{suffix}.safetensors"
 
 
 def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackItem, ...]:

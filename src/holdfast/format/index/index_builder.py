@@ -9,10 +9,10 @@ import numpy as np
 
 from holdfast.format.index.columns import Ints
 from holdfast.format.index.index import Index, in_order, register_tensor
-from holdfast.format.index.piece_columns import PieceColumns, corners
+from holdfast.format.index.piece_columns import PieceColumns
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.chunking import DIGEST_BYTES
-from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.region import FlatRange, Region, corners
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.plan import PackPlan
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from holdfast.format.index.columns import Ints, positions, run_starts
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.chunking import DIGEST_BYTES
-from holdfast.geometry.region import FlatRange, Region
 
 Bools = NDArray[np.bool_]
 
@@ -108,13 +107,6 @@ def joined(parts: Sequence[PieceColumns]) -> PieceColumns:
         name: np.concatenate([getattr(part, name) for part in parts or [_NONE]]) for name in _BY_PIECE + _BY_COORDINATE
     }
     return PieceColumns(**columns, digests=memoryview(b"".join(part.digests for part in parts)))
-
-
-def corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the first coordinates of a region and those past the last. A flat range has one coordinate."""
-    if isinstance(region, FlatRange):
-        return (region.start,), (region.stop,)
-    return region.start, region.stop
 
 
 _NONE = PieceColumns(

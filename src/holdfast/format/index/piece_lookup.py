@@ -9,6 +9,7 @@ import numpy as np
 from holdfast.format.index.columns import Ints
 from holdfast.format.index.piece_columns import PieceColumns
 from holdfast.geometry.box import Box
+from holdfast.geometry.region import row_major
 
 
 class PieceIntervals:
@@ -52,10 +53,6 @@ class PieceIntervals:
             inside = (pieces.starts[where] < box.stop[dim]) & (pieces.stops[where] > box.start[dim])
             overlaps &= inside | flat
         if flat.any() and shape:
-            first, last = (_row_major(corner, shape) for corner in (box.start, tuple(stop - 1 for stop in box.stop)))
+            first, last = (row_major(corner, shape) for corner in (box.start, tuple(stop - 1 for stop in box.stop)))
             overlaps &= ~flat | ((pieces.starts[at] <= last) & (pieces.stops[at] > first))
         return overlaps
-
-
-def _row_major(position: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    return sum(coordinate * math.prod(shape[dim + 1 :]) for dim, coordinate in enumerate(position))

@@ -8,8 +8,8 @@ from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_checks import require_places
 from holdfast.format.index.index_file import decode_index
 from holdfast.format.index.overview import Overview
-from holdfast.format.index.piece_columns import corners
 from holdfast.geometry.box import Box
+from holdfast.geometry.region import corners
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import Piece
