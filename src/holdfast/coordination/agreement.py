@@ -19,7 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from holdfast.coordination.job import Job, error_from, error_text
-from holdfast.coordination.records import Agreement, Details, SaveVerdict, Statement, encode_refusal, refusal_in
+from holdfast.coordination.message_codec import decode_message, encode_message
+from holdfast.coordination.records import (
+    Agreement,
+    Details,
+    SaveVerdict,
+    Statement,
+    encode_refusal,
+    rank_ranges,
+    ranks_in,
+    refusal_in,
+)
 from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
 from holdfast.geometry.tensor import Role
@@ -45,7 +55,7 @@ class SaveAgreement:
         self._refused: str | None = None
         # Read the next number before any verdict. In the other order, a verdict set in between would raise the number
         # and move this rank past a save that it belongs to.
-        latest = self._next_sequence()
+        latest = int(self._find(job.key("opening", "next")) or 0)  # The number after the last one that rank 0 closed.
         verdict = self._find_verdict(job.sequence)
         if verdict is None and latest > job.sequence:
             job.sequence = latest
@@ -64,32 +74,20 @@ class SaveAgreement:
         self._sequence = job.sequence
         job.sequence += 1
 
-    def _next_sequence(self) -> int:
-        """Return the number after the last one that rank 0 closed; 0 if there is none."""
-        job = self._job
-        key = job.key("opening", "next")
-        return (
-            int(job.key_value_store.get_many([key], job.seconds_left(self._deadline))[0])
-            if job.key_value_store.present(key)
-            else 0
-        )
+    def _find(self, key: str) -> bytes | None:
+        """Return the value of a key, None if it is not set; without waiting."""
+        store = self._job.key_value_store
+        return store.get_many([key], self._job.seconds_left(self._deadline))[0] if store.present(key) else None
 
     def _find_verdict(self, sequence: int) -> SaveVerdict | None:
         """Return the verdict of a numbered save if there is one, without waiting."""
-        job = self._job
-        key = self._key("verdict", sequence)
-        if not job.key_value_store.present(key):
-            return None
-        return SaveVerdict.decode(job.key_value_store.get_many([key], job.seconds_left(self._deadline))[0])
+        record = self._find(self._key("verdict", sequence))
+        return None if record is None else decode_message(record, SaveVerdict)
 
     def _is_retried(self, sequence: int) -> bool:
         """Return whether rank 0 opened this save again, under the given number."""
-        job = self._job
-        key = self._key("open", sequence, 0)
-        if not job.key_value_store.present(key):
-            return False
-        (record,) = job.key_value_store.get_many([key], job.seconds_left(self._deadline))
-        if refusal_in(record) is not None:
+        record = self._find(self._key("open", sequence, 0))
+        if record is None or refusal_in(record) is not None:
             return False
         statement = Statement.decode(record)
         return (statement.step, statement.location.hex()) == self._save_id
@@ -135,7 +133,7 @@ class SaveAgreement:
         job.record_keys(self._sequence, [key, self._key("details", self._sequence, rank)])
         verdict = self._set_verdict("verdict", self._decide(claim)) if rank == 0 else self._await_verdict("verdict")
         if verdict.describe is not None:
-            if rank in verdict.describe:
+            if rank in ranks_in(verdict.describe):
                 self._publish(details())
             if rank == 0:
                 verdict = self._set_verdict("final", self._decide_on_details(verdict, claim))
@@ -147,7 +145,7 @@ class SaveAgreement:
 
     def _agreement(self, verdict: SaveVerdict) -> Agreement:
         rank, world_size = self._job.comm.rank, self._job.comm.world_size
-        classes = verdict.classes or (tuple(range(world_size)),)
+        classes = [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(world_size))]
         class_ranks = next(ranks for ranks in classes if rank in ranks)
         assert verdict.context is not None, "a verdict to go ahead carries the context"
         return Agreement(
@@ -177,19 +175,13 @@ class SaveAgreement:
     def _decide(self, claim: Callable[[], SaveContext]) -> SaveVerdict:
         """Return rank 0's verdict on the statements of all ranks."""
         job = self._job
-        keys = [self._key("open", self._sequence, rank) for rank in range(job.comm.world_size)]
+        keys = self._open_keys()
         try:
             records = job.key_value_store.get_many(keys, job.seconds_left(self._deadline))
         except TimeoutError:
-            absent = [rank for rank, key in enumerate(keys) if not job.key_value_store.present(key)]
-            if absent:
-                return self._refusal(
-                    UnavailableError(
-                        f"{self._name}: ranks {_listed(absent)} did not call save within "
-                        f"{job.settings.commit_timeout_seconds} s; expected all {len(keys)} ranks. "
-                        "Every rank must call save; look at those ranks"
-                    )
-                )
+            absence = self._absence_error(f"within {job.settings.commit_timeout_seconds} s")
+            if absence is not None:
+                return self._refusal(absence)
             # The last statement arrived after the timeout, while this rank looked for absent ones.
             records = job.key_value_store.get_many(keys, job.seconds_left(job.deadline()))
         for rank, record in enumerate(records):
@@ -215,8 +207,8 @@ class SaveAgreement:
         if len(groups) == 1 and not differing:
             return self._with_context(claim, SaveVerdict(self._save_id))
         describe = sorted({members[0] for members in groups} | set(differing))
-        several = tuple(map(tuple, groups)) if len(groups) > 1 else ()
-        return SaveVerdict(self._save_id, describe=tuple(describe), classes=several)
+        several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
+        return SaveVerdict(self._save_id, describe=rank_ranges(describe), classes=several)
 
     def _skew_error(self, statements: Sequence[Statement]) -> InvalidError | None:
         by_step: dict[int, list[int]] = {}
@@ -239,7 +231,7 @@ class SaveAgreement:
 
     def _decide_on_details(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
         """Return rank 0's final verdict, once the ranks that it asked have published details."""
-        asked = verdict.describe or ()
+        asked = ranks_in(verdict.describe or ())
         try:
             details = dict(zip(asked, self._read_details(asked), strict=True))
         except TimeoutError:
@@ -274,25 +266,25 @@ class SaveAgreement:
 
     def _publish(self, details: Details) -> None:
         key = self._key("details", self._sequence, self._job.comm.rank)
-        self._job.key_value_store.set(key, details.encode(), self._job.seconds_left(self._deadline))
+        self._job.key_value_store.set(key, encode_message(details), self._job.seconds_left(self._deadline))
 
     def _read_details(self, ranks: Sequence[int]) -> list[Details]:
         keys = [self._key("details", self._sequence, rank) for rank in ranks]
         records = self._job.key_value_store.get_many(keys, self._job.seconds_left(self._deadline))
-        return [Details.decode(record) for record in records]
+        return [decode_message(record, Details) for record in records]
 
     def _set_verdict(self, name: str, verdict: SaveVerdict) -> SaveVerdict:
         """Set the verdict unless one is set already; return the verdict that is set."""
         job = self._job
         key = self._key(name, self._sequence)
-        standing = job.key_value_store.compare_set(key, b"", verdict.encode(), job.seconds_left(job.deadline()))
+        standing = job.key_value_store.compare_set(key, b"", encode_message(verdict), job.seconds_left(job.deadline()))
         if job.comm.rank == 0:
             # Rank 0 deletes old verdicts later. A rank that missed them learns the next number from this key.
             job.key_value_store.set(
                 job.key("opening", "next"), str(self._sequence + 1).encode(), job.seconds_left(job.deadline())
             )
             job.record_keys(self._sequence, [key])
-        return SaveVerdict.decode(standing)
+        return decode_message(standing, SaveVerdict)
 
     def _await_verdict(self, name: str) -> SaveVerdict:
         job = self._job
@@ -300,21 +292,27 @@ class SaveAgreement:
         try:
             (text,) = job.key_value_store.get_many([key], job.seconds_left(self._deadline) + _GRACE_SECONDS)
         except TimeoutError:
-            return self._set_verdict(name, self._refusal(self._missing_verdict_error()))
-        return SaveVerdict.decode(text)
-
-    def _missing_verdict_error(self) -> UnavailableError:
-        """Return the error for a missing verdict; it names the ranks that rank 0 itself waits for, if there are any."""
-        job = self._job
-        keys = [self._key("open", self._sequence, rank) for rank in range(job.comm.world_size)]
-        absent = [rank for rank, key in enumerate(keys) if not job.key_value_store.present(key)]
-        limit = f"within {job.settings.commit_timeout_seconds} s of rank {job.comm.rank}"
-        if absent:
-            return UnavailableError(
-                f"{self._name}: ranks {_listed(absent)} did not call save {limit}; expected all {len(keys)} ranks. "
-                "Every rank must call save; look at those ranks"
+            limit = f"within {job.settings.commit_timeout_seconds} s of rank {job.comm.rank}"
+            # Rank 0 itself may wait for other ranks: then name those.
+            error = self._absence_error(limit) or UnavailableError(
+                f"{self._name}: rank 0 called save and gave no verdict {limit}; look at rank 0"
             )
-        return UnavailableError(f"{self._name}: rank 0 called save and gave no verdict {limit}; look at rank 0")
+            return self._set_verdict(name, self._refusal(error))
+        return decode_message(text, SaveVerdict)
+
+    def _absence_error(self, limit: str) -> UnavailableError | None:
+        """Return the error that names the ranks without a statement or refusal; None if every rank has set one."""
+        keys = self._open_keys()
+        absent = [rank for rank, key in enumerate(keys) if not self._job.key_value_store.present(key)]
+        if not absent:
+            return None
+        return UnavailableError(
+            f"{self._name}: ranks {_listed(absent)} did not call save {limit}; expected all {len(keys)} ranks. "
+            "Every rank must call save; look at those ranks"
+        )
+
+    def _open_keys(self) -> list[str]:
+        return [self._key("open", self._sequence, rank) for rank in range(self._job.comm.world_size)]
 
     @property
     def _name(self) -> str:

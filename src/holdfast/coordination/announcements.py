@@ -21,14 +21,13 @@ differently.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict
 
 from holdfast.coordination.job import Job
+from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_due import Announcement, LastSave, next_until
 from holdfast.errors import CheckpointError, UnavailableError
 
@@ -152,7 +151,7 @@ class Announcements:
         if not self._is_patient and not job.key_value_store.present(key):
             raise TimeoutError(f"{key}: not set; expected an announcement of rank 0")
         (data,) = job.key_value_store.get_many([key], job.settings.commit_timeout_seconds)
-        self.in_force = _decode(data)
+        self.in_force = decode_message(data, Announcement)
         self._count += 1
         if self._count % _BLOCK == 0:
             block = self._count // _BLOCK - 1
@@ -166,11 +165,9 @@ class Announcements:
         A rank may have decided by the earlier one already.
         """
         job = self._job
-        value = json.dumps(asdict(announcement)).encode()
-        stored = job.key_value_store.compare_set(
-            self._key("told", self._count), b"", value, job.settings.commit_timeout_seconds
-        )
-        announcement = _decode(stored)
+        key, value = self._key("told", self._count), encode_message(announcement)
+        stored = job.key_value_store.compare_set(key, b"", value, job.settings.commit_timeout_seconds)
+        announcement = decode_message(stored, Announcement)
         self._count += 1
         self._until = announcement.until
         self._ahead.append(announcement)
@@ -213,9 +210,3 @@ class Announcements:
 
     def _key(self, *parts: object) -> str:
         return self._job.key("schedule", self._generation, *parts)
-
-
-def _decode(data: bytes) -> Announcement:
-    document = json.loads(data)
-    last_save = document.pop("last_save")
-    return Announcement(**document, last_save=None if last_save is None else LastSave(**last_save))

@@ -15,11 +15,11 @@ wakes the waiting ranks.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from holdfast.coordination.job import Job
-from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage
+from holdfast.coordination.message_codec import decode_message, encode_message
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, aborted_by, ask_storage
 from holdfast.errors import CheckpointError, UnavailableError, first_three
 
 _VOTING = Outcome(OutcomeKind.VOTING)
@@ -64,8 +64,7 @@ class CommitVote:
         job = self._job
         deadline = job.deadline()
         key = self._key("vote", job.comm.rank)
-        text = json.dumps([vote.part_bytes, vote.part_digest]).encode()
-        job.key_value_store.set(key, text, job.seconds_left(deadline))
+        job.key_value_store.set(key, encode_message(vote), job.seconds_left(deadline))
         # From here on another rank may count this vote, even if the call below fails.
         self._has_voted = True
         # Never retry: a rank counted twice would let the attempt commit without the vote of another rank.
@@ -78,9 +77,8 @@ class CommitVote:
         """Return every rank's vote, by rank; for the committing rank."""
         job = self._job
         keys = [self._key("vote", rank) for rank in range(job.comm.world_size)]
-        return [
-            Vote(*json.loads(text)) for text in job.key_value_store.get_many(keys, job.seconds_left(job.deadline()))
-        ]
+        records = job.key_value_store.get_many(keys, job.seconds_left(job.deadline()))
+        return [decode_message(record, Vote) for record in records]
 
     def abort(self, error: CheckpointError) -> Outcome:
         """Abort the attempt after a failure on this rank, unless a rank may be publishing. Never raises.
@@ -90,7 +88,7 @@ class CommitVote:
         """
         job = self._job
         try:
-            decided = self._decide(aborted(error, job.comm.rank), job.deadline())
+            decided = self._decide(aborted_by(job.comm.rank, error), job.deadline())
             if decided.kind is OutcomeKind.PUBLISHING:
                 return ask_storage("another rank is publishing")
             self._announce(decided, job.deadline())
@@ -119,7 +117,7 @@ class CommitVote:
             return self._abort_for_silence()
         except CheckpointError as failure:
             return ask_storage(str(failure))
-        return Outcome.decode(result)
+        return decode_message(result, Outcome)
 
     def _abort_for_silence(self) -> Outcome:
         job = self._job
@@ -134,7 +132,7 @@ class CommitVote:
             error = UnavailableError(
                 f"{self._name}: {problem} within {timeout} s of this rank; the attempt is aborted. {advice}"
             )
-            decided = self._decide(aborted(error, job.comm.rank), job.deadline())
+            decided = self._decide(aborted_by(job.comm.rank, error), job.deadline())
             if decided.kind is OutcomeKind.PUBLISHING:
                 return ask_storage(f"the committing rank was publishing and reported nothing for {timeout} s")
             self._announce(decided, job.deadline())
@@ -145,12 +143,11 @@ class CommitVote:
     def _decide(self, wanted: Outcome, deadline: float) -> Outcome:
         """Set the outcome unless one is set already; return the outcome that is set."""
         job = self._job
-        text = wanted.encode()
-        current = job.key_value_store.compare_set(self._key("outcome"), b"", text, job.seconds_left(deadline))
-        return Outcome.decode(current)
+        key, text = self._key("outcome"), encode_message(wanted)
+        return decode_message(job.key_value_store.compare_set(key, b"", text, job.seconds_left(deadline)), Outcome)
 
     def _announce(self, outcome: Outcome, deadline: float) -> None:
-        self._job.key_value_store.set(self._key("result"), outcome.encode(), self._job.seconds_left(deadline))
+        self._job.key_value_store.set(self._key("result"), encode_message(outcome), self._job.seconds_left(deadline))
 
     def _key(self, *parts: object) -> str:
         return self._job.key("attempt", self._attempt, *parts)

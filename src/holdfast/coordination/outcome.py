@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,36 +50,8 @@ class Outcome:
     error: CheckpointError | None = None
     """If aborted or fenced: why."""
 
-    aborting_rank: int | None = None
-    """If a rank aborted the attempt: that rank."""
-
     reason: str = ""
     """If unknown, or if storage must be asked: why."""
-
-    def encode(self) -> bytes:
-        """Return the outcome as ASCII: the compare-and-set of c10d's stores passes text only."""
-        document = {
-            "kind": self.kind,
-            "manifest_digest": self.manifest_digest,
-            "unhealthy": self.unhealthy,
-            "error": None if self.error is None else error_text(self.error),
-            "aborting_rank": self.aborting_rank,
-            "reason": self.reason,
-        }
-        return json.dumps(document).encode("ascii")
-
-    @classmethod
-    def decode(cls, data: bytes) -> Outcome:
-        """Return the outcome that `encode` wrote; an error of another rank names that rank in its message."""
-        document = json.loads(data)
-        rank, error = document["aborting_rank"], document["error"]
-        return cls(
-            kind=OutcomeKind(document["kind"]),
-            manifest_digest=document["manifest_digest"],
-            unhealthy=tuple(document["unhealthy"]),
-            error=None if error is None else error_from(error, "" if rank is None else f"rank {rank} aborted: "),
-            reason=document["reason"],
-        )
 
 
 def committed(manifest_digest: str, unhealthy: tuple[str, ...] = ()) -> Outcome:
@@ -88,9 +59,14 @@ def committed(manifest_digest: str, unhealthy: tuple[str, ...] = ()) -> Outcome:
     return Outcome(OutcomeKind.COMMITTED, manifest_digest=manifest_digest, unhealthy=unhealthy)
 
 
-def aborted(error: CheckpointError, rank: int | None = None) -> Outcome:
+def aborted(error: CheckpointError) -> Outcome:
     """Return the outcome of an attempt that certainly left no checkpoint."""
-    return Outcome(OutcomeKind.ABORTED, error=error, aborting_rank=rank)
+    return Outcome(OutcomeKind.ABORTED, error=error)
+
+
+def aborted_by(rank: int, error: CheckpointError) -> Outcome:
+    """Return the outcome with which a rank aborts an attempt; its message names the rank, for the other ranks."""
+    return aborted(error_from(error_text(error), f"rank {rank} aborted: "))
 
 
 def fenced(error: CheckpointError) -> Outcome:

@@ -1,18 +1,19 @@
-"""The records that a save agreement exchanges through the key-value store, with their encodings."""
+"""The records that a save agreement exchanges through the key-value store."""
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.coordination.rank_ranges import rank_ranges, ranks_in
 from holdfast.coordination.save_context import SaveContext
 from holdfast.geometry.tensor import Role
 
 Plain = Mapping[str, tuple[str, tuple[int, ...], Role]]
 """Plain tensors by FQN: dtype, global shape, role."""
+
+RankRanges = Sequence[Sequence[int]]
+"""Ascending ranks as ranges of `[first, stop, stride]`."""
 
 _STATEMENT = struct.Struct("<q8s8s8s8s")
 _REFUSAL_PREFIX = b"!"
@@ -63,18 +64,6 @@ class Details:
     other: Mapping[str, str]
     """Digest of each buffer and value that may differ, hex."""
 
-    def encode(self) -> bytes:
-        """Return the details as JSON."""
-        plain = {fqn: [dtype, list(shape), role.value] for fqn, (dtype, shape, role) in self.plain.items()}
-        return json.dumps([self.location, plain, dict(self.agreeing), dict(self.other)]).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Details:
-        """Return the details that `encode` wrote."""
-        location, plain, agreeing, other = json.loads(data)
-        table = {fqn: (dtype, tuple(shape), Role(role)) for fqn, (dtype, shape, role) in plain.items()}
-        return cls(location, table, agreeing, other)
-
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -122,10 +111,10 @@ class SaveVerdict:
     refused: str | None = None
     """The error that every rank raises, as `error_text` wrote it."""
 
-    describe: tuple[int, ...] | None = None
+    describe: RankRanges | None = None
     """Ranks that must publish details before the final verdict."""
 
-    classes: tuple[tuple[int, ...], ...] = ()
+    classes: Sequence[RankRanges] = ()
     """Ranks by layout, ascending; empty if all ranks have one layout."""
 
     divergent: tuple[str, ...] = ()
@@ -133,33 +122,6 @@ class SaveVerdict:
 
     context: SaveContext | None = None
     """Rank 0's decisions, if the save goes ahead."""
-
-    def encode(self) -> bytes:
-        """Return the verdict as ASCII: the compare-and-set of c10d's stores passes text only."""
-        document = {
-            "save_id": self.save_id,
-            "refused": self.refused,
-            "describe": None if self.describe is None else rank_ranges(self.describe),
-            "classes": [rank_ranges(ranks) for ranks in self.classes],
-            "divergent": self.divergent,
-            "context": None if self.context is None else self.context.encode(),
-        }
-        return json.dumps(document).encode("ascii")
-
-    @classmethod
-    def decode(cls, data: bytes) -> SaveVerdict:
-        """Return the verdict that `encode` wrote."""
-        document = json.loads(data)
-        step, location = document["save_id"]
-        describe, context = document["describe"], document["context"]
-        return cls(
-            save_id=(step, location),
-            refused=document["refused"],
-            describe=None if describe is None else ranks_in(describe),
-            classes=tuple(ranks_in(ranges) for ranges in document["classes"]),
-            divergent=tuple(document["divergent"]),
-            context=None if context is None else SaveContext.decode(context),
-        )
 
 
 def encode_refusal(error_text: str) -> bytes:
@@ -173,3 +135,32 @@ def refusal_in(record: bytes) -> str | None:
     if record.startswith(_REFUSAL_PREFIX) and len(record) != _STATEMENT.size:
         return record[len(_REFUSAL_PREFIX) :].decode()
     return None
+
+
+def rank_ranges(ranks: Sequence[int]) -> RankRanges:
+    """Return ranks as ranges: a message to every rank must not grow with the size of the job.
+
+    The ranks of one pipeline stage, or of one column of a mesh, are one range.
+
+    Args:
+        ranks: Ranks, ascending.
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges:
+            first, stop, stride = ranges[-1]
+            last = stop - 1
+            if first == last:
+                # A second rank always continues a range of one: it sets the stride.
+                ranges[-1] = [first, rank + 1, rank - first]
+                continue
+            if rank == last + stride:
+                ranges[-1][1] = rank + 1
+                continue
+        ranges.append([rank, rank + 1, 1])
+    return ranges
+
+
+def ranks_in(ranges: RankRanges) -> tuple[int, ...]:
+    """Return the ranks of ranges that `rank_ranges` returned."""
+    return tuple(rank for first, stop, stride in ranges for rank in range(first, stop, stride))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from holdfast.format.health import decode_health, encode_health
 from holdfast.types.health import Health
 
 Base = tuple[int, str]
@@ -43,33 +41,3 @@ class SaveContext:
 
     health: Health | None = None
     """For a copy: health recorded with the source."""
-
-    def encode(self) -> dict[str, object]:
-        """Return the context as a JSON object."""
-        return {
-            "run_id": self.run_id,
-            "created": self.created,
-            "epoch": self.epoch,
-            "base": self.base,
-            "suspect_steps": sorted(self.suspect_steps),
-            "metrics": dict(self.metrics),
-            "origin": self.origin,
-            "masters": dict(self.masters),
-            "health": None if self.health is None else encode_health(self.health),
-        }
-
-    @classmethod
-    def decode(cls, document: Mapping[str, Any]) -> SaveContext:
-        """Return the context that `encode` wrote; rank 0 is trusted, so nothing is checked."""
-        base = document["base"]
-        return cls(
-            run_id=document["run_id"],
-            created=document["created"],
-            epoch=document["epoch"],
-            base=None if base is None else (base[0], base[1]),
-            suspect_steps=frozenset(document["suspect_steps"]),
-            metrics=document["metrics"],
-            origin=document["origin"],
-            masters=document["masters"],
-            health=decode_health(document["health"], "save context"),
-        )

@@ -8,6 +8,7 @@ from torch.distributed import HashStore
 from holdfast.clock import SystemClock
 from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.job import Job, error_text
+from holdfast.coordination.message_codec import encode_message
 from holdfast.coordination.records import SaveVerdict
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.comm import TorchKeyValueStore
@@ -38,7 +39,10 @@ class RankOneOfTwo:
 def test_rank_0s_refusal_may_land_at_any_moment_of_an_arrival(at: int, after: bool) -> None:
     def refuse(operation: FaultPoint) -> None:
         verdict = SaveVerdict((7, PLACE.hex()), refused=error_text(InvalidError("no")))
-        for key, value in ((job.key("opening", 0, "verdict"), verdict.encode()), (job.key("opening", "next"), b"1")):
+        for key, value in (
+            (job.key("opening", 0, "verdict"), encode_message(verdict)),
+            (job.key("opening", "next"), b"1"),
+        ):
             comm.real.set(key, value, 5.0)
 
     faults = Faults(refuse, at=at, names=("present", "get_many"), after=after)

@@ -1,0 +1,26 @@
+"""Encodes and decodes the typed values that the ranks of one job send each other."""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.coordination.job import error_from, error_text
+
+T = TypeVar("T")
+
+
+def encode_message(value: object) -> bytes:
+    """Return a dataclass as ASCII JSON, with errors as `error_text` writes them.
+
+    ASCII, because the compare-and-set of c10d's stores passes text only. The JSON of the standard library, because
+    names in another system's checkpoint may contain lone surrogates, which msgspec's encoders refuse.
+    """
+    return json.dumps(msgspec.to_builtins(value, str_keys=True, enc_hook=error_text)).encode("ascii")
+
+
+def decode_message(data: bytes, kind: type[T]) -> T:
+    """Return the value of type `kind` that `encode_message` wrote."""
+    return msgspec.convert(json.loads(data), kind, str_keys=True, dec_hook=lambda _, text: error_from(text))
