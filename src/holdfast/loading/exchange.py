@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from holdfast.coordination.job import Job
 from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.engine.gc_pause import GcPause
@@ -39,15 +37,6 @@ class Offer:
 
     description: bytes = b""
     """Its reads, by `description_of`; empty if it takes part in no exchange, or its reads are too many to describe."""
-
-    def encode(self) -> bytes:
-        """Return the offer as bytes for another rank."""
-        return msgspec.msgpack.encode([self.share_reads, self.round_bytes, self.description])
-
-    @staticmethod
-    def decode(data: bytes) -> Offer:
-        """Return the offer that `encode` wrote."""
-        return Offer(*msgspec.msgpack.decode(data, type=tuple[str, int, bytes]))
 
 
 @dataclass(frozen=True, slots=True)

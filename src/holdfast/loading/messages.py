@@ -1,19 +1,17 @@
 """What the ranks of a load send each other: rank 0's chosen step, and the status of every rank.
 
-Names of tensors and files travel as JSON inside MessagePack: another system's names may contain lone surrogates,
-which MessagePack strings cannot hold. Bytes travel beside it, unchanged. The sender is a rank of the same job, so
-decoding checks nothing.
+Bytes travel in MessagePack, and everything else inside it as JSON: another system's names may contain lone surrogates,
+which MessagePack strings cannot hold.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from holdfast.coordination.job import error_from, error_text
+from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.errors import CheckpointError
 from holdfast.loading.exchange import Offer
 from holdfast.types.reports import SkippedStep
@@ -49,32 +47,13 @@ class ChosenStep:
 
     def encode(self) -> bytes:
         """Return the message."""
-        head = [
-            self.error,
-            self.folder,
-            self.step,
-            self.is_foreign,
-            [[name, count, error_text(error)] for name, (count, error) in self.short_packs.items()],
-            [[skipped.step, skipped.why] for skipped in self.passed_over],
-            self.newer,
-        ]
-        return msgspec.msgpack.encode([json.dumps(head).encode("ascii"), *self.frames])
+        return msgspec.msgpack.encode([encode_message(replace(self, frames=())), *self.frames])
 
     @staticmethod
     def decode(data: bytes) -> ChosenStep:
         """Return the value that `encode` wrote."""
         head, *frames = msgspec.msgpack.decode(data, type=list[bytes])
-        error, folder, step, is_foreign, short_packs, passed_over, newer = json.loads(head)
-        return ChosenStep(
-            error,
-            folder,
-            step,
-            is_foreign,
-            {name: (count, error_from(text)) for name, count, text in short_packs},
-            tuple(SkippedStep(*skipped) for skipped in passed_over),
-            tuple(newer),
-            frames,
-        )
+        return replace(decode_message(head, ChosenStep), frames=frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +77,10 @@ class RankStatus:
 
     def encode(self) -> bytes:
         """Return the message."""
-        head = json.dumps([self.error, self.missing, self.unexpected, self.reader_id]).encode("ascii")
-        return msgspec.msgpack.encode([head, self.offer.encode()])
+        return msgspec.msgpack.encode([encode_message(replace(self, offer=Offer())), self.offer])
 
     @staticmethod
     def decode(data: bytes) -> RankStatus:
         """Return the value that `encode` wrote."""
-        head, offer = msgspec.msgpack.decode(data, type=tuple[bytes, bytes])
-        error, missing, unexpected, reader_id = json.loads(head)
-        return RankStatus(error, missing, unexpected, reader_id, Offer.decode(offer))
+        head, offer = msgspec.msgpack.decode(data, type=tuple[bytes, Offer])
+        return replace(decode_message(head, RankStatus), offer=offer)

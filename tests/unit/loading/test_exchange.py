@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -58,6 +59,10 @@ def arrays(state: Mapping[str, object]) -> list[np.ndarray]:
 
 def same(first: Mapping[str, object], second: Mapping[str, object]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(arrays(first), arrays(second), strict=True))
+
+
+def offers_of_all(comm: ThreadComm, offer: Offer) -> list[Offer]:
+    return [msgspec.msgpack.decode(each, type=Offer) for each in comm.all_gather(msgspec.msgpack.encode(offer))]
 
 
 STATE_BYTES = sum(array.nbytes for array in arrays(copies()))
@@ -341,7 +346,7 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
 
     def load(comm: ThreadComm) -> tuple[TransferStats, list[np.ndarray]]:
         plan, manifest = plan_of(store, fqns)
-        offers = [Offer.decode(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encode())]
+        offers = offers_of_all(comm, offer_of(plan, manifest, ALWAYS, RANKS))
         agreed = agree_on_exchange(offers)
         assert agreed is not None
         numbers = {record.name: number for number, record in enumerate(manifest.packs)}
@@ -371,7 +376,7 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
 def test_a_rank_that_cannot_plan_stops_all(store: MemoryStore) -> None:
     def load(comm: ThreadComm) -> TransferStats:
         plan, manifest = plan_of(store, list(copies()))
-        offers = [Offer.decode(each) for each in comm.all_gather(offer_of(plan, manifest, ALWAYS, RANKS).encode())]
+        offers = offers_of_all(comm, offer_of(plan, manifest, ALWAYS, RANKS))
         agreed = agree_on_exchange(offers)
         assert agreed is not None
         packs = packs_under(store, f"{step_folder(1)}{manifest.attempt}/")
