@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
@@ -45,17 +45,8 @@ class Resolved:
     """Newer steps that exist and were not asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class _JudgedStep:
-    """A checkpoint that rank 0 read and found sound."""
-
-    location: CheckpointLocation
-    manifest: Manifest
-    index: Index | SplitIndex
-    frames: Sequence[bytes]
-    """Manifest and index, encoded for the other ranks."""
-    short_packs: Mapping[str, tuple[int, CheckpointError]]
-    is_foreign: bool
+_SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex]
+"""A checkpoint that rank 0 found sound: the message for every rank, and what rank 0 decoded to judge it."""
 
 
 def resolve(
@@ -75,24 +66,27 @@ def resolve(
     Raises:
         CheckpointError: Rank 0 cannot choose or read a checkpoint; on every rank.
     """
-    judged: _JudgedStep | None = None
+    sound: _SoundStep | None = None
     own: Exception | None = None
     message = None
     if job.comm.rank == 0:
+        chosen = ChosenStep()
         try:
-            judged = _next_sound_step(selector, damage, lease, job.clock)
+            sound = _next_sound_step(selector, damage, lease, job.clock)
+            if sound is not None:
+                chosen = sound[0]
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
-        message = _chosen(judged, selector, own).encode()
+            chosen = ChosenStep(error=error_text(error))
+        message = replace(chosen, passed_over=tuple(selector.passed_over), newer=tuple(selector.newer)).encode()
     chosen = ChosenStep.decode(job.comm.broadcast(message))
     if chosen.error is not None:
         raise own if own is not None else error_from(chosen.error, "rank 0: ")
     if chosen.folder is None:
         return None
     location = replace(home, folder=chosen.folder, step=chosen.step)
-    if judged is not None:
-        # Rank 0 keeps what it decoded to judge.
-        manifest, index = judged.manifest, judged.index
+    if sound is not None:
+        _, manifest, index = sound  # Rank 0 keeps what it decoded to judge.
     elif chosen.is_foreign:
         manifest, index = decode_foreign(chosen.frames, location.url)
     else:
@@ -103,7 +97,7 @@ def resolve(
 
 def _next_sound_step(
     selector: StepSelector, damage: StepDamage | None, lease: ReaderLease, clock: Clock
-) -> _JudgedStep | None:
+) -> _SoundStep | None:
     """Return the first checkpoint of a selector that rank 0 finds sound; None if there is nothing to load.
 
     Rank 0 judges before it sends: damage of a manifest or index is then one rank's error, not every rank's.
@@ -114,16 +108,16 @@ def _next_sound_step(
     location = selector.next(damage)
     while location is not None:
         try:
-            judged = _judge(location, clock, require_whole=selector.falls_back)
-            lease.begin(location, judged.manifest)
-            return judged
+            sound = _judge(location, clock, require_whole=selector.falls_back)
+            lease.begin(location, sound[1])
+            return sound
         except (CorruptError, MissingError) as error:
             # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
             location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
     return None
 
 
-def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -> _JudgedStep:
+def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -> _SoundStep:
     """Read and check the manifest and index of a checkpoint.
 
     Args:
@@ -147,21 +141,6 @@ def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -
         frames = encode_foreign(manifest, index)
     if isinstance(index, Index):
         require_covered(index, clock, location.url)
-    return _JudgedStep(location, manifest, index, frames, short, listing is not None)
-
-
-def _chosen(judged: _JudgedStep | None, selector: StepSelector, error: Exception | None) -> ChosenStep:
-    passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
-    if error is not None:
-        return ChosenStep(error=error_text(error), passed_over=passed_over, newer=newer)
-    if judged is None:
-        return ChosenStep(passed_over=passed_over, newer=newer)
-    return ChosenStep(
-        folder=judged.location.folder,
-        step=judged.location.step,
-        is_foreign=judged.is_foreign,
-        short_packs=judged.short_packs,
-        passed_over=passed_over,
-        newer=newer,
-        frames=judged.frames,
-    )
+    is_foreign = listing is not None
+    chosen = ChosenStep(None, location.folder, location.step, is_foreign, short_packs=short, frames=frames)
+    return chosen, manifest, index
