@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from operator import attrgetter
 
 from holdfast.checkpoint.tensor_reader import BATCH_BYTES, TensorReader
 from holdfast.format.index.index import Index
@@ -27,15 +28,13 @@ def same_content(index: Index | SplitIndex, packs: Packs, settings: Settings, fi
     """
     pieces_1, pieces_2 = index.pieces_of(first), index.pieces_of(second)
     if all(piece.digests or not piece.bytes for piece in chain(pieces_1, pieces_2)):
-        return [(piece.region, piece.digests) for piece in pieces_1] == [
-            (piece.region, piece.digests) for piece in pieces_2
-        ]
+        digests_of = attrgetter("region", "digests")
+        return [*map(digests_of, pieces_1)] == [*map(digests_of, pieces_2)]
     spec_1, spec_2 = index.tensors[first], index.tensors[second]
     if (spec_1.dtype, spec_1.global_shape) != (spec_2.dtype, spec_2.global_shape):
         return False
-    if [(piece.region, piece.pack, piece.offset) for piece in pieces_1] == [
-        (piece.region, piece.pack, piece.offset) for piece in pieces_2
-    ]:
+    place_of = attrgetter("region", "pack", "offset")
+    if [*map(place_of, pieces_1)] == [*map(place_of, pieces_2)]:
         return True
     assert isinstance(index, Index), "an index in several files has every digest"
     reader = TensorReader(index.pieces_near, packs, settings)

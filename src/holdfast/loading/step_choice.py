@@ -226,9 +226,10 @@ class NewestValid:
             self._list()
             return
         if damage.is_absence and is_all_there(replace(self._home, folder=step_folder(step), step=step)):
+            ranks = f"rank{'s' * (len(damage.ranks) > 1)} {first_three(sorted(damage.ranks))}"
             raise UnavailableError(
                 f"step {step}: {damage.error}. Rank 0 looked again and sees every file of the step in its full size; "
-                f"expected that {_format_ranks(damage.ranks)} can read them too. Check the mounts of that machine and "
+                f"expected that {ranks} can read them too. Check the mounts of that machine and "
                 "load again. Nothing was quarantined"
             )
         logger.warning("step %d is damaged and skipped; older steps are tried: %s", step, text)
@@ -245,10 +246,11 @@ class NewestValid:
     def _raise_all_damaged(self) -> NoReturn:
         shown = first_three([f"step {skipped.step}: {skipped.why}" for skipped in self.passed_over])
         count, url = len(self.passed_over), self._home.store.url
-        rank = self._only_rank()
+        ranks = frozenset[int]().union(*(damaged.ranks for damaged in self._to_quarantine))
         # Several steps, all damaged for one rank only: the fault is its machine's. Rank 0 is excepted, since it alone
         # reads every manifest and index.
-        if count == len(self._to_quarantine) > 1 and rank is not None and rank != 0:
+        if count == len(self._to_quarantine) > 1 and len(ranks) == 1 and ranks != {0}:
+            (rank,) = ranks
             self._to_quarantine.clear()
             raise UnavailableError(
                 f"{url}: rank {rank} finds all {count} committed steps damaged, and no other rank finds damage; "
@@ -259,15 +261,6 @@ class NewestValid:
             f"{url}: all {count} committed steps are damaged; expected one undamaged step. {shown}. Try `holdfast "
             "repair`, or load the undamaged part of one with step= and only="
         )
-
-    def _only_rank(self) -> int | None:
-        """Return the one rank that found every damage; None if several did."""
-        ranks = frozenset[int]().union(*(damaged.ranks for damaged in self._to_quarantine))
-        return next(iter(ranks)) if len(ranks) == 1 else None
-
-
-def _format_ranks(ranks: frozenset[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {first_three(sorted(ranks))}"
 
 
 def raise_or_fall_back(
