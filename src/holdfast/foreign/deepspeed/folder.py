@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, InvalidError, MissingError
@@ -14,8 +15,7 @@ LATEST = "latest"
 _LATEST_UNIVERSAL = "latest_universal"
 _TAG_BYTES_MAX = 4096
 _NUMBER = "([0-9]{1,9})"
-_MODEL = re.compile(rf"mp_rank_{_NUMBER}_model_states\.pt")
-_MODEL_OF_THREE = re.compile(rf"zero_pp_rank_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt")
+_MODEL = re.compile(rf"(?:zero_pp_rank_{_NUMBER}_)?mp_rank_{_NUMBER}_model_states\.pt")
 _OPTIMIZER = re.compile(rf"(?:bf16_|fp16_)?zero_pp_rank_{_NUMBER}_mp_rank_{_NUMBER}_optim_states\.pt")
 _EXPERTS = re.compile(
     r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
@@ -56,7 +56,7 @@ class Folder:
     @property
     def is_cut(self) -> bool:
         """Whether the model states are those of ZeRO-3, which stores parameters in optimizer states only."""
-        return _MODEL_OF_THREE.fullmatch(self.models[0, 0].removeprefix(self.prefix)) is not None
+        return self.models[0, 0].startswith(f"{self.prefix}zero_pp_rank_")
 
     @property
     def mp_degree(self) -> int:
@@ -102,9 +102,7 @@ def read_folder(files: Readable, prefix: str) -> Folder:
         elif _PIPELINE.fullmatch(name):
             raise _refused(where, name, "a layer of a PipelineModule")
         elif match := _MODEL.fullmatch(name):
-            _claim(models, (int(match[1]), 0), entry.key, where)
-        elif match := _MODEL_OF_THREE.fullmatch(name):
-            _claim(models, (int(match[2]), int(match[1])), entry.key, where)
+            _claim(models, (int(match[2]), int(match[1] or 0)), entry.key, where)
         elif match := _OPTIMIZER.fullmatch(name):
             _claim(optimizers, (int(match[2]), int(match[1])), entry.key, where)
     if (0, 0) not in models:
@@ -133,28 +131,21 @@ def _refused(where: str, name: str, what: str) -> InvalidError:
 
 
 def _holds_tag(files: Readable, prefix: str) -> bool:
-    return any(_size(files, prefix + name) is not None for name in (*FIRST_FILES, OPTIMIZER_OF_ATOMS))
+    for name in (*FIRST_FILES, OPTIMIZER_OF_ATOMS):
+        with suppress(CheckpointError):  # The file does not exist, or cannot be opened.
+            files.size(prefix + name)
+            return True
+    return False
 
 
 def holds_states(name: str) -> bool:
     """Return whether a name is one of a file of model states or optimizer states."""
-    return any(pattern.fullmatch(name) for pattern in (_MODEL, _MODEL_OF_THREE, _OPTIMIZER))
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _OPTIMIZER))
 
 
 def tag_in(files: Readable, pointer: str) -> str | None:
-    """Return the tag that a pointer file names; None if there is no such file, or no tag in it."""
-    size = _size(files, pointer)
-    if size is None or not 0 < size <= _TAG_BYTES_MAX:
-        return None
+    """Return the tag that a pointer file names; None if there is no such file, and empty if no tag is in it."""
     try:
         return files.get(pointer, _TAG_BYTES_MAX).decode().strip().strip("/")
     except (UnicodeDecodeError, CheckpointError):
-        return None
-
-
-def _size(files: Readable, key: str) -> int | None:
-    """Return the bytes of a file; None if it does not exist or cannot be opened."""
-    try:
-        return files.size(key)
-    except CheckpointError:
         return None
