@@ -123,21 +123,19 @@ def _require_same_numbers(files: Readable, first: ZeroState, other: ZeroState, w
     """Refuse a rank whose optimizer counted other steps. Reads a few bytes of each file.
 
     Raises:
-        InvalidError: The message names both files.
+        InvalidError: The message names both files, and the steps as numbers or, out of tensors, as hexadecimal bytes.
     """
     # Steps are single numbers, as tensors or plain. Moments differ between ranks and are not compared.
     for key, one in first.shares[0].state.items() if first.shares else ():
         two = other.shares[0].state.get(key)
-        if not isinstance(one, StoredTensor) or not isinstance(two, StoredTensor) or one.shape or two.shape:
-            if type(one) is int and one != two:
-                raise _other_step(first, other, key, shown(one), shown(two), where)
+        if isinstance(one, StoredTensor) and isinstance(two, StoredTensor) and not one.shape and not two.shape:
+            one, two = (
+                read_bytes(files, number.file, number.offset, number.offset + number.itemsize, 16).hex()
+                for number in (one, two)
+            )
+        elif type(one) is not int:
             continue
-        data, others = (
-            read_bytes(files, tensor.file, tensor.offset, tensor.offset + tensor.itemsize, 16) for tensor in (one, two)
-        )
-        if data != others:
-            raise _other_step(first, other, key, f"bytes {data.hex()}", f"bytes {others.hex()}", where)
-
-
-def _other_step(first: ZeroState, other: ZeroState, key: str, one: str, two: str, where: str) -> InvalidError:
-    return InvalidError(f"{where}: {key} is {one} in {first.file} and {two} in {other.file}; {_SEPARATE}")
+        if one != two:
+            raise InvalidError(
+                f"{where}: {key} is {shown(one)} in {first.file} and {shown(two)} in {other.file}; {_SEPARATE}"
+            )
