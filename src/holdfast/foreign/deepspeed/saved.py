@@ -113,14 +113,14 @@ class ZeroState:
     group_of: Sequence[int]
     """Number of the parameter group, by flat buffer."""
 
-    info: Mapping[str, object]
-    """`universal_checkpoint_info`, if it is stored here."""
-
     rest: Mapping[str, object]
     """Loss scaling and gradient clipping."""
 
     version: str
     """Version of DeepSpeed that wrote the file."""
+
+    info: Mapping[str, object]
+    """`universal_checkpoint_info`, if it is stored here."""
 
 
 def read_model_state(files: Readable, key: str) -> ModelState:
@@ -191,7 +191,8 @@ def read_zero_state(files: Readable, key: str) -> ZeroState:
 def _shares(saved: Mapping[str, object], masters: Sequence[object], optimizer: object, where: str) -> list[FlatShare]:
     count = len(masters)
     paddings = typed(_list_of(saved, "group_paddings", count, where), list[Count | None], f"{where}: group_paddings")
-    gaps = _list_of(saved, "param_alignment_paddings", count, where)
+    stated_gaps = _list_of(saved, "param_alignment_paddings", count, where)
+    gaps = typed(stated_gaps, list[list[Count] | None], f"{where}: param_alignment_paddings")
     addresses = _list_of(saved, "param_slice_mappings", count, where)
     states = _states(optimizer, count, where)
     if "base_optimizer_state_step" in saved:  # Elastic checkpoints store the step outside the state.
@@ -201,9 +202,7 @@ def _shares(saved: Mapping[str, object], masters: Sequence[object], optimizer: o
             master=_flat(master, where, f"master copy {number}"),
             state=states[number],
             padding=paddings[number] or 0,
-            gaps=None
-            if gaps[number] is None
-            else typed(gaps[number], list[Count], f"{where}: param_alignment_paddings"),
+            gaps=gaps[number],
             addresses=None if addresses[number] is None else _addresses(addresses[number], where),
         )
         for number, master in enumerate(masters)
@@ -302,9 +301,9 @@ def _dict(saved: Mapping[str, object], name: str, where: str) -> dict[str, objec
 
 
 def _shapes(value: object, where: str) -> dict[str, tuple[int, ...]]:
-    stated = typed(value, dict[str, object], where)
-    shapes = {name: typed(shape, Shape, f"{where}.{name}") for name, shape in stated.items()}
-    for name, shape in shapes.items():
+    shapes = {}
+    for name, stated in typed(value, dict[str, object], where).items():
+        shape = shapes[name] = typed(stated, Shape, f"{where}.{name}")
         if math.prod(shape) >= COUNT_MAX:
             raise CorruptError(f"{where}.{name}: shape {list(shape)}; expected fewer elements. Read another copy")
     return shapes
