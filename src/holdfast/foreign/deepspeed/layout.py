@@ -6,7 +6,7 @@ A layout that the checkpoint does not state is refused, never guessed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.errors import InvalidError, first_three
 from holdfast.foreign.layouts import affine
@@ -64,11 +64,12 @@ class Layouts:
     """Ranks of a tensor-parallel group."""
 
     _patterns: Patterns = field(init=False)
-    _listed: dict[str, _Listed] = field(init=False)
+    _by_name: dict[str, dict[str | None, list[tuple[str, object]]]] = field(default_factory=dict)
+    """Patterns with their values under each key of the info: by name if a pattern matches one name only, else under
+    None."""
 
     def __post_init__(self) -> None:
         self._patterns = Patterns(self.where)
-        self._listed = {}
 
     def of(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         """Return the layout of a parameter.
@@ -91,7 +92,7 @@ class Layouts:
 
     def _cut(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
         if self.tp_degree == 1:
-            return whole_layout(local_shapes)
+            return replicated_layout(local_shapes)
         if not any(key in self.info for key in (*_TP_KEYS, "affine_map")):
             raise InvalidError(
                 f"{self.where}: {self.tp_degree} tensor-parallel ranks hold {name}, and no universal_checkpoint_info "
@@ -108,44 +109,33 @@ class Layouts:
             except affine.ScaledError as error:
                 raise InexactError(str(error)) from error
         if self._matching(_REPLICATED, name) is not None:
-            return self._replicated(name, local_shapes)
+            if len(set(local_shapes)) != 1:
+                raise self._unfit(name, f"that it is replicated, and ranks hold {_shown(local_shapes)}")
+            return replicated_layout(local_shapes)
         if self._matching(_AVERAGED, name) is not None:
             raise InexactError(
                 f"{_AVERAGED} names it, so the {self.tp_degree} ranks hold values that are to be averaged"
             )
         if self._matching(_TWO, name) is not None:
-            return self._in_two(name, local_shapes)
+            lengths = self._lengths(name, local_shapes, 0)
+            # DeepSpeed halves with torch.chunk, which gives the odd row to the first half.
+            halves = [[-(-length // 2) for length in lengths], [length // 2 for length in lengths]]
+            return self._by_widths(name, local_shapes, 0, halves)
         several = self._matching(_SEVERAL, name)
         if several is not None:
-            return self._in_several(name, local_shapes, several)
-        rows = self._matching(_ROWS, name) is not None
-        widths = [self._length(name, shape, int(rows)) for shape in local_shapes]
-        return self._by_widths(name, local_shapes, int(rows), [widths], unlisted=not rows)
-
-    def _replicated(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
-        if len(set(local_shapes)) != 1:
-            raise self._unfit(name, f"that it is replicated, and ranks hold {_shown(local_shapes)}")
-        shape = local_shapes[0]
-        return TensorParallelLayout(
-            shape, [[Slice(Box.whole(shape), (0,) * len(shape), rank > 0)] for rank in range(self.tp_degree)]
-        )
-
-    def _in_two(self, name: str, local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
-        lengths = [self._length(name, shape, 0) for shape in local_shapes]
-        # DeepSpeed halves with torch.chunk, which gives the odd row to the first half.
-        halves = [[-(-length // 2) for length in lengths], [length // 2 for length in lengths]]
-        return self._by_widths(name, local_shapes, 0, halves)
+            return self._in_several(name, local_shapes, *several)
+        dim = int(self._matching(_ROWS, name) is not None)
+        layout = self._by_widths(name, local_shapes, dim, [self._lengths(name, local_shapes, dim)])
+        return replace(layout, unlisted=not dim)
 
     def _in_several(
-        self, name: str, local_shapes: Sequence[tuple[int, ...]], match: tuple[str, object]
+        self, name: str, local_shapes: Sequence[tuple[int, ...]], pattern: str, stated: object
     ) -> TensorParallelLayout:
         """Return the layout of a parameter that concatenates several along a dimension, each cut alone."""
-        pattern, stated = match
-        dim = _entry(stated, "partition_dim")
-        shape = _entry(stated, "shape")
+        dim, shape = _entry(stated, "partition_dim"), _entry(stated, "shape")
         if type(dim) is not int or dim < 0 or not isinstance(shape, list | tuple) or dim >= len(shape):
             raise self._unfit(name, f"sub-parameters {shown(stated)} without shape and partition_dim")
-        lengths = [self._length(name, local_shape, dim) for local_shape in local_shapes]
+        lengths = self._lengths(name, local_shapes, dim)
         if not all(_views(shape, dim, local_shape) for local_shape in local_shapes):
             raise self._unfit(name, f"a view {shown(shape)}, and ranks hold {_shown(local_shapes)}")
         spec = shape[dim]
@@ -167,13 +157,7 @@ class Layouts:
         return self._by_widths(name, local_shapes, dim, widths)
 
     def _by_widths(
-        self,
-        name: str,
-        local_shapes: Sequence[tuple[int, ...]],
-        dim: int,
-        widths: Sequence[Sequence[int]],
-        *,
-        unlisted: bool = False,
+        self, name: str, local_shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]
     ) -> TensorParallelLayout:
         """Return the layout of parts that are concatenated along `dim`, each cut over the ranks.
 
@@ -182,31 +166,28 @@ class Layouts:
             local_shapes: Shape of the tensor on each rank.
             dim: The dimension.
             widths: Length of each part on each rank, by part and rank.
-            unlisted: As in `TensorParallelLayout`.
         """
-        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in local_shapes}
+        rest = {_with_length(shape, dim, 0) for shape in local_shapes}
         held = [sum(part[rank] for part in widths) for rank in range(self.tp_degree)]
         if len(rest) != 1 or held != [shape[dim] for shape in local_shapes]:
             raise self._unfit(name, f"a cut along dimension {dim} into {held}, and ranks hold {_shown(local_shapes)}")
         slices: list[list[Slice]] = [[] for _ in local_shapes]
+        origin = (0,) * len(local_shapes[0])
         at = 0
         taken = [0] * self.tp_degree
         for part in widths:
             for rank, length in enumerate(part):
-                shape = local_shapes[rank]
-                low = tuple(taken[rank] if axis == dim else 0 for axis in range(len(shape)))
-                high = tuple(taken[rank] + length if axis == dim else n for axis, n in enumerate(shape))
-                start = tuple(at if axis == dim else 0 for axis in range(len(shape)))
-                slices[rank].append(Slice(Box(low, high), start))
-                at += length
+                low = _with_length(origin, dim, taken[rank])
                 taken[rank] += length
-        first = local_shapes[0]
-        return TensorParallelLayout((*first[:dim], at, *first[dim + 1 :]), slices, unlisted)
+                high = _with_length(local_shapes[rank], dim, taken[rank])
+                slices[rank].append(Slice(Box(low, high), _with_length(origin, dim, at)))
+                at += length
+        return TensorParallelLayout(_with_length(local_shapes[0], dim, at), slices)
 
-    def _length(self, name: str, shape: tuple[int, ...], dim: int) -> int:
-        if dim >= len(shape):
-            raise self._unfit(name, f"a cut along dimension {dim}, and a rank holds {list(shape)}")
-        return shape[dim]
+    def _lengths(self, name: str, local_shapes: Sequence[tuple[int, ...]], dim: int) -> list[int]:
+        if any(dim >= len(shape) for shape in local_shapes):
+            raise self._unfit(name, f"a cut along dimension {dim}, and ranks hold {_shown(local_shapes)}")
+        return [shape[dim] for shape in local_shapes]
 
     def _mapped(self, name: str) -> object:
         stated = self.info.get("affine_map")
@@ -229,28 +210,30 @@ class Layouts:
         Raises:
             InvalidError: Several patterns match, or a pattern is malformed.
         """
-        if key not in self._listed:
-            self._listed[key] = _Listed(list(self._stated(key)))
-        matches = self._listed[key].matching(name, self._patterns)
+        if key not in self._by_name:
+            by_name: dict[str | None, list[tuple[str, object]]] = {}
+            for pattern, value in self._stated(key):
+                by_name.setdefault(exact_name(pattern), []).append((pattern, value))
+            self._by_name[key] = by_name
+        by_name = self._by_name[key]
+        others = [pair for pair in by_name.get(None, ()) if self._patterns.matches(pair[0], name)]
+        matches = dict([*by_name.get(name, ()), *others])
         if len(matches) > 1:
-            patterns = first_three(pattern for pattern, _ in matches)
-            raise self._unfit(name, f"several patterns that match it under {key}: {patterns}")
-        return matches[0] if matches else None
+            raise self._unfit(name, f"several patterns that match it under {key}: {first_three(matches)}")
+        return next(iter(matches.items()), None)
 
     def _stated(self, key: str) -> Iterator[tuple[str, object]]:
         stated = self.info.get(key)
         if key == "affine_map":
             stated = stated.get("params") if isinstance(stated, Mapping) else None
-        pairs: Sequence[tuple[object, object]]
+        pairs: Sequence[tuple[object, object]] = []
         if isinstance(stated, Mapping):
             pairs = list(stated.items())
         elif isinstance(stated, list | tuple) and key == _SEVERAL:
             pairs = [(pattern, entry) for entry in stated for pattern in _patterns_of(entry)]
         elif isinstance(stated, list | tuple):
             pairs = [(pattern, None) for pattern in stated]
-        elif stated is None:
-            pairs = []
-        else:
+        elif stated is not None:
             raise InvalidError(f"{self.where}: {key} is {type(stated).__name__}; expected a list or dict of patterns")
         if len(pairs) > _PATTERNS_MAX:
             raise InvalidError(f"{self.where}: {key} holds {len(pairs)} patterns; expected at most {_PATTERNS_MAX}")
@@ -263,29 +246,21 @@ class Layouts:
         return InvalidError(f"{self.where}: universal_checkpoint_info states for {name} {what}. {CONVERT}")
 
 
-class _Listed:
-    """The patterns of one list. Those that match a single name are looked up in a dict."""
+def replicated_layout(local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
+    """Return the layout of a tensor that every rank holds whole.
 
-    def __init__(self, stated: Sequence[tuple[str, object]]) -> None:
-        self._exact: dict[str, list[tuple[str, object]]] = {}
-        self._rest: list[tuple[str, object]] = []
-        for pattern, value in stated:
-            name = exact_name(pattern)
-            if name is None:
-                self._rest.append((pattern, value))
-            else:
-                self._exact.setdefault(name, []).append((pattern, value))
-
-    def matching(self, name: str, patterns: Patterns) -> list[tuple[str, object]]:
-        """Return the patterns that match a name, without duplicates."""
-        matches = [pair for pair in self._rest if patterns.matches(pair[0], name)]
-        return list(dict((*self._exact.get(name, ()), *matches)).items())
+    The first rank is the one that is read. Other ranks of the same shape hold copies, those of another shape nothing.
+    """
+    shape = local_shapes[0]
+    whole = Slice(Box.whole(shape), (0,) * len(shape))
+    copy = replace(whole, copy=True)
+    slices = [[copy if rank else whole] if held == shape else [] for rank, held in enumerate(local_shapes)]
+    return TensorParallelLayout(shape, slices)
 
 
-def whole_layout(local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
-    """Return the layout of a parameter that one rank holds whole."""
-    (shape,) = local_shapes
-    return TensorParallelLayout(shape, [[Slice(Box.whole(shape), (0,) * len(shape))]])
+def _with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    """Return a shape, or coordinates, with another number along one dimension."""
+    return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 def _up_to_row(cut: Slice, rows: int) -> Slice | None:

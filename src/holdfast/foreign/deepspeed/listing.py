@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from holdfast.errors import CorruptError, MissingError, first_three
-from holdfast.foreign.deepspeed.counters import remark_other_steps
+from holdfast.errors import CorruptError, MissingError
 from holdfast.foreign.deepspeed.folder import Folder
 from holdfast.foreign.deepspeed.layout import Layouts
 from holdfast.foreign.deepspeed.module import Parameters, list_copies, list_frozen, list_module, list_ties
 from holdfast.foreign.deepspeed.optimizer import MASTER, ZeroOptimizer, list_buffers
 from holdfast.foreign.deepspeed.ranks import Models, read_models, read_optimizers
-from holdfast.foreign.deepspeed.saved import ZeroState
+from holdfast.foreign.deepspeed.saved import ModelState, ZeroState
 from holdfast.foreign.deepspeed.tensors import Tensors
 from holdfast.foreign.deepspeed.tree import Values
 from holdfast.foreign.pickles.tensors import StoredTensor
@@ -36,109 +32,97 @@ def list_zero(files: Readable, folder: Folder) -> ForeignListing:
         )
     optimizers = read_optimizers(files, folder, models[0, 0])
     zero = optimizers[0][0] if optimizers else None
-    parameters = parameters_of(files, folder, models, zero)
-    extra_state = list_module(parameters, weights=zero is None or zero.stage != 3)
-    list_copies(parameters, models)
+    parameters = parameters_of(files, folder, models, zero, has_atoms=False)
+    list_module(parameters, weights=zero is None or zero.stage != 3)
+    list_copies(parameters)
     state = list_buffers(parameters, optimizers) if optimizers else None
-    return finish_listing(files, folder, models, parameters, ListedValues(zero, state, extra_state))
-
-
-@dataclass(frozen=True, slots=True)
-class ListedValues:
-    """The values of a checkpoint besides tensors."""
-
-    zero: ZeroState | None
-    """Rank 0's optimizer states; None without ZeRO."""
-
-    state: ZeroOptimizer | None
-    """Optimizer state besides tensors; None if there is none."""
-
-    extra_state: Mapping[str, object]
-    """Entries of the module's state dict that are not tensors."""
-
-    prefix: str = ""
-    """Prefix of the optimizer's name in the name of the format."""
+    return finish_listing(files, folder, parameters, zero, state)
 
 
 def parameters_of(
-    files: Readable, folder: Folder, models: Models, zero: ZeroState | None, *, has_atoms: bool = False
+    files: Readable, folder: Folder, models: Models, zero: ZeroState | None, *, has_atoms: bool
 ) -> Parameters:
     """Return the parameters. The caller's `universal_checkpoint_info` describes their layout, or else AutoTP's."""
-    states = [models[tp, 0] for tp in range(folder.mp_degree)]
-    info, file = states[0].info, states[0].file
-    if not info and zero is not None:
-        info, file = zero.info, zero.file
-    layouts = Layouts(info, f"{files.url}/{file}", folder.mp_degree)
-    return Parameters(states, layouts, Tensors(files.url), has_atoms=has_atoms)
+    first: ModelState | ZeroState = models[0, 0]
+    if not first.info and zero is not None:
+        first = zero
+    layouts = Layouts(first.info, f"{files.url}/{first.file}", folder.mp_degree)
+    return Parameters(models, layouts, Tensors(files.url), has_atoms)
 
 
 def finish_listing(
-    files: Readable, folder: Folder, models: Models, parameters: Parameters, values: ListedValues
+    files: Readable,
+    folder: Folder,
+    parameters: Parameters,
+    zero: ZeroState | None,
+    state: ZeroOptimizer | None,
+    prefix: str = "",
 ) -> ForeignListing:
     """Add the tensors that depend on module and optimizer, check that none is missing, and return the listing.
 
+    Args:
+        files: The checkpoint.
+        folder: Its tag folder.
+        parameters: The parameters, with the tensors that are listed already.
+        zero: Rank 0's optimizer states; None without ZeRO.
+        state: Optimizer state besides tensors; None if there is none.
+        prefix: Prefix of the optimizer's name in the name of the format.
     Raises:
         CorruptError: A parameter has no bytes.
     """
-    tensors, first, zero = parameters.tensors, parameters.states[0], values.zero
+    tensors, first = parameters.tensors, parameters.states[0]
     # Weights before ties: a tied name is listed only if its stored name is.
-    _list_masters_as_weights(parameters)
+    casts = _list_masters_as_weights(parameters)
     if zero is not None and zero.stage == 3:
-        list_frozen(parameters, models, zero.ranks)
+        list_frozen(parameters, zero.ranks)
     _require_complete(parameters)
     list_ties(parameters)
-    if values.state is None and parameters.trained:
+    if state is None and parameters.trained:
         tensors.remark(
-            f"{tensors.where}/{first.file}: ZeRO trained {len(parameters.trained)} parameters, and files of optimizer "
-            "states are missing: only weights are listed. To load an optimizer, copy *_optim_states.pt of every rank"
+            f"{first.file}: ZeRO trained {len(parameters.trained)} parameters, and files of optimizer states are "
+            "missing: only weights are listed. To load an optimizer, copy *_optim_states.pt of every rank"
         )
-    elif values.state is None and first.has_optimizer:
+    elif state is None and first.has_optimizer:
         tensors.remark(
-            f"{tensors.where}/{first.file}: the optimizer's state is left out: without ZeRO it is numbered, and no "
-            "file states the parameter of each number"
+            f"{first.file}: the optimizer's state is left out: without ZeRO it is numbered, and no file states the "
+            "parameter of each number"
         )
     elif first.has_optimizer:
-        tensors.remark(f"{tensors.where}/{first.file}: optimizer is left out: separate files hold its states")
-    groups = zero.param_groups if zero is not None else None
-    if values.state is not None:
-        remark_other_steps(files, parameters, values.state, groups)
-    tree = Values(files, parameters).tree(values.extra_state, zero.rest if zero else {}, values.state, groups)
-    _remark_unlisted(parameters)
+        tensors.remark(f"{first.file}: optimizer is left out: separate files hold its states")
+    tree = Values(files, parameters).tree(zero.rest if zero else {}, state)
+    parameters.remark_unlisted()
     step = first.count("global_steps", -1)
     ranks = zero.ranks if zero is not None else max(first.count("dp_world_size", 1), 1)
     without_zero = "weights of ZeRO" if parameters.trained else "no ZeRO"
     kind = without_zero if zero is None else f"ZeRO-{zero.stage}" if zero.stage else "BF16_Optimizer"
     return ForeignListing(
-        format=f"deepspeed {first.version}, {values.prefix}{kind}",
+        format=f"deepspeed {first.version}, {prefix}{kind}",
         tensors=tensors.specs,
         pieces=tensors.pieces,
         files=tensors.sizes(folder.sizes),
         tree=tree,
         aliases=tensors.aliases,
         replicas=tensors.replicas,
-        casts=_casts(parameters),
+        casts=casts,
         step=step if step >= 0 else None,
         world_size=ranks * folder.mp_degree,
         remarks=tensors.remarks,
     )
 
 
-def _list_masters_as_weights(parameters: Parameters) -> None:
-    """List master copies as weights too if no other file holds the weights, as with ZeRO-3."""
-    specs = parameters.tensors.specs
-    for name in sorted(parameters.trained):
-        master = f"optimizer.state.{name}.{MASTER}"
-        if master in specs and f"model.{name}" not in specs:
-            parameters.tensors.add_again(f"model.{name}", master)
+def _list_masters_as_weights(parameters: Parameters) -> dict[str, str]:
+    """List master copies as weights too if no other file holds the weights, as with ZeRO-3.
 
-
-def _casts(parameters: Parameters) -> dict[str, str]:
-    """Return the weight of each master copy: cast from it, or the same bytes."""
-    tensors, weights = parameters.tensors, {}
+    Returns:
+        The weight of each master copy: cast from it, or the same bytes.
+    """
+    specs, weights = parameters.tensors.specs, {}
     for name in sorted(parameters.trained):
         master, weight = f"optimizer.state.{name}.{MASTER}", f"model.{name}"
-        if master in tensors.specs and weight in tensors.specs:
+        if master in specs:
             weights[master] = weight
+            if weight not in specs:
+                parameters.tensors.add_again(weight, master)
     return weights
 
 
@@ -148,27 +132,17 @@ def _require_complete(parameters: Parameters) -> None:
     Raises:
         CorruptError: The message names the parameter.
     """
-    first = parameters.states[0]
+    first, where = parameters.states[0], parameters.tensors.where
     for name in sorted(parameters.trained | first.module.keys()):
-        tensor = isinstance(first.module.get(name), StoredTensor)
-        if name in parameters.trained and not tensor:
+        is_tensor = isinstance(first.module.get(name), StoredTensor)
+        if name in parameters.trained and not is_tensor:
             raise CorruptError(
-                f"{parameters.tensors.where}/{first.file}: param_shapes names {name}, and the module has no such "
-                "tensor; expected the parameters of the module. Was the file changed?"
+                f"{where}/{first.file}: param_shapes names {name}, and the module has no such tensor; expected the "
+                "parameters of the module. Was the file changed?"
             )
         known = f"model.{name}" in parameters.tensors.specs or name in parameters.ties
-        if tensor and not known and not parameters.is_left_out(name):
+        if is_tensor and not known and not parameters.is_left_out(name):
             raise CorruptError(
-                f"{parameters.tensors.where}/{first.file}: the module has {name}, and no file holds it; expected it "
-                "in param_shapes, frozen_param_fragments or shared_params. Is the checkpoint complete?"
+                f"{where}/{first.file}: the module has {name}, and no file holds it; expected it in param_shapes, "
+                "frozen_param_fragments or shared_params. Is the checkpoint complete?"
             )
-
-
-def _remark_unlisted(parameters: Parameters) -> None:
-    """Add a remark about parameters that no pattern names, to which DeepSpeed's default layout applies."""
-    names = parameters.unlisted()
-    if names:
-        parameters.tensors.remark(
-            f"{parameters.layouts.where}: universal_checkpoint_info states no layout for {len(names)} parameters "
-            f"({first_three(sorted(names))}); Holdfast assumes a cut along dimension 0, as DeepSpeed does"
-        )

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
-from holdfast.foreign.deepspeed.folder import Place
-from holdfast.foreign.deepspeed.layout import InexactError, Layouts, TensorParallelLayout
+from holdfast.foreign.deepspeed.layout import InexactError, Layouts, TensorParallelLayout, replicated_layout
+from holdfast.foreign.deepspeed.ranks import Models
 from holdfast.foreign.deepspeed.saved import ModelState
 from holdfast.foreign.deepspeed.tensors import HeldTensor, Tensors
 from holdfast.foreign.layouts.flat_partition import Shapes, parts_of_one
-from holdfast.foreign.layouts.pieces import ElementRun, Slice, runs_of
+from holdfast.foreign.layouts.pieces import ElementRun
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.wording import CONVERT
-from holdfast.geometry.box import Box
 
 
 @dataclass(slots=True)
 class Parameters:
     """The parameters of a model, collected from all files of model states."""
 
-    states: Sequence[ModelState]
-    """States of data-parallel rank 0, by tensor-parallel rank."""
+    models: Models
+    """All files of model states."""
 
     layouts: Layouts
     """Tensor-parallel layouts of the parameters."""
@@ -31,23 +30,42 @@ class Parameters:
     tensors: Tensors
     """Receives the listed tensors."""
 
-    ties: dict[str, str] = field(default_factory=dict)
-    """Alias to the stored name."""
+    has_atoms: bool
+    """Whether a universal folder also stores each parameter whole, so that inexact layouts do no harm."""
+
+    states: Sequence[ModelState] = field(init=False)
+    """States of data-parallel rank 0, by tensor-parallel rank."""
+
+    flat_shapes: list[list[Shapes]] = field(default_factory=list)
+    """Shapes of the parameters by flat buffer and tensor-parallel rank."""
 
     trained: set[str] = field(init=False)
     """Names of the parameters in flat buffers."""
 
-    has_atoms: bool = False
-    """Whether a universal folder also stores each parameter whole, so that inexact layouts do no harm."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """Alias to the stored name."""
 
     _known: dict[str, TensorParallelLayout | None] = field(default_factory=dict)
     _shapes: dict[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.trained = {name for shapes in self.states[0].groups for name in shapes}
-        for number in range(len(self.states[0].groups)):
-            flat = self.flat_shapes(number)
-            self._shapes |= {name: [shapes[name] for shapes in flat] for name in flat[0]}
+        """Collect the shapes of the flat buffers.
+
+        Raises:
+            InvalidError: Ranks hold different parameters, like the stages of a pipeline.
+        """
+        self.states = [self.models[tp, 0] for tp in range(self.layouts.tp_degree)]
+        for by_rank in zip(*(state.groups for state in self.states), strict=True):
+            for state, shapes in zip(self.states, by_rank, strict=True):
+                if shapes.keys() != by_rank[0].keys():
+                    other = first_three(sorted(shapes.keys() ^ by_rank[0].keys()))
+                    raise InvalidError(
+                        f"{self.tensors.where}/{state.file}: holds other parameters than {self.states[0].file}: "
+                        f"{other}; expected the same names on every tensor-parallel rank. Holdfast reads no pipelines"
+                    )
+            self.flat_shapes.append(list(by_rank))
+            self._shapes |= {name: [shapes[name] for shapes in by_rank] for name in by_rank[0]}
+        self.trained = set(self._shapes)
 
     def layout(self, name: str, shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout | None:
         """Return the layout of a parameter; None, with a remark, if no rank stores it exactly.
@@ -80,63 +98,41 @@ class Parameters:
         """Return whether a parameter was left out with a remark."""
         return not self.has_atoms and name in self._known and self._known[name] is None
 
-    def unlisted(self) -> list[str]:
-        """Return the parameters whose layout no pattern states."""
-        return [name for name, layout in self._known.items() if layout is not None and layout.unlisted]
-
-    def flat_shapes(self, number: int) -> list[Shapes]:
-        """Return the shapes of one flat buffer on every tensor-parallel rank.
-
-        Raises:
-            InvalidError: Ranks hold different parameters, like the stages of a pipeline.
-        """
-        by_rank = [state.groups[number] for state in self.states]
-        for state, shapes in zip(self.states, by_rank, strict=True):
-            if shapes.keys() != by_rank[0].keys():
-                other = first_three(sorted(shapes.keys() ^ by_rank[0].keys()))
-                raise InvalidError(
-                    f"{self.tensors.where}/{state.file}: holds other parameters than {self.states[0].file}: {other}; "
-                    "expected the same names on every tensor-parallel rank. Holdfast reads no pipelines"
-                )
-        return by_rank
+    def remark_unlisted(self) -> None:
+        """Add a remark about parameters that no pattern names, to which DeepSpeed's default layout applies."""
+        names = [name for name, layout in self._known.items() if layout is not None and layout.unlisted]
+        if names:
+            self.tensors.remark(
+                f"{self.layouts.where}: universal_checkpoint_info states no layout for {len(names)} parameters "
+                f"({first_three(sorted(names))}); Holdfast assumes a cut along dimension 0, as DeepSpeed does"
+            )
 
 
-def list_module(parameters: Parameters, *, weights: bool) -> dict[str, object]:
-    """List the tensors of the module's state dict, and return its other entries.
+def list_module(parameters: Parameters, *, weights: bool) -> None:
+    """List the tensors of the module's state dict.
 
     Args:
         parameters: The parameters, which receive the tensors.
         weights: Whether the state dict holds parameters; with ZeRO-3 it holds only buffers.
     """
-    first = parameters.states[0]
+    first, tensors = parameters.states[0], parameters.tensors
     parameters.ties = _ties(first, parameters.trained, by_memory=weights)
-    others = {}
     for name, value in first.module.items():
-        if not isinstance(value, StoredTensor):
-            others[name] = value
+        if not isinstance(value, StoredTensor) or name in parameters.ties:
             continue
-        if name in parameters.ties or (not weights and name not in first.buffers):
+        if not weights and name not in first.buffers:
             continue
-        by_rank = [_tensor_of(state, name, parameters.tensors.where) for state in parameters.states]
+        by_rank = [_tensor_of(state, name, tensors.where) for state in parameters.states]
         shapes = [tensor.shape for tensor in by_rank]
-        layout = _same_everywhere(shapes) if name in first.buffers else parameters.layout(name, shapes)
-        if layout is None:
-            continue
-        where = f"{parameters.tensors.where}/{first.file}: {name}"
-        parameters.tensors.add(
-            f"model.{name}", layout, [HeldTensor(t.dtype, t.shape, runs_of(t, where)) for t in by_rank]
-        )
-    return others
+        layout = replicated_layout(shapes) if name in first.buffers else parameters.layout(name, shapes)
+        if layout is not None:
+            fqn = f"model.{name}"
+            tensors.add(fqn, layout, [HeldTensor(t.dtype, t.shape, tensors.runs(fqn, t)) for t in by_rank])
 
 
-def list_copies(parameters: Parameters, models: Mapping[Place, ModelState]) -> None:
-    """List the buffers of data-parallel ranks beyond the first as further copies. ZeRO-3 stores them on every rank.
-
-    Args:
-        parameters: The parameters, whose buffers are listed already.
-        models: Files of model states, by tensor-parallel and data-parallel rank.
-    """
-    tensors = parameters.tensors
+def list_copies(parameters: Parameters) -> None:
+    """List the buffers of data-parallel ranks beyond the first as further copies. ZeRO-3 stores them on every rank."""
+    models, tensors = parameters.models, parameters.tensors
     for name in parameters.states[0].buffers:
         spec = tensors.specs.get(f"model.{name}")
         for (tp, dp), state in models.items():
@@ -146,32 +142,22 @@ def list_copies(parameters: Parameters, models: Mapping[Place, ModelState]) -> N
             if not isinstance(copy, StoredTensor) or (copy.dtype, copy.shape) != (first.dtype, first.shape):
                 held = f"{copy.dtype} {list(copy.shape)}" if isinstance(copy, StoredTensor) else "no tensor"
                 tensors.remark(
-                    f"{tensors.where}/{state.file}: holds {held} as the buffer {name}, data-parallel rank 0 "
+                    f"{state.file}: holds {held} as the buffer {name}, data-parallel rank 0 "
                     f"{first.dtype} {list(first.shape)}; the buffer of rank 0 is read"
                 )
             elif first.shape == spec.global_shape:
                 tensors.add_copy(spec.fqn, copy)
 
 
-def list_frozen(parameters: Parameters, models: Mapping[Place, ModelState], ranks: int) -> None:
-    """List the parameters that ZeRO-3 cut and that have no optimizer.
-
-    Args:
-        parameters: The parameters, which receive the tensors.
-        models: Files of model states, by tensor-parallel and data-parallel rank.
-        ranks: Number of data-parallel ranks.
-    """
+def list_frozen(parameters: Parameters, ranks: int) -> None:
+    """List the parameters that ZeRO-3 cut over a number of data-parallel ranks and that have no optimizer."""
+    tensors = parameters.tensors
     for name in parameters.states[0].frozen:
-        shapes = [_frozen_shape(state, name, parameters.tensors.where) for state in parameters.states]
+        shapes = [_frozen_shape(state, name, tensors.where) for state in parameters.states]
         layout = None if name in parameters.ties else parameters.layout(name, shapes)
-        if layout is None:
-            continue
-        held = []
-        for tp, shape in enumerate(shapes):
-            fragment = models[tp, 0].fragments.get(name)
-            runs = list(_fragment_runs(models, tp, name, shape, ranks, parameters.tensors.where))
-            held.append(HeldTensor(fragment.dtype if fragment is not None else "float32", shape, runs))
-        parameters.tensors.add(f"model.{name}", layout, held)
+        if layout is not None:
+            held = [_joined_fragments(parameters, tp, name, ranks) for tp in range(len(shapes))]
+            tensors.add(f"model.{name}", layout, held)
 
 
 def list_ties(parameters: Parameters) -> None:
@@ -215,16 +201,6 @@ def _tensor_of(state: ModelState, name: str, where: str) -> StoredTensor:
     return value
 
 
-def _same_everywhere(shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
-    """Return the layout of a buffer: whole on the first rank, a copy on other ranks if the shape is the same."""
-    shape = shapes[0]
-    whole = Slice(Box.whole(shape), (0,) * len(shape))
-    copy = Slice(whole.local, whole.start, copy=True)
-    return TensorParallelLayout(
-        shape, [[whole if not rank else copy] if held == shape else [] for rank, held in enumerate(shapes)]
-    )
-
-
 def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
     if name not in state.frozen:
         raise CorruptError(
@@ -233,23 +209,26 @@ def _frozen_shape(state: ModelState, name: str, where: str) -> tuple[int, ...]:
     return state.frozen[name]
 
 
-def _fragment_runs(
-    models: Mapping[Place, ModelState], tp: int, name: str, shape: tuple[int, ...], ranks: int, where: str
-) -> Iterator[ElementRun]:
+def _joined_fragments(parameters: Parameters, tp: int, name: str, ranks: int) -> HeldTensor:
+    """Return a frozen parameter of one tensor-parallel rank, whose data-parallel ranks each hold a fragment."""
+    where, shape = parameters.tensors.where, parameters.states[tp].frozen[name]
+    first = parameters.states[tp].fragments.get(name)
+    dtype = first.dtype if first is not None else "float32"
+    runs = []
     for part in parts_of_one(math.prod(shape), ranks):
-        state = models.get((tp, part.rank))
+        state = parameters.models.get((tp, part.rank))
         if state is None:
             raise MissingError(
                 f"{where}: no model states of data-parallel rank {part.rank}, tensor-parallel rank {tp}, which hold "
                 f"some of {name}. Copy the missing files"
             )
         tensor = state.fragments.get(name)
-        first = models[tp, 0].fragments.get(name, tensor)
         fits = tensor is not None and tensor.is_contiguous and tensor.numel >= part.stop - part.start
-        if tensor is None or first is None or not fits or tensor.dtype != first.dtype:
+        if tensor is None or not fits or tensor.dtype != dtype:
             held = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise CorruptError(
                 f"{where}/{state.file}: frozen_param_fragments holds {held} of {name}, shape {list(shape)} over "
                 f"{ranks} ranks; expected {part.stop - part.start} elements of one type. Read another copy"
             )
-        yield ElementRun(part.start, part.stop, tensor.file, tensor.offset)
+        runs.append(ElementRun(part.start, part.stop, tensor.file, tensor.offset))
+    return HeldTensor(dtype, shape, runs)

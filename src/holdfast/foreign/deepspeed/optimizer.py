@@ -24,6 +24,9 @@ Files = Sequence[Sequence[ZeroState]]
 class ZeroOptimizer:
     """The state of an optimizer besides tensors."""
 
+    param_groups: Sequence[Mapping[str, object]] | None
+    """Hyperparameters by parameter group; None if the files hold none."""
+
     groups: dict[str, int] = field(default_factory=dict)
     """Number of the parameter group, by parameter."""
 
@@ -41,12 +44,11 @@ def list_buffers(parameters: Parameters, files: Files) -> ZeroOptimizer:
         parameters: Names and layouts; receives the tensors.
         files: Every rank's file.
     """
-    optimizer = ZeroOptimizer()
     first = files[0][0]
-    for number in range(len(first.shares)):
+    optimizer = ZeroOptimizer(first.param_groups)
+    for number, names in enumerate(parameters.states[0].groups):
         buffer = _Buffer(parameters, files, number)
-        for name in parameters.states[0].groups[number]:
-            optimizer.groups[name] = first.group_of[number]
+        optimizer.groups |= dict.fromkeys(names, first.group_of[number])
         kinds = buffer.kinds()
         if isinstance(kinds, str):
             optimizer.unread = kinds
@@ -56,7 +58,7 @@ def list_buffers(parameters: Parameters, files: Files) -> ZeroOptimizer:
             if kind == _SCALAR_TENSOR:
                 buffer.list_scalar(key)
             elif kind == _VALUE:
-                for name in parameters.states[0].groups[number]:
+                for name in names:
                     optimizer.values.setdefault(name, {})[key] = first.shares[number].state[key]
     return optimizer
 
@@ -70,14 +72,13 @@ class _Buffer:
     def __init__(self, parameters: Parameters, files: Files, number: int) -> None:
         self._parameters, self._files, self._number = parameters, files, number
         self._where = parameters.tensors.where
-        self._names = list(parameters.states[0].groups[number])
-        self._shapes = parameters.flat_shapes(number)
+        self._shapes = parameters.flat_shapes[number]
         self._shares = [[state.shares[number] for state in of_rank] for of_rank in files]
         self._whole = [
             share_of([share.master.numel for share in shares], [share.padding for share in shares]) or 0
             for shares in self._shares
         ]
-        self._parts = [dict(self._placed(tp)) for tp in range(len(files))]
+        self._parts = [self._placed(tp) for tp in range(len(files))]
 
     def kinds(self) -> dict[str, str] | str:
         """Return the kind of each key of the state, or the reason why a kind is ambiguous.
@@ -112,7 +113,7 @@ class _Buffer:
 
     def list_flat(self, keys: Sequence[str]) -> None:
         """List every parameter's part of the master copy, and of state that is cut like it."""
-        for name in self._names:
+        for name in self._shapes[0]:
             layout = self._parameters.layout(name, [shapes[name] for shapes in self._shapes])
             if layout is None:
                 continue
@@ -126,17 +127,16 @@ class _Buffer:
     def list_scalar(self, key: str) -> None:
         """List a single number for each parameter: the same bytes for all, with copies in other ranks' files."""
         tensors = self._parameters.tensors
-        every = [_tensor(share, key) for shares in self._shares for share in shares]
-        first = ""
-        for name in self._names:
-            if self._parameters.is_left_out(name):
-                continue
-            fqn = f"optimizer.state.{name}.{key}"
-            if first:
-                tensors.add_again(fqn, first)
-            else:
-                tensors.add_copied(fqn, every)
-                first = fqn
+        first, *others = (_tensor(share, key) for share, _, _ in self._every)
+        names = [name for name in self._shapes[0] if not self._parameters.is_left_out(name)]
+        fqns = [f"optimizer.state.{name}.{key}" for name in names]
+        for fqn in fqns[:1]:
+            tensors.add_whole(fqn, first)
+            for copy in others:
+                if copy.shape == first.shape:
+                    tensors.add_copy(fqn, copy)
+        for fqn in fqns[1:]:
+            tensors.add_again(fqn, fqns[0])
 
     def _runs(self, tp: int, name: str, key: str) -> Iterator[ElementRun]:
         for part in self._parts[tp][name]:
@@ -149,12 +149,11 @@ class _Buffer:
                 )
             yield ElementRun(part.start, part.stop, tensor.file, tensor.offset + part.at * tensor.itemsize)
 
-    def _placed(self, tp: int) -> Iterator[tuple[str, list[FlatPart]]]:
+    def _placed(self, tp: int) -> dict[str, list[FlatPart]]:
         shapes, of_rank, shares = self._shapes[tp], self._files[tp], self._shares[tp]
         # ZeRO-3 cuts each parameter alone; the other stages cut the concatenation of all parameters.
         if of_rank[0].stage == 3:
-            yield from parts_of_each_cut(shapes, len(of_rank))
-            return
+            return dict(parts_of_each_cut(shapes, len(of_rank)))
         gaps = shares[0].gaps or [0] * len(shapes)
         if len(gaps) != len(shapes) or any(list(share.gaps or gaps) != list(gaps) for share in shares):
             raise CorruptError(
@@ -170,7 +169,7 @@ class _Buffer:
             )
         parts = dict(parts_of_even_cut(shapes, gaps, max(share_numel, 1)))
         self._compare_addresses(tp, parts)
-        yield from parts.items()
+        return parts
 
     def _compare_addresses(self, tp: int, placed: Mapping[str, Sequence[FlatPart]]) -> None:
         """Add a remark if `param_slice_mappings` contradict `param_shapes`, which decide."""
@@ -178,14 +177,11 @@ class _Buffer:
         for name, parts in placed.items():
             for part in parts:
                 expected[part.rank][name] = (part.at, part.stop - part.start)
-        for rank, (share, state) in enumerate(zip(self._shares[tp], self._files[tp], strict=True)):
+        for share, state, addresses in zip(self._shares[tp], self._files[tp], expected, strict=True):
             stated = share.addresses
-            if (
-                stated is not None
-                and {name: address for name, address in stated.items() if address[1]} != expected[rank]
-            ):
+            if stated is not None and {name: place for name, place in stated.items() if place[1]} != addresses:
                 self._parameters.tensors.remark(
-                    f"{self._where}/{state.file}: param_slice_mappings of buffer {self._number} contradict "
+                    f"{state.file}: param_slice_mappings of buffer {self._number} contradict "
                     "param_shapes, as with round_robin_gradients. They were ignored: param_shapes state the order"
                 )
                 return

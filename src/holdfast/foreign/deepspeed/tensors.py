@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.foreign.deepspeed.layout import TensorParallelLayout, whole_layout
+from holdfast.foreign.deepspeed.layout import TensorParallelLayout, replicated_layout
 from holdfast.foreign.layouts.pieces import ElementRun, Slice, pieces_of, runs_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.values import remark
@@ -90,21 +90,21 @@ class Tensors:
         """Add a remark that begins with a file; the folder is cut off."""
         remark(self.remarks, text.removeprefix(f"{self.where}/"))
 
-    def add_copied(self, fqn: str, every: Sequence[StoredTensor]) -> None:
-        """Add a tensor that several files hold; the first copy is the one that is read."""
-        self.add(
-            fqn, whole_layout([every[0].shape]), [HeldTensor(every[0].dtype, every[0].shape, runs_of(every[0], fqn))]
-        )
-        whole = self.pieces[fqn][0].region
-        copies = [ListedPiece(whole, copy.file, copy.offset) for copy in every[1:] if copy.shape == every[0].shape]
-        if copies:
-            self.replicas[fqn] = copies
+    def runs(self, fqn: str, tensor: StoredTensor) -> list[ElementRun]:
+        """Return the runs of a tensor in its file, as `runs_of` does; `fqn` is for messages."""
+        return runs_of(tensor, f"{self.where}/{tensor.file}: {fqn}")
+
+    def add_whole(self, fqn: str, tensor: StoredTensor, shape: tuple[int, ...] | None = None) -> None:
+        """Add a tensor that a file holds whole, under its own shape or another one of as many elements."""
+        shape = tensor.shape if shape is None else shape
+        held = HeldTensor(tensor.dtype, shape, self.runs(fqn, tensor))
+        self.add(fqn, replicated_layout([shape]), [held])
 
     def add_copy(self, fqn: str, tensor: StoredTensor) -> None:
         """Add a further copy of a listed tensor, of the same type and shape."""
         spec = self.specs[fqn]
         whole = Box.whole(spec.global_shape)
-        runs = runs_of(tensor, f"{self.where}/{tensor.file}: {fqn}")
+        runs = self.runs(fqn, tensor)
         copies = pieces_of(runs, tensor.shape, Slice(whole, whole.start), spec.global_shape, spec.itemsize)
         self._extend(self.replicas.setdefault(fqn, []), copies)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from holdfast.errors import CorruptError, MissingError, first_three
 from holdfast.foreign.deepspeed.folder import OPTIMIZER_OF_ATOMS, Folder
-from holdfast.foreign.deepspeed.layout import TensorParallelLayout, whole_layout
-from holdfast.foreign.deepspeed.listing import ListedValues, finish_listing, parameters_of
+from holdfast.foreign.deepspeed.layout import TensorParallelLayout
+from holdfast.foreign.deepspeed.listing import finish_listing, parameters_of
 from holdfast.foreign.deepspeed.module import Parameters, list_module
 from holdfast.foreign.deepspeed.optimizer import MASTER, ZeroOptimizer
 from holdfast.foreign.deepspeed.ranks import read_models
@@ -24,8 +24,6 @@ from holdfast.foreign.deepspeed.saved import (
     scaling_of,
     stage_of,
 )
-from holdfast.foreign.deepspeed.tensors import HeldTensor
-from holdfast.foreign.layouts.pieces import runs_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.torch.archive_reader import read_torch_file
 from holdfast.foreign.typed_values import typed
@@ -46,98 +44,63 @@ def list_universal(files: Readable, folder: Folder) -> ForeignListing:
         MissingError: A file is missing.
     """
     models = read_models(files, folder)
-    saved = _Optimizer(files, folder.prefix + OPTIMIZER_OF_ATOMS, folder.sizes, models[0, 0])
-    parameters = parameters_of(files, folder, models, saved.zero, has_atoms=True)
-    extra_state = list_module(parameters, weights=saved.zero.stage != 3)
-    state = _list_atoms(files, folder, parameters, saved)
+    zero, states = _read_optimizer(files, folder, models[0, 0])
+    parameters = parameters_of(files, folder, models, zero, has_atoms=True)
+    list_module(parameters, weights=zero.stage != 3)
+    _require_same_atoms(files, folder, parameters, zero)
+    state = _list_atoms(files, folder, parameters, zero, states)
     _remark_round_robin(parameters)
-    return finish_listing(
-        files, folder, models, parameters, ListedValues(saved.zero, state, extra_state, "universal of ")
-    )
+    return finish_listing(files, folder, parameters, zero, state, "universal of ")
 
 
-class _Optimizer:
-    """The content of `optimizer_state.pt`: hyperparameters, and with ZeRO-3 the counters that have no atoms."""
+def _read_optimizer(files: Readable, folder: Folder, model: ModelState) -> tuple[ZeroState, Mapping[object, object]]:
+    """Return the content of `optimizer_state.pt`: hyperparameters, and with ZeRO-3 state by flat buffer.
 
-    def __init__(self, files: Readable, key: str, sizes: Mapping[str, int], model: ModelState) -> None:
-        where = f"{files.url}/{key}"
-        if key not in sizes:
-            raise MissingError(
-                f"{where}: is missing, and zero/ beside it holds states of parameters; expected the file with their "
-                "hyperparameters. Copy it, or convert again with ds_to_universal"
-            )
-        saved = typed(read_torch_file(files, key), dict[str, object], where)
-        stage = stage_of(saved.get("zero_stage"), where)
-        groups = param_groups_of(saved, where)
-        inner = saved.get("optimizer_state_dict")
-        states = inner.get("state") if isinstance(inner, dict) else None
-        self._states = states if isinstance(states, dict) else {}
-        self.zero = ZeroState(
-            file=key,
-            stage=stage,
-            ranks=ranks_of(saved.get("partition_count"), where),
-            shares=(),
-            param_groups=groups,
-            group_of=group_of(groups, len(model.groups), where),
-            info={},
-            rest=scaling_of(saved),
-            version=model.version,
+    That state holds the counters, which have no atoms.
+    """
+    key = folder.prefix + OPTIMIZER_OF_ATOMS
+    where = f"{files.url}/{key}"
+    if key not in folder.sizes:
+        raise MissingError(
+            f"{where}: is missing, and zero/ beside it holds states of parameters; expected the file with their "
+            "hyperparameters. Copy it, or convert again with ds_to_universal"
         )
+    saved = typed(read_torch_file(files, key), dict[str, object], where)
+    inner = saved.get("optimizer_state_dict")
+    states = inner.get("state") if isinstance(inner, dict) else None
+    groups = param_groups_of(saved, where)
+    zero = ZeroState(
+        file=key,
+        stage=stage_of(saved.get("zero_stage"), where),
+        ranks=ranks_of(saved.get("partition_count"), where),
+        shares=(),
+        param_groups=groups,
+        group_of=group_of(groups, len(model.groups), where),
+        rest=scaling_of(saved),
+        version=model.version,
+        info={},
+    )
+    return zero, states if isinstance(states, dict) else {}
 
-    def traits_of(self, buffer: int) -> frozenset[str]:
-        """Return the names of a buffer's hyperparameters. If they differ, the optimizer may keep other state (Muon)."""
-        groups = self.zero.param_groups
-        return frozenset(groups[self.zero.group_of[buffer]] if groups else ())
 
-    def numbers(self, buffer: int) -> dict[str, StoredTensor | int | float]:
-        """Return the single numbers in the state of a flat buffer, by key."""
-        state = self._states.get(buffer)
-        entries = state.items() if isinstance(state, dict) else ()
-        return {
-            key: value
-            for key, value in entries
-            if isinstance(key, str) and (isinstance(value, int | float) or _is_number(value))
-        }
+def _require_same_atoms(files: Readable, folder: Folder, parameters: Parameters, zero: ZeroState) -> None:
+    """Refuse a folder in which a parameter lacks a state that others of its kind have.
 
-
-def _list_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: _Optimizer) -> ZeroOptimizer:
-    """List the atoms of every trained parameter. Atoms of other tensors are float32 copies and are not listed."""
-    optimizer = ZeroOptimizer()
-    trained = parameters.trained
+    Raises:
+        CorruptError: A folder holds state of a tensor that ZeRO did not train.
+        MissingError: The message names the file.
+    """
     for name, keys in folder.atoms.items():
-        if name not in trained and set(keys) != {_MASTER_ATOM}:
+        if name not in parameters.trained and set(keys) != {_MASTER_ATOM}:
             raise CorruptError(
                 f"{files.url}/{folder.prefix}zero/{name}: holds {first_three(keys)}, and param_shapes of "
                 f"{parameters.states[0].file} does not name it; expected parameters that ZeRO trained"
             )
-    _require_same_atoms(files, folder, parameters, saved)
-    for number, shapes in enumerate(parameters.states[0].groups):
-        by_rank = parameters.flat_shapes(number)
-        for name in shapes:
-            layout = parameters.layout(name, [held[name] for held in by_rank])
-            optimizer.groups[name] = saved.zero.group_of[number]
-            for key in folder.atoms.get(name, ()):
-                file = f"{folder.prefix}zero/{name}/{key}.pt"
-                _list_atom(files, file, parameters, f"optimizer.state.{name}.{_KEYS.get(key, key)}", layout)
-            for key, value in saved.numbers(number).items():
-                if key in folder.atoms.get(name, ()):
-                    continue
-                if isinstance(value, StoredTensor):
-                    parameters.tensors.add_copied(f"optimizer.state.{name}.{key}", [value])
-                else:
-                    optimizer.values.setdefault(name, {})[key] = value
-    return optimizer
-
-
-def _require_same_atoms(files: Readable, folder: Folder, parameters: Parameters, saved: _Optimizer) -> None:
-    """Refuse a folder in which a parameter lacks a state that others of its kind have.
-
-    Raises:
-        MissingError: The message names the file.
-    """
+    # Parameters with other names of hyperparameters may have other state, as with Muon.
     by_traits: dict[frozenset[str], list[str]] = {}
-    for number, shapes in enumerate(parameters.states[0].groups):
-        by_traits.setdefault(saved.traits_of(number), []).extend(shapes)
+    for shapes, group in zip(parameters.states[0].groups, zero.group_of, strict=True):
+        traits = frozenset(zero.param_groups[group] if zero.param_groups else ())
+        by_traits.setdefault(traits, []).extend(shapes)
     for names in by_traits.values():
         expected = {_MASTER_ATOM}.union(*(folder.atoms.get(name, ()) for name in names))
         for name in names:
@@ -147,6 +110,31 @@ def _require_same_atoms(files: Readable, folder: Folder, parameters: Parameters,
                     f"{files.url}/{folder.prefix}zero/{name}/{missing[0]}.pt: is missing; expected "
                     f"{first_three(sorted(expected))} of {name}, like of every parameter. Copy it, or convert again"
                 )
+
+
+def _list_atoms(
+    files: Readable, folder: Folder, parameters: Parameters, zero: ZeroState, states: Mapping[object, object]
+) -> ZeroOptimizer:
+    """List the atoms of every trained parameter. Atoms of other tensors are float32 copies and are not listed."""
+    optimizer = ZeroOptimizer(zero.param_groups)
+    for number, by_rank in enumerate(parameters.flat_shapes):
+        state = states.get(number)
+        counters = state if isinstance(state, dict) else {}
+        for name in by_rank[0]:
+            layout = parameters.layout(name, [shapes[name] for shapes in by_rank])
+            optimizer.groups[name] = zero.group_of[number]
+            atoms = folder.atoms.get(name, ())
+            for key in atoms:
+                file = f"{folder.prefix}zero/{name}/{key}.pt"
+                _list_atom(files, file, parameters, f"optimizer.state.{name}.{_KEYS.get(key, key)}", layout)
+            for key, value in counters.items():
+                if not isinstance(key, str) or key in atoms:
+                    continue
+                if isinstance(value, StoredTensor) and not value.shape:
+                    parameters.tensors.add_whole(f"optimizer.state.{name}.{key}", value)
+                elif isinstance(value, int | float):
+                    optimizer.values.setdefault(name, {})[key] = value
+    return optimizer
 
 
 def _list_atom(
@@ -159,15 +147,15 @@ def _list_atom(
         value = value.get("param")
     if not isinstance(value, StoredTensor):
         raise CorruptError(f"{where}: holds {shown(value)}; expected a tensor, or a dict with param. Read another copy")
-    shape = value.shape
-    if layout is not None and not _is_number(value):
+    shape = None
+    if layout is not None and value.shape:
         shape = layout.global_shape
         if value.shape not in (shape, (math.prod(shape),)):
             raise CorruptError(
                 f"{where}: shape {list(value.shape)}; expected {list(shape)} as in param_shapes. Is it "
                 "a file of another model?"
             )
-    parameters.tensors.add(fqn, whole_layout([shape]), [HeldTensor(value.dtype, shape, runs_of(value, where))])
+    parameters.tensors.add_whole(fqn, value, shape)
 
 
 def _remark_round_robin(parameters: Parameters) -> None:
@@ -177,10 +165,6 @@ def _remark_round_robin(parameters: Parameters) -> None:
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if isinstance(zero, dict) and zero.get("round_robin_gradients") is True and zero.get("stage") in (1, 2):
         parameters.tensors.remark(
-            f"{parameters.tensors.where}/{first.file}: trained with round_robin_gradients, for which ds_to_universal "
+            f"{first.file}: trained with round_robin_gradients, for which ds_to_universal "
             "mixes up parameters. Read the original checkpoint, or verify that master copies cast to weights"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, StoredTensor) and not value.shape
