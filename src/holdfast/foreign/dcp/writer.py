@@ -20,6 +20,9 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _VERSION = "1.0.0"
 """Version of the metadata of torch 2.13. Earlier versions do not read it."""
 
+_LAYOUT = Made(GlobalName("torch.serialization._get_layout"), ("torch.strided",), shared=True)
+_MEMORY_FORMAT = Made(GlobalName(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,), shared=True)
+
 
 class DcpWriter:
     """Lays out a checkpoint for `torch.distributed.checkpoint.load`. The keys are Holdfast's FQNs."""
@@ -81,7 +84,7 @@ def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportF
     layouts = [FileLayout()]
     stored = {}
     filled = 0
-    archives = _Archives()
+    known: dict[object, ExportFile] = {}
     for key, value in items.items():
         count = math.prod(value.shape) * DTYPES[value.dtype].itemsize if _is_tensor(value) else 0
         if filled and count and filled + count > shard_bytes:
@@ -92,33 +95,32 @@ def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportF
         layout.skip_to_multiple(ALIGNMENT_BYTES)
         start = layout.at
         try:
-            archives.put(layout, value)
+            _put_archive(layout, value, known)
         except InvalidError as error:
             raise InvalidError(f"{key}: {error}") from error
         stored[key] = Item(_file_name(len(layouts) - 1), start, layout.at)
     return [layout.file(_file_name(number)) for number, layout in enumerate(layouts)], stored
 
 
-class _Archives:
-    """Archives of one item each. Equal values, and tensors of one type and shape, are laid out once.
+def _put_archive(layout: FileLayout, value: object, known: dict[object, ExportFile]) -> None:
+    """Lay out the archive of an item. Equal values, and tensors of one type and shape, are laid out once.
 
     Every parameter has a dozen hyperparameters, so few of the hundreds of thousands of values differ.
+
+    Args:
+        layout: The file; the archive is appended.
+        value: The value of the item.
+        known: The archives that are laid out already, by kind.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[object, ExportFile] = {}
-
-    def put(self, layout: FileLayout, value: object) -> None:
-        """Lay out the archive of an item."""
-        key = _kind(value)
-        if key is None:
-            put_archive(layout, value)
-            return
-        if key not in self._known:
-            alone = FileLayout()
-            put_archive(alone, value)
-            self._known[key] = alone.file("")
-        layout.put_file(self._known[key], value.fqn if isinstance(value, TensorLeaf) else "")
+    kind = _kind(value)
+    if kind is None:
+        put_archive(layout, value)
+        return
+    if kind not in known:
+        alone = FileLayout()
+        put_archive(alone, value)
+        known[kind] = alone.file("")
+    layout.put_file(known[kind], value.fqn if isinstance(value, TensorLeaf) else "")
 
 
 def _kind(value: object) -> object:
@@ -139,9 +141,8 @@ def _file_name(number: int) -> str:
 
 def _metadata(items: Mapping[str, object], paths: Mapping[str, Path], stored: Mapping[str, Item]) -> ExportFile:
     """Return the `.metadata` file."""
-    kinds = _Kinds()
     content = {
-        "state_dict_metadata": Pairs((key, kinds.described(value)) for key, value in items.items()),
+        "state_dict_metadata": Pairs((key, _described(value)) for key, value in items.items()),
         "planner_data": dict(paths),
         "storage_data": Pairs(_entry(key, value, stored[key]) for key, value in items.items()),
         "storage_meta": None,
@@ -161,27 +162,15 @@ def _entry(key: str, value: object, item: Item) -> tuple[Made, Made]:
     return _object(f"{_METADATA}.MetadataIndex", index), entry
 
 
-class _Kinds:
-    """Describes items; tensors share the objects of their layout."""
-
-    def __init__(self) -> None:
-        self._layout = Made(GlobalName("torch.serialization._get_layout"), ("torch.strided",), shared=True)
-        self._memory = Made(GlobalName(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,), shared=True)
-
-    def described(self, value: object) -> Made:
-        """Return the description of an item. A tensor is stored as one chunk."""
-        return self._tensor(value) if _is_tensor(value) else _object(f"{_METADATA}.BytesStorageMetadata")
-
-    def _tensor(self, tensor: TensorLeaf | SmallTensor) -> Made:
-        state = (GlobalName(f"torch.{tensor.dtype}"), self._layout, False, self._memory, False)
-        properties = Made(GlobalName(f"{_METADATA}.TensorProperties"), state=state, new=True)
-        size = _size(tensor.shape)
-        chunk = _object(
-            f"{_METADATA}.ChunkStorageMetadata", {"offsets": _size((0,) * len(tensor.shape)), "sizes": size}
-        )
-        return _object(
-            f"{_METADATA}.TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]}
-        )
+def _described(value: object) -> Made:
+    """Return the description of an item. A tensor is stored as one chunk."""
+    if not _is_tensor(value):
+        return _object(f"{_METADATA}.BytesStorageMetadata")
+    state = (GlobalName(f"torch.{value.dtype}"), _LAYOUT, False, _MEMORY_FORMAT, False)
+    properties = Made(GlobalName(f"{_METADATA}.TensorProperties"), state=state, new=True)
+    size = _size(value.shape)
+    chunk = _object(f"{_METADATA}.ChunkStorageMetadata", {"offsets": _size((0,) * len(value.shape)), "sizes": size})
+    return _object(f"{_METADATA}.TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
 
 
 def _object(qualname: str, attributes: Mapping[str, object] | None = None) -> Made:
