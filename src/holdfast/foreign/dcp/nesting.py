@@ -80,17 +80,12 @@ def tree_of(nested: Mapping[str, Value], small_tensor: ReadSmallTensor, remarks:
     """
     items: dict[str, Value] = {}
     for key, value in nested.items():
-        if key == "model" and _is_module(value):
-            assert isinstance(value, dict)
+        # A dict of names, some of them of tensors, is a module's state dict.
+        if key == "model" and isinstance(value, dict) and any(type(child) is TensorRef for child in value.values()):
             items[key] = Group("module", {name: extra for name, extra in value.items() if type(extra) is not TensorRef})
         elif not isinstance(value, TensorRef | Skipped):
             items[key] = _node(value, key, small_tensor, remarks)
     return Group("dict", items)
-
-
-def _is_module(value: Value) -> bool:
-    """Return whether a dict is a module's state dict: names, some of them of tensors."""
-    return isinstance(value, dict) and any(type(child) is TensorRef for child in value.values())
 
 
 def _node(value: Value, path: str, small_tensor: ReadSmallTensor, remarks: list[str]) -> Value:
@@ -99,7 +94,7 @@ def _node(value: Value, path: str, small_tensor: ReadSmallTensor, remarks: list[
     optimizer = nested_optimizer(value) or flattened_optimizer(value)
     if optimizer is not None:
         return _optimizer(optimizer, path, small_tensor, remarks)
-    if not holds_tensor(value) or not all(type(key) is str for key in value):
+    if not _holds(TensorRef, value) or not all(type(key) is str for key in value):
         return value
     if "param_groups" in value and "state" in value:
         remarks.append(f"{path}: numbers its parameters instead of naming them; an optimizer loads it by position")
@@ -113,8 +108,9 @@ def _optimizer(optimizer: NamedOptimizer, path: str, small_tensor: ReadSmallTens
     for fqn, shared in optimizer.hyperparameters.items():
         if id(shared) not in known:
             # DCP stores them in arbitrary order; sort them so that the same checkpoint always yields the same tree.
-            plain = {name: _plain(value, small_tensor) for name, value in sorted(shared.items())}
-            known[id(shared)] = {name: value for name, value in plain.items() if not isinstance(value, Skipped)}
+            readable = {name: value for name, value in sorted(shared.items()) if not _holds(Skipped, value)}
+            plain = {name: _plain(value, small_tensor) for name, value in readable.items()}
+            known[id(shared)] = {name: value for name, value in plain.items() if not _holds(Skipped, value)}
         hyperparameters[fqn] = known[id(shared)]
     unknown = sorted(optimizer.names - hyperparameters.keys())
     if unknown:
@@ -127,20 +123,15 @@ def _optimizer(optimizer: NamedOptimizer, path: str, small_tensor: ReadSmallTens
 
 
 def _plain(value: Value, small_tensor: ReadSmallTensor) -> Value:
-    """Return a hyperparameter with its tensors as values; `Skipped` if a part of it cannot be read."""
+    """Return a hyperparameter with its tensors as values; `Skipped` in place of a tensor that is not small."""
     if isinstance(value, TensorRef):
         return small_tensor(value.fqn) or Skipped(value.fqn)
-    if _holds(Skipped, value):
-        return Skipped("")
-    if not holds_tensor(value):
+    if not _holds(TensorRef, value):
         return value
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    plain = {key: _plain(entry, small_tensor) for key, entry in entries}
-    if any(isinstance(entry, Skipped) for entry in plain.values()):
-        return Skipped("")
     if isinstance(value, dict):
-        return plain
-    return tuple(plain.values()) if isinstance(value, tuple) else list(plain.values())
+        return {key: _plain(entry, small_tensor) for key, entry in value.items()}
+    assert isinstance(value, list | tuple)
+    return type(value)(_plain(entry, small_tensor) for entry in value)
 
 
 def _holds(kind: type, value: Value) -> bool:
@@ -150,11 +141,6 @@ def _holds(kind: type, value: Value) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds(kind, child) for child in value)
     return isinstance(value, kind)
-
-
-def holds_tensor(value: Value) -> bool:
-    """Return whether a value contains a tensor."""
-    return _holds(TensorRef, value)
 
 
 def _joined(path: Path) -> str:

@@ -38,15 +38,14 @@ def nested_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
             return None
         shared = {name: entry for name, entry in group.items() if name != "params"}
         hyperparameters.update(dict.fromkeys(names, shared))
-    if not all(type(fqn) is str and isinstance(entries, dict) for fqn, entries in state.items()):
-        return None
-    values = {
-        fqn: {name: entry for name, entry in entries.items() if not isinstance(entry, TensorRef)}
-        for fqn, entries in state.items()
-    }
-    return NamedOptimizer(
-        hyperparameters, {fqn: entries for fqn, entries in values.items() if entries}, frozenset(state)
-    )
+    values: dict[str, Mapping[str, Value]] = {}
+    for fqn, entries in state.items():
+        if type(fqn) is not str or not isinstance(entries, dict):
+            return None
+        plain = {name: entry for name, entry in entries.items() if not isinstance(entry, TensorRef)}
+        if plain:
+            values[fqn] = plain
+    return NamedOptimizer(hyperparameters, values, frozenset(state))
 
 
 def flattened_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
@@ -79,12 +78,10 @@ def flattened_optimizer(value: Mapping[object, Value]) -> NamedOptimizer | None:
 
 def _split(key: str, fqns: Mapping[str, object]) -> tuple[str, list[str]]:
     """Return the longest known FQN at the start of a key, and the names after it."""
-    fqn, path = key, list[str]()
-    while "." in fqn:
-        fqn, _, name = fqn.rpartition(".")
-        path.insert(0, name)
-        if fqn in fqns:
-            return fqn, path
+    at = len(key)
+    while (at := key.rfind(".", 0, at)) >= 0:
+        if key[:at] in fqns:
+            return key[:at], key[at + 1 :].split(".")
     fqn, _, name = key.rpartition(".")
     return fqn, [name]
 
