@@ -32,7 +32,7 @@ _METADATA_BYTES_MAX = 1024 * MIB
 
 _CLASS_MODULES = (b"torch.distributed.checkpoint.metadata", b"torch.distributed._shard.checkpoint.metadata")
 _SMALL_BYTES_MAX = 8 * KIB
-_STEP_CLASS_MODULES = ("step", "iteration", "global_step")
+_STEP_NAMES = ("step", "iteration", "global_step")
 _RANK = re.compile(r"__(\d{1,7})_\d+\.distcp")
 
 
@@ -91,7 +91,7 @@ class _OpenCheckpoint:
         self.pieces.update({key: [] for key in saved.tensors})
         objects: dict[str, Value] = {}
         for entry in read_items(self._files, saved, where, self.sizes):
-            if entry.chunk is None:
+            if entry.box is None:
                 objects[entry.key] = to_value(entry.value, entry.key, self._on_tensor, self.remarks)
             else:
                 place = f"{self._files.url}/{entry.item.file}: {entry.key}"
@@ -147,11 +147,8 @@ def _exists(files: Readable, key: str) -> bool:
 
 def _step_of(nested: Mapping[str, Value]) -> int | None:
     """Return the training step, if the state holds it under one of its usual names."""
-    for name in _STEP_CLASS_MODULES:
-        value = nested.get(name)
-        if type(value) is int and value >= 0:
-            return value
-    return None
+    steps = (nested.get(name) for name in _STEP_NAMES)
+    return next((step for step in steps if type(step) is int and step >= 0), None)
 
 
 def _world_size(files: Iterable[str]) -> int:
