@@ -111,9 +111,9 @@ def document(data: bytes) -> None:
     try:
         saved = saved_of(_metadata(draw), "here")
         for chunks in saved.chunks.values():
-            for chunk in chunks:
-                assert chunk.box.numel
-                assert chunk.item.start <= chunk.item.stop
+            for box, item in chunks:
+                assert box.numel
+                assert item.start <= item.stop
         leaves = [(path, TensorRef(key) if key in saved.tensors else 1) for key, path in saved.paths.items()]
         tree_of(nested_of(leaves, "here"), lambda fqn: None, [])
     except CheckpointError as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.foreign.dcp.archive_template import UNKNOWN, ArchiveTemplate
-from holdfast.foreign.dcp.metadata import Chunk, Item, Saved
+from holdfast.foreign.dcp.metadata import Item, Saved
 from holdfast.foreign.dcp.prefetch import TailPrefetch, batches
 from holdfast.foreign.huggingface.safetensors_reader import SafetensorsEntry, read_header
 from holdfast.foreign.pickles.reader import unpickled
@@ -39,7 +39,7 @@ class DcpItem:
     item: Item
     """Its bytes."""
 
-    chunk: Chunk | None
+    box: Box | None
     """The part of the tensor that it holds; None for an object."""
 
     value: object
@@ -59,24 +59,25 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
         InvalidError: An object is of a type that is not supported.
         MissingError: A file does not exist.
     """
-    by_file: dict[str, list[tuple[Item, str, Chunk | None]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[Item, str, Box | None]]] = defaultdict(list)
     for key, chunks in saved.chunks.items():
-        for chunk in chunks:
-            by_file[chunk.item.file].append((chunk.item, key, chunk))
+        for box, item in chunks:
+            by_file[item.file].append((item, key, box))
     for key, item in saved.objects.items():
         by_file[item.file].append((item, key, None))
-    reader = _Reader(TailPrefetch(files))
+    prefetch = TailPrefetch(files)
+    reader = _Reader(prefetch)
     for file, entries in by_file.items():
         entries.sort(key=lambda entry: (entry[0].start, entry[0].stop))
         url = f"{files.url}/{file}"
-        sizes[file] = reader.prefetch.size(file)
+        sizes[file] = prefetch.size(file)
         bounds = _bounds([item for item, _, _ in entries], sizes[file], url, where)
         reached = 0
         for run, ranges in batches(bounds):
             # One read brings both ends of many items; `read_torch_file` and `zip_entries` are then served from memory.
-            reader.prefetch.hold(file, ranges)
+            prefetch.hold(file, ranges)
             for item, key, part in entries[run]:
-                if reader.prefetch.held(item.start, item.start + 4) == _ARCHIVE:
+                if prefetch.held(item.start, item.start + 4) == _ARCHIVE:
                     if item.start < reached:
                         raise CorruptError(
                             f"{url}: {where} has two items that begin at byte {item.start}; expected one"
@@ -84,7 +85,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
                     reached = item.stop
                     value = reader.archived(item)
                 elif part is not None:
-                    value = reader.in_blob(item, key, part.box, sizes[file])
+                    value = reader.in_blob(item, key, part, sizes[file])
                 else:
                     value = reader.pickled(item, f"{url}: {key}")
                 yield DcpItem(key, item, part, value)
@@ -114,16 +115,16 @@ class _Reader:
     """Reads items of one file from its held ranges."""
 
     def __init__(self, prefetch: TailPrefetch) -> None:
-        self.prefetch = prefetch
+        self._prefetch = prefetch
         self._template = ArchiveTemplate()
         self._blobs: dict[tuple[str, int], dict[str, SafetensorsEntry]] = {}
 
     def archived(self, item: Item) -> object:
         """Return the value of an archive."""
-        value = self._template.value(self.prefetch, item)
+        value = self._template.value(self._prefetch, item)
         if value is UNKNOWN:
-            value = read_torch_file(self.prefetch, item.file, start=item.start, stop=item.stop, also=ALSO)
-            self._template.learn(self.prefetch, item, value)
+            value = read_torch_file(self._prefetch, item.file, start=item.start, stop=item.stop, also=ALSO)
+            self._template.learn(self._prefetch, item, value)
         return value
 
     def pickled(self, item: Item, where: str) -> object:
@@ -132,10 +133,10 @@ class _Reader:
         Raises:
             CorruptError: The item is not a pickle.
         """
-        head = self.prefetch.held(item.start, item.start + 1)
+        head = self._prefetch.held(item.start, item.start + 1)
         if head != _PICKLE:
             raise CorruptError(f"{where}: begins with {head!r} at byte {item.start}; expected a pickle or an archive")
-        data = read_bytes(self.prefetch, item.file, item.start, item.stop, _PICKLE_BYTES_MAX)
+        data = read_bytes(self._prefetch, item.file, item.start, item.stop, _PICKLE_BYTES_MAX)
         return unpickled(data, f"{where}, at byte {item.start}", also=ALSO)
 
     def in_blob(self, item: Item, key: str, box: Box, size: int) -> StoredTensor:
@@ -146,13 +147,13 @@ class _Reader:
         """
         blob = self._blobs.get((item.file, item.start))
         if blob is None:
-            header = read_header(self.prefetch, item.file, item.start, size)
+            header = read_header(self._prefetch, item.file, item.start, size)
             blob = self._blobs[item.file, item.start] = {tensor.name: tensor for tensor in header.entries}
         entry = blob.get(key)
         if entry is None or (entry.is_shard and entry.box != box):
             raise CorruptError(
-                f"{self.prefetch.url}/{item.file}: the tensors from byte {item.start} on have no {key} at {box.start}. "
-                "DCP loses all but the last part of a tensor that one rank writes as safetensors"
+                f"{self._prefetch.url}/{item.file}: the tensors from byte {item.start} on have no {key} at "
+                f"{box.start}. DCP loses all but the last part of a tensor that one rank writes as safetensors"
             )
         shape = entry.box.shape
         return StoredTensor(entry.dtype, shape, row_major_strides(shape), item.file, entry.start, key, storage_offset=0)
@@ -169,8 +170,8 @@ def piece_of(entry: DcpItem, spec: TensorSpec, where: str) -> ListedPiece:
         CorruptError: The item holds another tensor than `.metadata` states.
         InvalidError: The elements are not in row-major order.
     """
-    assert entry.chunk is not None
-    box, value, start = entry.chunk.box, entry.value, entry.item.start
+    assert entry.box is not None
+    box, value, start = entry.box, entry.value, entry.item.start
     if not isinstance(value, StoredTensor):
         raise CorruptError(f"{where}: byte {start} holds {type(value).__name__}; expected a tensor. Read another copy")
     if value.dtype != spec.dtype or value.shape != box.shape:

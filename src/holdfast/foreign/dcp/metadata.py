@@ -44,17 +44,6 @@ class Item:
     """Byte past the last, as `.metadata` states it."""
 
 
-@value_class
-class Chunk:
-    """A box of a tensor and the item that holds its elements."""
-
-    box: Box
-    """The part of the tensor; not empty."""
-
-    item: Item
-    """The bytes that hold it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Saved:
     """The content of a `.metadata` file."""
@@ -62,8 +51,8 @@ class Saved:
     tensors: Mapping[str, TensorSpec]
     """By key."""
 
-    chunks: Mapping[str, Sequence[Chunk]]
-    """By key of a tensor; none for an empty tensor."""
+    chunks: Mapping[str, Sequence[tuple[Box, Item]]]
+    """By key of a tensor, its boxes and the bytes that hold their elements; no box is empty."""
 
     objects: Mapping[str, Item]
     """Values that are not tensors, by key."""
@@ -125,7 +114,7 @@ def saved_of(value: object, where: str) -> Saved:
     stated = metadata.state_dict_metadata
     items = _items(metadata.storage_data, where)
     tensors: dict[str, TensorSpec] = {}
-    chunks: dict[str, list[Chunk]] = {}
+    chunks: dict[str, list[tuple[Box, Item]]] = {}
     objects: dict[str, Item] = {}
     for key, entry in stated.items():
         if not isinstance(key, str) or not key:
@@ -135,7 +124,7 @@ def saved_of(value: object, where: str) -> Saved:
             objects[key] = _item(items, key, None, where)
         elif kind == "TensorStorageMetadata":
             tensors[key], boxes = _tensor(key, entry, f"{where}: {key}")
-            chunks[key] = [Chunk(box, _item(items, key, box.start, where)) for box in boxes]
+            chunks[key] = [(box, _item(items, key, box.start, where)) for box in boxes]
         else:
             raise CorruptError(f"{where}: {key} is of type {kind}; expected a tensor or an object. Read another copy")
     return Saved(tensors, chunks, objects, _paths(metadata.planner_data, stated, where))

@@ -12,7 +12,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 
 import holdfast
 from holdfast.errors import CorruptError
-from holdfast.foreign.dcp.metadata import Chunk, Item, Saved, saved_of
+from holdfast.foreign.dcp.metadata import Item, Saved, saved_of
 from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.foreign.pickles.reader import unpickled
 from holdfast.geometry.box import Box
@@ -24,14 +24,14 @@ def test_tensors_chunks_objects_and_paths(tmp_path: Path) -> None:
     path = saved(tmp_path / "ck", {"model": {"w": torch.ones(2, 3, dtype=torch.bfloat16)}, "note": "x"})
     found = saved_of(unpickled((path / ".metadata").read_bytes(), "here"), "here")
     (note,) = found.objects.values()
-    (chunk,) = found.chunks["model.w"]
+    ((_, item),) = found.chunks["model.w"]
     assert found == Saved(
         tensors={"model.w": TensorSpec("model.w", "bfloat16", (2, 3))},
-        chunks={"model.w": [Chunk(Box((0, 0), (2, 3)), Item("__0_0.distcp", note.stop, chunk.item.stop))]},
+        chunks={"model.w": [(Box((0, 0), (2, 3)), Item("__0_0.distcp", note.stop, item.stop))]},
         objects={"note": Item("__0_0.distcp", 0, note.stop)},
         paths={"model.w": ("model", "w"), "note": ("note",)},
     )
-    assert chunk.item.stop == (path / "__0_0.distcp").stat().st_size
+    assert item.stop == (path / "__0_0.distcp").stat().st_size
 
 
 def test_as_torch_before_2_3_wrote_it(tmp_path: Path) -> None:
