@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -134,55 +135,39 @@ class Settings:
     _tuning: ClassVar[Tuning] = Tuning()
 
     def __post_init__(self) -> None:
-        _require("chunk_bytes", self.chunk_bytes, PAGE_BYTES, 4 * MIB)
-        _require("window_bytes", self.window_bytes, PAGE_BYTES, 64 * MIB)
-        _require("read_window_bytes", self.read_window_bytes, PAGE_BYTES, 64 * MIB)
-        _require("windows_in_flight", self.windows_in_flight, 1, 64)
-        if self.arena_bytes_max is not None:
-            _require("arena_bytes_max", self.arena_bytes_max, 0, 1 << 50)
-        if self.share_reads not in ("auto", "always", "never"):
-            raise InvalidError(f"settings: share_reads={self.share_reads!r}; expected 'auto', 'always' or 'never'")
-        if not LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX:
-            raise InvalidError(
-                f"settings: lease_seconds={self.lease_seconds}; expected seconds from {LEASE_SECONDS_MIN} to "
-                f"{LEASE_SECONDS_MAX}"
-            )
-        if not 0 <= self.collect_grace_seconds < float("inf"):
-            raise InvalidError(
-                f"settings: collect_grace_seconds={self.collect_grace_seconds}; expected a finite number, 0 or more"
-            )
+        for name, lowest, highest in (
+            ("chunk_bytes", PAGE_BYTES, 4 * MIB),
+            ("window_bytes", PAGE_BYTES, 64 * MIB),
+            ("read_window_bytes", PAGE_BYTES, 64 * MIB),
+            ("windows_in_flight", 1, 64),
+        ):
+            self._require(name, lowest <= getattr(self, name) <= highest, f"a whole number from {lowest} to {highest}")
         for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
-            if getattr(self, name) % PAGE_BYTES:
-                raise InvalidError(f"settings: {name}={getattr(self, name)}; expected a multiple of {PAGE_BYTES}")
-        if not _are_paths(self.allowed_roots):
-            raise InvalidError(
-                f"settings: allowed_roots={str(self.allowed_roots)[:80]!r}; expected a tuple of paths of folders"
-            )
-        if not _are_texts(self.nonfinite_expected):
-            raise InvalidError(
-                f"settings: nonfinite_expected={str(self.nonfinite_expected)[:80]!r}; expected a tuple of patterns"
-            )
-        if self.staging not in ("copy", "lazy"):
-            raise InvalidError(f"settings: staging={self.staging!r}; expected 'copy' or 'lazy'")
-        if not 0 < self.commit_timeout_seconds < float("inf"):
-            raise InvalidError(
-                f"settings: commit_timeout_seconds={self.commit_timeout_seconds}; expected a positive, finite number"
-            )
+            self._require(name, getattr(self, name) % PAGE_BYTES == 0, f"a multiple of {PAGE_BYTES}")
+        arena = self.arena_bytes_max
+        self._require(
+            "arena_bytes_max", arena is None or 0 <= arena <= 1 << 50, f"a whole number from 0 to {1 << 50}, or None"
+        )
+        self._require("staging", self.staging in ("copy", "lazy"), "'copy' or 'lazy'")
+        self._require("share_reads", self.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'")
+        self._require("commit_timeout_seconds", 0 < self.commit_timeout_seconds < math.inf, "a positive, finite number")
+        lease_range = f"seconds from {LEASE_SECONDS_MIN} to {LEASE_SECONDS_MAX}"
+        self._require("lease_seconds", LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX, lease_range)
+        self._require("collect_grace_seconds", 0 <= self.collect_grace_seconds < math.inf, "a finite number, 0 or more")
+        self._require("allowed_roots", _are_texts(self.allowed_roots, _is_path), "a tuple of paths of folders")
+        self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")
+
+    def _require(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            raise InvalidError(f"settings: {name}={repr(getattr(self, name))[:80]}; expected {expected}")
 
 
-def _require(name: str, value: int, lowest: int, highest: int) -> None:
-    if not lowest <= value <= highest:
-        raise InvalidError(f"settings: {name}={value}; expected a whole number from {lowest} to {highest}")
+def _is_path(text: str) -> bool:
+    return text.removeprefix("file://") != "" and "\0" not in text
 
 
-def _are_texts(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
-
-
-def _are_paths(value: object) -> bool:
-    return isinstance(value, tuple) and all(
-        isinstance(path, str) and path.removeprefix("file://") and "\0" not in path for path in value
-    )
+def _are_texts(value: object, is_valid: Callable[[str], bool] = lambda text: True) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) and is_valid(text) for text in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
