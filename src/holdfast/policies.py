@@ -30,14 +30,20 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class EveryNSteps:
-    """Save each step that `n` divides."""
+class _Counted:
+    """A policy with a number of steps."""
 
     n: int
-    """Number of steps from one save to the next."""
+    """How many steps: from one save or kept step to the next, or to keep."""
 
     def __post_init__(self) -> None:
-        _require_count("EveryNSteps", "n", self.n)
+        if type(self.n) is not int or self.n < 1:
+            raise InvalidError(f"{type(self).__name__}(n={self.n!r}): expected a positive whole number")
+
+
+@dataclass(frozen=True, slots=True)
+class EveryNSteps(_Counted):
+    """Save each step that `n` divides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +81,18 @@ class OnRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LatestN:
+class LatestN(_Counted):
     """Keep the newest `n` steps."""
 
-    n: int
-    """How many."""
-
-    def __post_init__(self) -> None:
-        _require_count("LatestN", "n", self.n)
-
 
 @dataclass(frozen=True, slots=True)
-class EveryNth:
+class EveryNth(_Counted):
     """Keep each step that `n` divides."""
 
-    n: int
-    """Number of steps from one kept step to the next."""
-
-    def __post_init__(self) -> None:
-        _require_count("EveryNth", "n", self.n)
-
 
 @dataclass(frozen=True, slots=True)
-class BestN:
+class BestN(_Counted):
     """Keep the `n` steps with the best value of a metric. Steps without a finite value are not ranked."""
-
-    n: int
-    """How many."""
 
     metric: str
     """Name of the metric, as given to `save` or `maybe_save`."""
@@ -110,8 +101,11 @@ class BestN:
     """Whether the lowest or the highest value is best. Of equal values the newer step is better."""
 
     def __post_init__(self) -> None:
-        _require_count("BestN", "n", self.n)
-        _require_name(self.metric)
+        # Not super(): `slots=True` replaces the class, and Python 3.11 then looks for its bases in the wrong one.
+        _Counted.__post_init__(self)
+        metric: object = self.metric
+        if not isinstance(metric, str) or not metric:
+            raise InvalidError(f"BestN(metric={metric!r}): expected the name of a metric, such as 'loss'")
         if self.mode not in ("min", "max"):
             raise InvalidError(f"BestN(mode={self.mode!r}): expected 'min' or 'max'")
 
@@ -134,28 +128,41 @@ class Tagged:
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class AnyOf:
-    """Save or keep if at least one of several policies does. All of them say when to save, or all what to keep."""
+class _Combination:
+    """Several policies. All of them say when to save, or all what to keep."""
 
     policies: tuple[SavePolicy | KeepPolicy, ...]
     """The policies."""
 
     def __init__(self, *policies: SavePolicy | KeepPolicy) -> None:
-        object.__setattr__(self, "policies", _several("AnyOf", policies))
+        name = type(self).__name__
+        if not policies:
+            raise InvalidError(f"{name}(): expected at least one policy")
+        rules = [rule for policy in policies for rule in rules_of(policy)]
+        for rule in rules:
+            if not isinstance(rule, SAVE_RULES + KEEP_RULES):
+                raise InvalidError(f"{name}: {str(rule)[:80]!r} is {type(rule).__name__}; expected policies")
+        saves = [rule for rule in rules if isinstance(rule, SAVE_RULES)]
+        keeps = [rule for rule in rules if isinstance(rule, KEEP_RULES)]
+        if saves and keeps:
+            raise InvalidError(
+                f"{name}: {saves[0]} says when to save and {keeps[0]} what to keep; expected policies of one kind. "
+                "Give the first as save= and the second as keep="
+            )
+        object.__setattr__(self, "policies", policies)
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class AllOf:
-    """Save or keep if every one of several policies does. All of them say when to save, or all what to keep."""
+class AnyOf(_Combination):
+    """Save or keep if at least one of several policies does."""
 
-    policies: tuple[SavePolicy | KeepPolicy, ...]
-    """The policies."""
+
+@dataclass(frozen=True, slots=True, init=False)
+class AllOf(_Combination):
+    """Save or keep if every one of several policies does."""
 
     def __init__(self, *policies: SavePolicy | KeepPolicy) -> None:
-        object.__setattr__(self, "policies", _several("AllOf", policies))
-        self._require_possible()
-
-    def _require_possible(self) -> None:
+        _Combination.__init__(self, *policies)
         listed = [policy.steps for policy in self.policies if isinstance(policy, AtSteps)]
         periods = [policy.n for policy in self.policies if isinstance(policy, EveryNSteps)]
         if listed and not any(all(step % n == 0 for n in periods) for step in frozenset.intersection(*listed)):
@@ -194,30 +201,3 @@ def rules_of(policy: object) -> Iterator[object]:
             yield from rules_of(inner)
     else:
         yield policy
-
-
-def _several(name: str, policies: tuple[SavePolicy | KeepPolicy, ...]) -> tuple[SavePolicy | KeepPolicy, ...]:
-    if not policies:
-        raise InvalidError(f"{name}(): expected at least one policy")
-    rules = [rule for policy in policies for rule in rules_of(policy)]
-    for rule in rules:
-        if not isinstance(rule, SAVE_RULES + KEEP_RULES):
-            raise InvalidError(f"{name}: {str(rule)[:80]!r} is {type(rule).__name__}; expected policies")
-    saves = [rule for rule in rules if isinstance(rule, SAVE_RULES)]
-    keeps = [rule for rule in rules if isinstance(rule, KEEP_RULES)]
-    if saves and keeps:
-        raise InvalidError(
-            f"{name}: {saves[0]} says when to save and {keeps[0]} what to keep; expected policies of one kind. "
-            "Give the first as save= and the second as keep="
-        )
-    return tuple(policies)
-
-
-def _require_count(policy: str, name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise InvalidError(f"{policy}({name}={value!r}): expected a positive whole number")
-
-
-def _require_name(metric: object) -> None:
-    if not isinstance(metric, str) or not metric:
-        raise InvalidError(f"BestN(metric={metric!r}): expected the name of a metric, such as 'loss'")
