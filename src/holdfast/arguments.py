@@ -7,20 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import cast
 
+from holdfast import policies
 from holdfast.errors import InvalidError
-from holdfast.policies import (
-    KEEP_RULES,
-    SAVE_RULES,
-    AnyOf,
-    EveryNSteps,
-    KeepPolicy,
-    LatestN,
-    OnRequest,
-    Policies,
-    SavePolicy,
-    Tagged,
-    rules_of,
-)
 from holdfast.ports.framework import Selection
 from holdfast.settings import Preemption
 
@@ -67,7 +55,18 @@ def patterns_of(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
     return patterns
 
 
-def policies_of(save: object, every: object, keep: object, keep_last: object) -> Policies:
+def require_count(name: str, value: object) -> int:
+    """Return an argument that counts something.
+
+    Raises:
+        InvalidError: The argument is not a positive whole number.
+    """
+    if type(value) is not int or value < 1:
+        raise InvalidError(f"{name}={value!r}; expected a positive whole number, or leave it out")
+    return value
+
+
+def policies_of(save: object, every: object, keep: object, keep_last: object) -> policies.Policies:
     """Return the save and keep policies, from policies or their short forms.
 
     Raises:
@@ -78,14 +77,12 @@ def policies_of(save: object, every: object, keep: object, keep_last: object) ->
     if keep is not None and keep_last is not None:
         raise InvalidError(f"keep={keep!r} and keep_last={keep_last!r}: expected one of them; both say what to keep")
     if every is not None:
-        _require_count("every", every)
-        save = AnyOf(EveryNSteps(cast(int, every)), OnRequest())
+        save = policies.AnyOf(policies.EveryNSteps(require_count("every", every)), policies.OnRequest())
     if keep_last is not None:
-        _require_count("keep_last", keep_last)
-        keep = AnyOf(LatestN(cast(int, keep_last)), Tagged())
-    _require_rules("save", save, SAVE_RULES, "when to save, such as EveryNSteps(100)", "keep")
-    _require_rules("keep", keep, KEEP_RULES, "what to keep, such as LatestN(3)", "save")
-    return Policies(cast(SavePolicy | None, save), cast(KeepPolicy | None, keep))
+        keep = policies.AnyOf(policies.LatestN(require_count("keep_last", keep_last)), policies.Tagged())
+    _require_rules("save", save, policies.SAVE_RULES, "when to save, such as EveryNSteps(100)", "keep")
+    _require_rules("keep", keep, policies.KEEP_RULES, "what to keep, such as LatestN(3)", "save")
+    return policies.Policies(cast(policies.SavePolicy | None, save), cast(policies.KeepPolicy | None, keep))
 
 
 def preemption_of(preemption: object) -> Preemption | None:
@@ -108,15 +105,10 @@ def preemption_of(preemption: object) -> Preemption | None:
     return preemption
 
 
-def _require_count(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise InvalidError(f"{name}={value!r}; expected a positive whole number, or leave it out")
-
-
 def _require_rules(name: str, policy: object, kinds: tuple[type, ...], expected: str, other: str) -> None:
-    for rule in rules_of(policy):
+    for rule in policies.rules_of(policy):
         if policy is None or isinstance(rule, kinds):
             continue
-        is_other = isinstance(rule, SAVE_RULES + KEEP_RULES)
+        is_other = isinstance(rule, policies.SAVE_RULES + policies.KEEP_RULES)
         hint = f". Give it as {other}=" if is_other else " (holdfast.policies)"
         raise InvalidError(f"{name}={str(rule)[:80]}: expected a policy that says {expected}{hint}")
