@@ -29,13 +29,12 @@ from holdfast.plan.forecast import Forecast
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
-from holdfast.repository.tags import Tag
+from holdfast.repository.tags import Tag, remove_tag, require_tag_name
 from holdfast.repository.verify import Damage
 from holdfast.runs.garbage_collection import CollectReport, collected
 from holdfast.runs.garbage_collection import planned as collection_planned
 from holdfast.runs.listing import RunRecord, StepRecord, run_record
 from holdfast.runs.tags import tag_step
-from holdfast.runs.tags import untag as remove_tag
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
@@ -337,7 +336,6 @@ def tag(root: wiring.Path, step: int, name: str, *, settings: Settings = wiring.
     """
     store = wiring.store_at(root, settings)
     require_no_checkpoint(store)
-    require_step(step)
     tag_step(store, SystemClock(), step, name)
 
 
@@ -350,7 +348,7 @@ def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_S
     """
     store = wiring.store_at(root, settings)
     require_no_checkpoint(store)
-    remove_tag(store, name)
+    remove_tag(store, require_tag_name(name))
 
 
 def trace(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:

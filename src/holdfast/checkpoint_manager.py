@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -17,23 +18,18 @@ from holdfast.arguments import Globs, policies_of, preemption_of, require_state,
 from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
-from holdfast.engine.write import PackWriter
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import require_step
-from holdfast.leases.writer import WriterLease
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import committed_steps, read_run_id
-from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
-from holdfast.runs.position import RunPosition
+from holdfast.repository.tags import remove_tag, require_tag_name
+from holdfast.runs.garbage_collection import CheckpointGC, Pins
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
-from holdfast.runs.step_metrics import WantedMetrics
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
-from holdfast.runs.suspect_steps import SuspectSteps
 from holdfast.runs.tags import tag_step
-from holdfast.runs.tags import untag as remove_tag
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.save import begin_save
 from holdfast.settings import Preemption, Settings
@@ -123,26 +119,9 @@ class CheckpointManager:
         self._dispatcher = EventDispatcher(observers, job.clock)
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
         self._preemption = preemption_handler
-        self._pins = Pins()
-        self._position = RunPosition(
-            job, CheckpointLocation(store, "", None, references=references, root=store), self._pins
-        )
-        self._writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
-        self._collecting: Background | None = None
-        if policies.keep is not None and job.comm.rank == 0:
-            collector = CheckpointGC(store, job.clock, policies.keep, self._writer_lease, self._pins)
-            self._collecting = Background(collector, job.settings.collect_grace_seconds)
-        self._parts = RunParts(
-            job=job,
-            store=store,
-            writer=PackWriter(store, job.settings),
-            writer_lease=self._writer_lease,
-            last_committed=self._position.last_committed,
-            pins=self._pins,
-            metrics=WantedMetrics(store, policies.keep),
-            suspect_steps=SuspectSteps(store),
-            collecting=self._collecting,
-        )
+        home = CheckpointLocation(store, "", None, references=references, root=store)
+        self._parts = RunParts(job, home, policies.keep)
+        self._position = self._parts.position
         self._pending: list[SaveHandle] = []
         self._closed = False
         self.load_report: LoadReport | None = None
@@ -181,7 +160,7 @@ class CheckpointManager:
                 step,
                 self._position.location_of(step),
                 lambda: self._estimated_write_bytes(passed),
-                lambda: self._begin_save(step, passed.as_last()),
+                lambda: self._begin_save(step, replace(passed, is_last=True)),
                 is_committed=self._position.is_loaded(step),
             )
         self._position.require_not_gone_back()
@@ -280,7 +259,6 @@ class CheckpointManager:
             MissingError: There is no such step.
             ConflictError: Another step has the tag; the tag was not changed.
         """
-        require_step(step)
         tag_step(self._store, self._job.clock, step, name)
 
     def untag(self, name: str) -> None:
@@ -289,7 +267,7 @@ class CheckpointManager:
         Raises:
             MissingError: There is no such tag.
         """
-        remove_tag(self._store, name)
+        remove_tag(self._store, require_tag_name(name))
 
     def kept(self) -> dict[int, tuple[str, ...]]:
         """Return the steps that garbage collection would keep now, each with its reasons. Removes nothing.
@@ -300,7 +278,7 @@ class CheckpointManager:
         """
         if read_run_id(self._store) is None:
             return {}
-        reasons = CheckpointGC(self._store, self._job.clock, self._keep, None, self._pins).survey().reasons
+        reasons = CheckpointGC(self._store, self._job.clock, self._keep, None, self._parts.pins).survey().reasons
         return {step: reasons[step] for step in sorted(reasons)}
 
     def wait(self) -> None:
@@ -345,16 +323,16 @@ class CheckpointManager:
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
         self._position.require_not_gone_back()
-        self._position.forget_loaded()
+        self._position.loaded = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
-        request = StepRequest(self._parts, self._position.location_of(step), passed, self._position.lineage)
+        request = StepRequest(self._parts, self._position.location_of(step), passed)
         try:
             handle = begin_save(self._job, request, self._dispatcher)
         except BaseException:
-            self._pins.unpin(step, is_committed=False)
+            self._parts.pins.unpin(step, is_committed=False)
             raise
-        handle.committed.add_done_callback(partial(_unpin_failed, self._pins, step, handle))
+        handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, step, handle))
         self._position.lineage = request.lineage
         self._pending = [known for known in self._pending if not known.committed.done() or known.failure is not None]
         self._pending.append(handle)
@@ -377,15 +355,15 @@ class CheckpointManager:
                 # Pushed first, so that it runs last: a signal that no step handled may end the process here.
                 ending.callback(self._preemption.close, hand_on=hand_on)
             ending.callback(self._dispatcher.close)
-            ending.callback(self._writer_lease.release)
-            if self._collecting is not None:
-                ending.callback(self._collecting.close)
+            ending.callback(self._parts.writer_lease.release)
+            if self._parts.collecting is not None:
+                ending.callback(self._parts.collecting.close)
             ending.callback(self._job.close)
             self.wait()
 
     def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
-        if self._parts.last_committed.base is not None and self._job.settings.deduplicate:
+        if self._position.base is not None and self._job.settings.deduplicate:
             return 0  # Every byte may be unchanged.
         collected = self._job.framework.collect(passed.state, passed.selection)
         return estimated_write_bytes(collected.shards, self._job.comm.world_size)

@@ -206,7 +206,9 @@ class LifeOfARun(RuleBasedStateMachine):
     @where(lambda self: self.is_holding)
     def collect_beside_training(self, policy: KeepPolicy, mishap: Mishap) -> None:
         """The run collects by itself, and goes on to save with references to what it knows."""
-        collector = CheckpointGC(self.faulty, CLOCK, policy, self.the_run()._writer_lease, self.the_run()._pins)
+        collector = CheckpointGC(
+            self.faulty, CLOCK, policy, self.the_run()._parts.writer_lease, self.the_run()._parts.pins
+        )
         self.collect_by(policy, mishap, lambda: collector.collect(0.0, lambda _: False))
 
     @rule(choice=CHOICES, file=CHOICES, at=CHOICES, kind=st.sampled_from(("flip", "cut", "missing")))
@@ -300,7 +302,9 @@ class LifeOfARun(RuleBasedStateMachine):
                 run.save(step, state_of(content), metrics={METRIC: 0.0}).wait()
             else:
                 may_go = set(self.held) - self.kept_for_certain(policy)
-                CheckpointGC(self.faulty, CLOCK, policy, run._writer_lease, run._pins).collect(0.0, lambda _: False)
+                CheckpointGC(self.faulty, CLOCK, policy, run._parts.writer_lease, run._parts.pins).collect(
+                    0.0, lambda _: False
+                )
         except CheckpointError as failure:
             error = failure
         self.end_run()
@@ -340,7 +344,7 @@ class LifeOfARun(RuleBasedStateMachine):
     @property
     def is_holding(self) -> bool:
         """Whether this process has an open manager that may write."""
-        return self.run is not None and self.run._writer_lease.epoch > 0
+        return self.run is not None and self.run._parts.writer_lease.epoch > 0
 
     def the_run(self) -> CheckpointManager:
         if self.run is None:

@@ -15,9 +15,32 @@ from holdfast.repository.catalog import committed_steps, step_folders
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid
 from holdfast.repository.quarantine import identity_at, list_records
 from holdfast.runs.garbage_collection import Pins
-from holdfast.runs.step_request import LastCommitted, Lineage
-from holdfast.saving.deduplication import base_from_loaded
+from holdfast.saving.deduplication import BaseStep, base_from_loaded
 from holdfast.types.manifest import Parent
+
+
+class Lineage:
+    """A point in the history of a run: a checkpoint, or a save in flight and the point before it."""
+
+    def __init__(self, checkpoint: Parent | None, previous: Lineage | None) -> None:
+        """Make a point.
+
+        Args:
+            checkpoint: The checkpoint; None for a save in flight, and for the start of a run.
+            previous: The point that the save continues.
+        """
+        self._checkpoint, self._previous = checkpoint, previous
+
+    def parent(self) -> Parent | None:
+        """Return the newest checkpoint at or before this point. Call it once all earlier saves have ended."""
+        point: Lineage | None = self
+        while point is not None and point._checkpoint is None:
+            point = point._previous
+        return point._checkpoint if point is not None else None
+
+    def commit(self, checkpoint: Parent) -> None:
+        """Record the checkpoint of the save in flight, and drop the earlier points: a chain must not grow forever."""
+        self._checkpoint, self._previous = checkpoint, None
 
 
 class RunPosition:
@@ -32,11 +55,12 @@ class RunPosition:
             pins: Steps that garbage collection must leave alone.
         """
         self._job, self.home, self._store, self._pins = job, home, home.store, pins
-        self.last_committed = LastCommitted()
-        """The base step of the next save."""
+        self.base: BaseStep | None = None
+        """The last committed step that this rank saved or loaded. Set by the commit thread, and by loads."""
         self.lineage = Lineage(None, None)
         """The checkpoint, or the save in flight, that the next save continues."""
-        self._loaded: int | None = None
+        self.loaded: int | None = None
+        """The step that was loaded last; None once the state may have changed since."""
         self._newer: tuple[int, ...] = ()
 
     def location_of(self, step: int) -> CheckpointLocation:
@@ -46,7 +70,7 @@ class RunPosition:
     def selector(self, step: int | None) -> StepSelector:
         """Return the selector of a load: the given step, or the newest valid one."""
         # The load may fail because the base step is damaged: then the next save must not refer to it.
-        self.last_committed.base = None
+        self.base = None
         if step is None:
             return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence)
         return ExactStep(partial(self._choose, step), partial(self._newer_than, step))
@@ -56,15 +80,11 @@ class RunPosition:
         step, manifest = loaded.location.step, loaded.manifest
         if step is None:
             return
-        self._loaded, self._newer = step, loaded.newer
+        self.loaded, self._newer = step, loaded.newer
         self._pins.has_gone_back = self.has_gone_back
         self._pins.current_step = step
-        self.last_committed.base = base_from_loaded(manifest, loaded.index, loaded.filled)
+        self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
-
-    def forget_loaded(self) -> None:
-        """Record that the state has changed since the load."""
-        self._loaded = None
 
     @property
     def has_gone_back(self) -> bool:
@@ -73,7 +93,7 @@ class RunPosition:
 
     def is_loaded(self, step: int) -> bool:
         """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
-        return step == self._loaded and not self._newer
+        return step == self.loaded and not self._newer
 
     def require_not_gone_back(self) -> None:
         """Refuse to save after going back: a resume would load a newer step, and retention could delete the saved one.
@@ -83,12 +103,12 @@ class RunPosition:
         """
         if not self._newer:
             return
-        assert self._loaded is not None, "a save after going back is refused, so the loaded step is still known"
-        url = self.location_of(self._loaded).url
+        assert self.loaded is not None, "a save after going back is refused, so the loaded step is still known"
+        url = self.location_of(self.loaded).url
         newer = "a newer step exists" if len(self._newer) == 1 else f"{len(self._newer)} newer steps exist"
         raise InvalidError(
-            f"{self._store.url}: step {self._loaded} was loaded, and {newer} ({first_three(self._newer)}); going back "
-            f"within a root is not yet supported. Nothing was saved. To continue from step {self._loaded}, make a "
+            f"{self._store.url}: step {self.loaded} was loaded, and {newer} ({first_three(self._newer)}); going back "
+            f"within a root is not yet supported. Nothing was saved. To continue from step {self.loaded}, make a "
             f'CheckpointManager(new_root), call holdfast.load("{url}", state), and save with that manager. To continue '
             "from the newest step, call manager.load(state)"
         )

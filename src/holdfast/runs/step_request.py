@@ -12,61 +12,56 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
 from holdfast.leases.writer import WriterLease
+from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
-from holdfast.ports.store import Store
 from holdfast.repository.catalog import ensure_run, manifest_digest
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
-from holdfast.runs.garbage_collection import Background, Pins
+from holdfast.repository.tags import require_tag_free
+from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
+from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
-from holdfast.runs.tags import checked_tags, require_all_free, tag_saved
+from holdfast.runs.tags import checked_tags, tag_saved
 from holdfast.saving.commit import clear_fenced
-from holdfast.saving.deduplication import BaseStep, Deduplicator
+from holdfast.saving.deduplication import Deduplicator
 from holdfast.types.manifest import Parent
 
 logger = logging.getLogger(__name__)
 
 
-class LastCommitted:
-    """The last committed step that this rank saved or loaded, as the base of the next save."""
-
-    def __init__(self) -> None:
-        """Start without a step."""
-        self.base: BaseStep | None = None
-        """The step. Set by the commit thread, and by loads."""
-
-
-@dataclass(frozen=True, slots=True)
 class RunParts:
-    """Resources that all saves of a run share."""
+    """Resources that all saves of a run share, on one rank."""
 
-    job: Job
-    """The ranks."""
+    def __init__(self, job: Job, home: CheckpointLocation, keep: KeepPolicy | None) -> None:
+        """Start before the first step.
 
-    store: Store
-    """The root of the run."""
-
-    writer: PackWriter
-    """Writes packs below the root."""
-
-    writer_lease: WriterLease
-    """The right to write to the root."""
-
-    last_committed: LastCommitted
-    """The base step of the next save."""
-
-    pins: Pins
-    """Steps that garbage collection must leave alone."""
-
-    metrics: WantedMetrics
-    """Metrics that the retention policy ranks by."""
-
-    suspect_steps: SuspectSteps
-    """Steps whose packs may be damaged."""
-
-    collecting: Background | None
-    """Garbage collection on rank 0; None on other ranks, and without a policy."""
+        Args:
+            job: The ranks.
+            home: The root of the run.
+            keep: The retention policy; None for no garbage collection.
+        """
+        store, settings = home.store, job.settings
+        self.job = job
+        self.store = store
+        """The root of the run."""
+        self.writer = PackWriter(store, settings)
+        """Writes packs below the root."""
+        self.writer_lease = WriterLease(store, job.clock, settings.lease_seconds)
+        """The right to write to the root."""
+        self.pins = Pins()
+        """Steps that garbage collection must leave alone."""
+        self.position = RunPosition(job, home, self.pins)
+        """The base step and the lineage of the next save."""
+        self.metrics = WantedMetrics(store, keep)
+        """Metrics that the retention policy ranks by."""
+        self.suspect_steps = SuspectSteps(store)
+        """Steps whose packs may be damaged."""
+        self.collecting: Background | None = None
+        """Garbage collection on rank 0; None on other ranks, and without a policy."""
+        if keep is not None and job.comm.rank == 0:
+            collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins)
+            self.collecting = Background(collector, settings.collect_grace_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +83,24 @@ class StepState:
     is_last: bool = False
     """Whether the job ends after this save. Then metrics that the policy ranks by may be missing."""
 
-    def as_last(self) -> StepState:
-        """Return a copy for the last save of the job."""
-        return replace(self, is_last=True)
-
 
 class StepRequest:
     """A `SaveRequest` for one step of a run."""
 
-    def __init__(self, parts: RunParts, location: CheckpointLocation, passed: StepState, lineage: Lineage) -> None:
+    def __init__(self, parts: RunParts, location: CheckpointLocation, passed: StepState) -> None:
         """Do nothing yet.
 
         Args:
             parts: Resources of the run.
             location: Where the step goes.
             passed: Arguments of the training loop.
-            lineage: The checkpoint, or the save in flight, that this one continues.
         """
         assert location.step is not None, "a run saves steps"
-        self._parts, self._passed, self._continued = parts, passed, lineage
-        self.location, self._step, self._base = location, location.step, parts.last_committed.base
+        self._parts, self._passed, self._continued = parts, passed, parts.position.lineage
+        self.location, self._step, self._base = location, location.step, parts.position.base
         self.writer = parts.writer
         self.deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings)
-        self.lineage = Lineage(None, lineage)
+        self.lineage = Lineage(None, self._continued)
         """The lineage that the next save continues: this save."""
         self._metrics: dict[str, float] = {}
         self._tags: tuple[str, ...] = ()
@@ -129,7 +119,8 @@ class StepRequest:
         parts = self._parts
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
-        require_all_free(parts.store, self._tags)
+        for tag in self._tags:
+            require_tag_free(parts.store, tag)
         has_base = self._pin()
         context = claim_step(self.location, parts.writer_lease, parts.job.clock)
         return replace(
@@ -147,7 +138,7 @@ class StepRequest:
         """Record this step as parent and base of later saves; on rank 0, tag it and request garbage collection."""
         parts = self._parts
         self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
-        parts.last_committed.base = self.deduplicator.committed(manifest_digest)
+        parts.position.base = self.deduplicator.committed(manifest_digest)
         if parts.job.comm.rank == 0:
             tag_saved(parts.store, parts.job.clock, self._step, self._tags)
             parts.pins.unpin(self._step, is_committed=True)
@@ -167,37 +158,13 @@ class StepRequest:
         return not any(base[0] in mark.steps for mark in marks(store) if mark.is_carried_out)
 
 
-class Lineage:
-    """A point in the history of a run: a checkpoint, or a save in flight and the point before it."""
-
-    def __init__(self, checkpoint: Parent | None, previous: Lineage | None) -> None:
-        """Make a point.
-
-        Args:
-            checkpoint: The checkpoint; None for a save in flight, and for the start of a run.
-            previous: The point that the save continues.
-        """
-        self._checkpoint, self._previous = checkpoint, previous
-
-    def parent(self) -> Parent | None:
-        """Return the newest checkpoint at or before this point. Call it once all earlier saves have ended."""
-        point: Lineage | None = self
-        while point is not None and point._checkpoint is None:
-            point = point._previous
-        return point._checkpoint if point is not None else None
-
-    def commit(self, checkpoint: Parent) -> None:
-        """Record the checkpoint of the save in flight, and drop the earlier points: a chain must not grow forever."""
-        self._checkpoint, self._previous = checkpoint, None
-
-
 def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> SaveContext:
     """Take the writer lease and make room for a step. A root without a run becomes the root of a new run.
 
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.
     """
-    run_id = create_or_read_run_id(location.store, clock)
+    run_id = ensure_run(location.store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
     epoch = writer_lease.hold(run_id)
     if location.step is not None and supersede(location.store, location.step):
         logger.warning(
@@ -206,8 +173,3 @@ def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: C
     if not clear_fenced(location, epoch):
         location.require_empty()
     return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch)
-
-
-def create_or_read_run_id(store: Store, clock: Clock) -> str:
-    """Return the run id of a root; make the root that of a new run if it has none."""
-    return ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
+from holdfast.format.names import require_step
 from holdfast.leases.reader import is_being_deleted
 from holdfast.ports.store import Store
-from holdfast.repository.tags import Tag, put_tag, read_tags, remove_tag, require_tag_free, require_tag_name
+from holdfast.repository.tags import Tag, put_tag, read_tags, remove_tag, require_tag_name
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +19,11 @@ def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
     """Tag a committed step; changes nothing if the step has the tag already.
 
     Raises:
-        InvalidError: The text cannot be a tag.
+        InvalidError: The text cannot be a tag, or the number cannot be a step.
         MissingError: There is no such step.
         ConflictError: The tag names another step, or the step is being deleted.
     """
+    require_step(step)
     name = require_tag_name(name)
     existed = name in read_tags(store).whole
     tag = put_tag(store, step, name, utc_now_text(clock))
@@ -35,16 +37,6 @@ def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
     return tag
 
 
-def untag(store: Store, name: object) -> None:
-    """Remove a tag from its step.
-
-    Raises:
-        InvalidError: The text cannot be a tag.
-        MissingError: There is no such tag.
-    """
-    remove_tag(store, require_tag_name(name))
-
-
 def checked_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
     """Return the tags passed to `save()`, checked.
 
@@ -54,16 +46,6 @@ def checked_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
     if not isinstance(tags, Iterable):
         raise InvalidError(f"tags: {type(tags).__name__}; expected names such as ['release']")
     return tuple(map(require_tag_name, (tags,) if isinstance(tags, str) else tags))
-
-
-def require_all_free(store: Store, tags: Iterable[str]) -> None:
-    """Refuse a save whose tags name other steps, before anything is written.
-
-    Raises:
-        ConflictError: A tag names another step.
-    """
-    for tag in tags:
-        require_tag_free(store, tag)
 
 
 def tag_saved(store: Store, clock: Clock, step: int, tags: Iterable[str]) -> None:

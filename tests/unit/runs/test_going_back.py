@@ -173,7 +173,7 @@ def test_a_newer_save_still_under_way_counts() -> None:
     def part(rank: int, run: CheckpointManager) -> None:
         saved(run, 1, {"p": plain(1.0)})
         # As while a save of step 5 is in the background.
-        run._pins.pin(5, None)
+        run._parts.pins.pin(5, None)
         run.load({"p": plain(0.0)}, 1)
         with pytest.raises(InvalidError, match=r"a newer step exists \(5\)"):
             run.save(2, {"p": plain(2.0)})
@@ -211,8 +211,8 @@ def test_nothing_is_collected_once_training_went_back(
     save_steps(tmp_path, 1, 2, 3, 4)
     with manager_at(tmp_path, keep_last=2) as manager:
         run = manager
-        assert run._collecting is not None
-        run._writer_lease.hold(str(read_run_id(LocalStore(tmp_path, settings=SETTINGS))))
+        assert run._parts.collecting is not None
+        run._parts.writer_lease.hold(str(read_run_id(LocalStore(tmp_path, settings=SETTINGS))))
         confirmed_by = Unreferenced.confirmed_by
 
         def go_back() -> None:
@@ -232,7 +232,7 @@ def test_nothing_is_collected_once_training_went_back(
         monkeypatch.setattr(Unreferenced, "confirmed_by", confirmed)
         if moment == "before":
             go_back()
-        assert run._collecting._collector.collect(0.0, wait) is None
+        assert run._parts.collecting._collector.collect(0.0, wait) is None
         assert manager.steps() == [1, 2, 3, 4]
     for step in (1, 2, 3, 4):
         assert list(holdfast.open_checkpoint(step_path(tmp_path, step)).verify()) == []
@@ -256,9 +256,9 @@ def test_a_save_that_commits_after_training_went_back_has_nothing_collected() ->
         run.load({"p": plain(0.0)}, 2)
         released.set()
         handle.wait()
-        assert run._pins.current_step == 2, "training goes on from there"
-        assert run._collecting is not None
-        assert run._collecting._collector.collect(0.0, lambda _: False) is None
+        assert run._parts.pins.current_step == 2, "training goes on from there"
+        assert run._parts.collecting is not None
+        assert run._parts.collecting._collector.collect(0.0, lambda _: False) is None
         run.close()
 
     assert outcomes_of_ranks(1, work) == [None]
