@@ -16,17 +16,15 @@ import json
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-import numpy as np
-
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
-from holdfast.stores.local_upload import DIRECT_REFUSED, RESERVING_REFUSED
+from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
-from holdfast.stores.syscalls import Syscalls, close_quietly
+from holdfast.stores.parts import is_page_aligned
+from holdfast.stores.syscalls import UNSUPPORTED, Syscalls, close_quietly, closing, reserve_space, switch_to_direct
 
 _FILES = "files"
 """In the work: what is renamed to the destination, a folder or a single file."""
@@ -38,7 +36,8 @@ _NEW = ".new"
 _PUBLISHED = "published.json"
 """The note, and names, sizes and times of the files just before they were published."""
 
-_NOREPLACE_REFUSED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+
+_SYSCALLS = Syscalls()
 
 
 class LocalDestination:
@@ -55,17 +54,9 @@ class LocalDestination:
         self._parent, self._name = os.path.split(self._path)
         self._work = os.path.join(self._parent, f".{self._name}.holdfast-export")
         self._mode, self._folder_mode = file_mode, 0o700 | file_mode | (file_mode & 0o444) >> 2
-        self._syscalls = Syscalls()
-
-    @property
-    def url(self) -> str:
-        """Return `file://` and the absolute path."""
-        return f"file://{self._path}"
-
-    @property
-    def work_url(self) -> str:
+        self.url = f"file://{self._path}"
+        self.work_url = f"file://{self._work}"
         """URL of the unfinished work."""
-        return f"file://{self._work}"
 
     @property
     def exists(self) -> bool:
@@ -110,30 +101,27 @@ class LocalDestination:
     def begin(self, sizes: dict[str, int]) -> None:
         """Create every file, by name, and reserve its space; if that fails, leave nothing."""
         try:
-            self._begin(sizes)
+            with translated("make room for", self.work_url, writing=True):
+                needed = sum(sizes.values())
+                status = os.statvfs(self._work)
+                free = status.f_bavail * status.f_frsize
+                if needed > free:
+                    raise UnavailableError(
+                        f"{self.url}: needs {needed} more bytes, and the file system has {free} free. Free space "
+                        "there, or choose another place"
+                    )
+                if "" not in sizes:
+                    os.makedirs(os.path.join(self._work, _FILES), self._folder_mode, exist_ok=True)
+                for name, size in sizes.items():
+                    self._reserve(name, size)
         except BaseException:
             with suppress(CheckpointError):  # The first error is the one to report.
                 self.clear()
             raise
 
-    def _begin(self, sizes: dict[str, int]) -> None:
-        with translated("make room for", self.work_url, writing=True):
-            needed = sum(sizes.values())
-            status = os.statvfs(self._work)
-            free = status.f_bavail * status.f_frsize
-            if needed > free:
-                raise UnavailableError(
-                    f"{self.url}: needs {needed} more bytes, and the file system has {free} free. Free space there, "
-                    "or choose another place"
-                )
-            if "" not in sizes:
-                os.makedirs(os.path.join(self._work, _FILES), self._folder_mode, exist_ok=True)
-            for name, size in sizes.items():
-                self._reserve(name, size)
-
     def open(self, name: str) -> LocalOutputFile:
         """Open a file that `begin` created."""
-        return LocalOutputFile(self._syscalls, self._file(name), f"{self.work_url}/{_FILES}/{name}".rstrip("/"))
+        return LocalOutputFile(self._file(name), f"{self.work_url}/{_FILES}/{name}".rstrip("/"))
 
     def note(self, data: bytes) -> None:
         """Store a few bytes beside the work, replacing earlier ones."""
@@ -241,36 +229,29 @@ class LocalDestination:
 
     def _write_small(self, name: str, data: bytes) -> None:
         path = os.path.join(self._work, name)
-        fd = os.open(path + _NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._mode)
-        try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with closing(_SYSCALLS, os.open(path + _NEW, flags, self._mode)) as fd:
             _write_all(fd, data)
             os.fsync(fd)
-        finally:
-            os.close(fd)
         os.rename(path + _NEW, path)
         _sync_folder(self._work)
 
     def _move(self, files: str) -> None:
-        parent = os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._syscalls.rename_noreplace(os.path.relpath(files, self._parent), self._name, dir_fd=parent)
+            with closing(_SYSCALLS, os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY)) as parent:
+                _SYSCALLS.rename_noreplace(os.path.relpath(files, self._parent), self._name, dir_fd=parent)
         except OSError as error:
-            if error.errno == errno.EEXIST or (error.errno in _NOREPLACE_REFUSED and self.exists):
+            if error.errno == errno.EEXIST or (error.errno in UNSUPPORTED and self.exists):
                 raise ConflictError(
                     f"{self.url}: something appeared there meanwhile; it was not touched. The export is in {files}. "
                     "Move the export elsewhere, or move the other away and run the same command again"
                 ) from error
-            if error.errno not in _NOREPLACE_REFUSED:
+            if error.errno not in UNSUPPORTED:
                 raise
             os.rename(files, self._path)
-        finally:
-            os.close(parent)
 
     def _file(self, name: str) -> str:
-        parts = name.split("/") if name else []
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise InvalidError(f"{self.url}: file {name[:300]!r}; expected a path that stays in the destination")
-        return os.path.join(self._work, _FILES, *parts)
+        return path_beneath(os.path.join(self._work, _FILES), name, self.url)
 
     def _length(self, name: str) -> int | None:
         """Return the bytes of a regular file; None if there is none."""
@@ -283,53 +264,41 @@ class LocalDestination:
     def _reserve(self, name: str, size: int) -> None:
         path = self._file(name)
         os.makedirs(os.path.dirname(path), self._folder_mode, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
-        try:
-            if size:
-                try:
-                    self._syscalls.fallocate(fd, size)
-                except OSError as error:
-                    if error.errno not in RESERVING_REFUSED:
-                        raise
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with closing(_SYSCALLS, os.open(path, flags, self._mode)) as fd:
+            reserve_space(_SYSCALLS, fd, size)
             os.ftruncate(fd, size)
             os.fsync(fd)
-        finally:
-            os.close(fd)
         _sync_folder(os.path.dirname(path))
 
 
 class LocalOutputFile:
     """A file whose whole pages are written with direct I/O, if the file system supports it."""
 
-    def __init__(self, syscalls: Syscalls, path: str, where: str) -> None:
+    def __init__(self, path: str, where: str) -> None:
         """Open the file twice: for whole pages, and for partial ones."""
-        self._syscalls, self._where = syscalls, where
-        self._lock = threading.Lock()
+        self._where = where
         with translated("open", where, writing=True):
-            self._pages = syscalls.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+            self._pages = _SYSCALLS.open(path, os.O_WRONLY | os.O_NOFOLLOW)
             try:
-                self._rest = syscalls.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+                self._rest = _SYSCALLS.open(path, os.O_WRONLY | os.O_NOFOLLOW)
             except BaseException:
-                close_quietly(syscalls, self._pages)
+                close_quietly(_SYSCALLS, self._pages)
                 raise
             if not stat.S_ISREG(os.fstat(self._pages).st_mode):
                 raise InvalidError(f"{where}: it is not a regular file; expected one")
-            try:
-                syscalls.set_direct(self._pages, True)
-            except OSError as error:
-                if error.errno not in DIRECT_REFUSED:
-                    raise
+            switch_to_direct(_SYSCALLS, self._pages)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write a range of the file."""
         body = 0
-        if offset % PAGE_BYTES == 0 and _address(data) % PAGE_BYTES == 0:
+        if offset % PAGE_BYTES == 0 and len(data) and is_page_aligned(data):
             body = len(data) - len(data) % PAGE_BYTES
         with translated("write", f"{self._where} bytes [{offset}, {offset + len(data)})", writing=True):
             try:
                 done = self._write(self._pages, offset, data[:body])
             except OSError as error:
-                if error.errno not in DIRECT_REFUSED:
+                if error.errno not in UNSUPPORTED:
                     raise
                 done = 0
             self._write(self._rest, offset + done, data[done:])
@@ -337,18 +306,18 @@ class LocalOutputFile:
     def sync(self) -> None:
         """Make durable what was written so far."""
         with translated("make durable", self._where, writing=True):
-            self._syscalls.fsync(self._rest)
+            _SYSCALLS.fsync(self._rest)
 
     def close(self) -> None:
         """Close the file."""
         for fd in (self._pages, self._rest):
-            close_quietly(self._syscalls, fd)
+            close_quietly(_SYSCALLS, fd)
 
     def _write(self, fd: int, offset: int, data: memoryview) -> int:
         """Write a range in as many calls as needed; return the bytes written, whole pages if not all of them."""
         done = 0
         while done < len(data):
-            count = self._syscalls.pwrite(fd, data[done:], offset + done)
+            count = _SYSCALLS.pwrite(fd, data[done:], offset + done)
             if fd == self._pages:
                 count -= count % PAGE_BYTES
             if not count:
@@ -386,11 +355,6 @@ class LocalJournal:
         os.close(self._fd)
 
 
-def _address(data: memoryview) -> int:
-    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0] if len(data) else 1
-    return address
-
-
 def _look(path: str) -> list[list[str | int]]:
     """Return name, size, modification time and inode of every file, to recognise these very files later."""
     names = [os.path.relpath(os.path.join(folder, name), path) for folder, _, files in os.walk(path) for name in files]
@@ -408,8 +372,5 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with closing(_SYSCALLS, os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 
 from holdfast.stores.keys import is_part
-from holdfast.stores.syscalls import Syscalls, close_quietly
+from holdfast.stores.syscalls import Syscalls, close_quietly, closing
 
 TEMPORARY_PREFIX = ".tmp-"
 """Begins names of temporary files. It starts with a dot, so no key can name them."""
-
-TRIES = 16
-"""Attempts: another process may remove a folder between its creation and its use, but not every time."""
 
 _ROOT = os.O_RDONLY | os.O_DIRECTORY
 _SUBFOLDER = _ROOT | os.O_NOFOLLOW
@@ -41,14 +38,13 @@ class Folders:
         self._mode = 0o700 | file_mode | (file_mode & 0o444) >> 2
         self._ancestors_durable = False
 
-    @contextmanager
-    def opened(self, parts: Parts, *, create: bool = False) -> Iterator[int]:
+    def opened(self, parts: Parts, *, create: bool = False) -> AbstractContextManager[int]:
         """Lend a descriptor of the folder named by `parts`; create missing folders if `create`."""
-        fd = self._walk(parts, create=create)
-        try:
-            yield fd
-        finally:
-            close_quietly(self._syscalls, fd)
+        fd = self._open_root(create=create)
+        for name in parts:
+            with closing(self._syscalls, fd):
+                fd = self._enter(fd, name, create=create)
+        return closing(self._syscalls, fd)
 
     def sync(self, parts: Parts) -> None:
         """Make durable the entries of a folder and of every folder above it, up to the root.
@@ -65,16 +61,7 @@ class Folders:
 
     def prune(self, parts: Parts) -> None:
         """Remove a folder and then its ancestors, as long as they are empty; never the root."""
-        for depth in range(len(parts), 0, -1):
-            try:
-                with self.opened(parts[: depth - 1]) as parent:
-                    self._syscalls.rmdir(parts[depth - 1], dir_fd=parent)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-                    return
-                raise
+        self._remove_upwards(parts, self._remove_empty)
 
     def sweep(self, parts: Parts) -> None:
         """Remove a folder without objects at any depth, and its temporary files; then its ancestors likewise.
@@ -83,17 +70,27 @@ class Folders:
         writer's temporary file has a random name and is published by `link`. If it is removed, `link` fails, and the
         writer starts again.
         """
+        self._remove_upwards(parts, self._sweep_folder)
+
+    def _remove_upwards(self, parts: Parts, remove: Callable[[int, str], bool]) -> None:
+        """Call `remove` with the parent and the name of a folder, then of its ancestors, until it returns False."""
         for depth in range(len(parts), 0, -1):
-            try:
-                with self.opened(parts[: depth - 1]) as parent:
-                    if not self._sweep_folder(parent, parts[depth - 1]):
-                        return
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError), self.opened(parts[: depth - 1]) as parent:
+                if not remove(parent, parts[depth - 1]):
+                    return
+
+    def _remove_empty(self, parent: int, name: str) -> bool:
+        """Remove a folder if it is empty; return whether it was."""
+        try:
+            self._syscalls.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                raise
+            return False
+        return True
 
     def _sweep_folder(self, parent: int, name: str) -> bool:
-        fd = self._enter(parent, name, create=False)
-        try:
+        with closing(self._syscalls, self._enter(parent, name, create=False)) as fd:
             empty = self._holds_nothing(fd)
             for entry in self._syscalls.listdir(fd):
                 if entry.startswith(TEMPORARY_PREFIX):
@@ -103,17 +100,7 @@ class Folders:
                         empty = False  # A folder with the prefix of temporary files: not created here.
                 elif empty:
                     empty = self._sweep_folder(fd, entry)
-            if not empty:
-                return False
-        finally:
-            close_quietly(self._syscalls, fd)
-        try:
-            self._syscalls.rmdir(name, dir_fd=parent)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-                raise
-            return False
-        return True
+        return empty and self._remove_empty(parent, name)
 
     def _holds_nothing(self, fd: int) -> bool:
         """Return whether a folder holds only temporary files and folders of which the same is true."""
@@ -123,32 +110,10 @@ class Folders:
                 continue
             if not stat.S_ISDIR(mode) or not is_part(name):
                 return False
-            child = self._syscalls.open(name, _SUBFOLDER, dir_fd=fd)
-            try:
+            with closing(self._syscalls, self._syscalls.open(name, _SUBFOLDER, dir_fd=fd)) as child:
                 if not self._holds_nothing(child):
                     return False
-            finally:
-                close_quietly(self._syscalls, child)
         return True
-
-    def _walk(self, parts: Parts, *, create: bool) -> int:
-        for left in range(TRIES - 1, -1, -1):
-            try:
-                return self._descend(parts, create=create)
-            except FileNotFoundError:
-                if not create or not left:
-                    raise
-        raise AssertionError("unreachable: the last try returns or raises")
-
-    def _descend(self, parts: Parts, *, create: bool) -> int:
-        fd = self._open_root(create=create)
-        for name in parts:
-            try:
-                child = self._enter(fd, name, create=create)
-            finally:
-                close_quietly(self._syscalls, fd)
-            fd = child
-        return fd
 
     def _enter(self, parent: int, name: str, *, create: bool) -> int:
         try:
@@ -161,7 +126,8 @@ class Folders:
             if create or not stat.S_ISREG(self._syscalls.stat(name, dir_fd=parent).st_mode):
                 raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
-        self._make(name, parent)
+        with suppress(FileExistsError):  # Another rank created it; opening it shows whether it is a folder.
+            self._syscalls.mkdir(name, self._mode, dir_fd=parent)
         return self._syscalls.open(name, _SUBFOLDER, dir_fd=parent)
 
     def _open_root(self, *, create: bool) -> int:
@@ -175,7 +141,8 @@ class Folders:
         while (parent := os.path.dirname(missing[-1])) != missing[-1] and not self._exists(parent):
             missing.append(parent)
         for path in reversed(missing):
-            self._make(path, None)
+            with suppress(FileExistsError):
+                self._syscalls.mkdir(path, self._mode)
         return self._syscalls.open(self._root, _ROOT)
 
     def _exists(self, path: str) -> bool:
@@ -184,12 +151,6 @@ class Folders:
         except FileNotFoundError:
             return False
         return True
-
-    def _make(self, path: str, parent: int | None) -> None:
-        try:
-            self._syscalls.mkdir(path, self._mode, dir_fd=parent)
-        except FileExistsError:
-            return  # Another rank created it; opening it shows whether it is a folder.
 
     def sync_folder(self, fd: int) -> None:
         """Make an open folder's entries durable."""
@@ -209,10 +170,8 @@ class Folders:
                 if error.errno in _NOT_OURS_TO_SYNC:
                     return  # A folder that we may not list or write to was created by somebody else before.
                 raise
-            try:
+            with closing(self._syscalls, fd):
                 if self._syscalls.fstat(fd).st_dev != device:
                     return
                 self.sync_folder(fd)
-            finally:
-                close_quietly(self._syscalls, fd)
             path = parent

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.ports.store import Entry
 from holdfast.stores.file_reading import FileReading
+from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
-from holdfast.stores.syscalls import Syscalls, close_quietly
+from holdfast.stores.syscalls import Syscalls, closing
 
 FILES_MAX = 1 << 20
 """Files that a folder may have; a folder with more is not a checkpoint."""
@@ -36,15 +37,11 @@ class ForeignFiles(FileReading):
             syscalls: The operating system; tests pass another.
         """
         self._root = os.path.abspath(os.fspath(root))
+        self.url = f"file://{self._root}"
         self._syscalls = syscalls or Syscalls()
         self._stamps: dict[str, str] = {}
         """By key, the stamp of a file when it was first opened here."""
         self._listed: dict[str, tuple[Entry, ...]] = {}
-
-    @property
-    def url(self) -> str:
-        """Return `file://` and the absolute path of the folder."""
-        return f"file://{self._root}"
 
     def size(self, key: str) -> int:
         """Return the bytes of a file."""
@@ -118,19 +115,10 @@ class ForeignFiles(FileReading):
                         files.append(Entry(key, status.st_size))
             yield from files
 
-    def _where(self, key: str) -> str:
-        return f"{self.url}/{key}"
-
-    def _path(self, key: str) -> str:
-        parts = key.split("/") if key else []
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise InvalidError(f"{self.url}: file {key[:300]!r}; expected a path that stays in the folder")
-        return os.path.join(self._root, *parts)
-
     @contextmanager
     def _scanned(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
         try:
-            entries = os.scandir(self._path(prefix.removesuffix("/")))
+            entries = os.scandir(path_beneath(self._root, prefix.removesuffix("/"), self.url))
         except (FileNotFoundError, NotADirectoryError):
             yield iter(())  # No file has this prefix.
             return
@@ -141,8 +129,8 @@ class ForeignFiles(FileReading):
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
         """Open a regular file for reading: its descriptor and its real size in bytes."""
         where = self._where(key)
-        fd = self._syscalls.open(self._path(key), _READ, 0)
-        try:
+        path = path_beneath(self._root, key, self.url)
+        with closing(self._syscalls, self._syscalls.open(path, _READ, 0)) as fd:
             status = self._syscalls.fstat(fd)
             if stat.S_ISDIR(status.st_mode):
                 raise MissingError(f"{where}: no such file, but a folder of that name")
@@ -152,8 +140,6 @@ class ForeignFiles(FileReading):
             if key not in self._stamps:
                 self._stamps.setdefault(key, _stamp_of(status))
             yield fd, status.st_size
-        finally:
-            close_quietly(self._syscalls, fd)
 
     def _require_within(self, key: str, fd: int, where: str) -> None:
         """Refuse a file outside the folder that a link led to; checks the open file, which nobody can exchange."""

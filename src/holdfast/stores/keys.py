@@ -1,7 +1,8 @@
-"""The keys that every store accepts."""
+"""The keys that every store accepts, and the names of another system's files."""
 
 from __future__ import annotations
 
+import os
 import re
 
 from holdfast.errors import InvalidError
@@ -29,6 +30,22 @@ def split_key(key: str) -> tuple[str, ...]:
             "1 to 128 of [A-Za-z0-9._-] and not starting with '.'"
         )
     return parts
+
+
+def path_beneath(folder: str, name: str, where: str) -> str:
+    """Return the path of another system's file in a folder; the folder itself for an empty name.
+
+    Args:
+        folder: Path of the folder.
+        name: Path of the file relative to it, of any characters.
+        where: URL of the folder, for messages.
+    Raises:
+        InvalidError: A part of the name is empty, `.` or `..`, so it may lead out of the folder.
+    """
+    parts = name.split("/") if name else []
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise InvalidError(f"{where}: file {name[:300]!r}; expected a path that stays in the folder")
+    return os.path.join(folder, *parts)
 
 
 def split_prefix(prefix: str) -> tuple[str, ...]:

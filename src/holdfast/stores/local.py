@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
@@ -15,12 +15,12 @@ from holdfast.errors import ConflictError, InvalidError, MissingError, Unavailab
 from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.file_reading import FileReading
-from holdfast.stores.folders import TEMPORARY_PREFIX, TRIES, Folders
+from holdfast.stores.folders import TEMPORARY_PREFIX, Folders
 from holdfast.stores.keys import is_part, split_key, split_prefix
 from holdfast.stores.local_upload import LocalUpload
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import PartLedger
-from holdfast.stores.syscalls import Syscalls, close_quietly
+from holdfast.stores.syscalls import UNSUPPORTED, Syscalls, close_quietly, closing
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _WRITE_BYTES_MAX = 64 * MIB
 """Bytes of one write, far below the 2 GiB at which the system truncates a write."""
+
+_TRIES = 16
+"""Attempts to use a folder: another process may remove it between its creation and its use, but not every time."""
 
 _Result = TypeVar("_Result")
 
@@ -64,21 +67,14 @@ class LocalStore(FileReading):
             syscalls: The operating system; tests pass another.
             clock: Source of random names.
         """
-        self._root = os.path.abspath(os.fspath(root))
+        root = os.path.abspath(os.fspath(root))
+        self.url = f"file://{root}"
+        self.failed_calls_are_over = True
+        """No call has an effect after it returned."""
         self._mode = settings.file_mode
         self._syscalls = syscalls or Syscalls()
         self._clock = clock or SystemClock()
-        self._folders = Folders(self._root, self._syscalls, settings.file_mode)
-
-    @property
-    def url(self) -> str:
-        """Return `file://` and the absolute path of the root."""
-        return f"file://{self._root}"
-
-    @property
-    def failed_calls_are_over(self) -> bool:
-        """Return True: no call has an effect after it returned."""
-        return True
+        self._folders = Folders(root, self._syscalls, settings.file_mode)
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
@@ -102,12 +98,10 @@ class LocalStore(FileReading):
         """Begin an object that must not exist yet, and reserve its space."""
         parts, where = split_key(key), self._where(key)
         ledger = PartLedger(where, total_bytes=total_bytes, part_bytes=part_bytes)
-
-        def begin(folder: int) -> LocalUpload:
-            return LocalUpload.begin(self._syscalls, self._folders, folder, parts, mode=self._mode, ledger=ledger)
-
         with translated("begin", where, writing=True):
-            return self._in_folder(parts[:-1], begin)
+            return self._in_folder(
+                parts[:-1], lambda folder: LocalUpload(self._syscalls, self._folders, folder, parts, self._mode, ledger)
+            )
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -139,12 +133,12 @@ class LocalStore(FileReading):
         for key in keys:
             parts, where = split_key(key), self._where(key)
             touched[parts[:-1]] = None
-            with translated("delete", where):
-                try:
-                    with self._folders.opened(parts[:-1]) as folder:
-                        self._syscalls.unlink(parts[-1], dir_fd=folder)
-                except (FileNotFoundError, IsADirectoryError):
-                    continue
+            with (
+                translated("delete", where),
+                suppress(FileNotFoundError, IsADirectoryError),  # No such object, perhaps a folder of that name.
+                self._folders.opened(parts[:-1]) as folder,
+            ):
+                self._syscalls.unlink(parts[-1], dir_fd=folder)
         for parts in sorted(touched, key=len, reverse=True):
             with translated("clean up", self._where("/".join(parts))):
                 self._folders.sweep(parts)
@@ -164,15 +158,9 @@ class LocalStore(FileReading):
     def _sync_remaining(self, parts: tuple[str, ...]) -> None:
         """Make durable the deepest folder of a path that still exists."""
         for depth in range(len(parts), -1, -1):
-            try:
-                with self._folders.opened(parts[:depth]) as fd:
-                    self._folders.sync_folder(fd)
+            with suppress(FileNotFoundError), self._folders.opened(parts[:depth]) as fd:
+                self._folders.sync_folder(fd)
                 return
-            except FileNotFoundError:
-                continue
-
-    def _where(self, key: str) -> str:
-        return f"{self.url}/{key}"
 
     def _store_whole(
         self, key: str, data: bytes, publish: Callable[[int, int, str, str], None], *, durable: bool = True
@@ -197,14 +185,11 @@ class LocalStore(FileReading):
 
     def _in_folder(self, parts: tuple[str, ...], act: Callable[[int], _Result]) -> _Result:
         """Call `act` with an open folder, created if missing; try again if another process removed it meanwhile."""
-        for left in range(TRIES - 1, -1, -1):
-            try:
-                with self._folders.opened(parts, create=True) as folder:
-                    return act(folder)
-            except FileNotFoundError:
-                if not left:
-                    raise
-        raise AssertionError("unreachable: the last try returns or raises")
+        for _ in range(_TRIES - 1):
+            with suppress(FileNotFoundError), self._folders.opened(parts, create=True) as folder:
+                return act(folder)
+        with self._folders.opened(parts, create=True) as folder:
+            return act(folder)
 
     def _write_all(self, fd: int, data: bytes) -> None:
         view, done = memoryview(data), 0
@@ -212,10 +197,8 @@ class LocalStore(FileReading):
             done += self._syscalls.pwrite(fd, view[done : done + _WRITE_BYTES_MAX], done)
 
     def _replace(self, folder: int, fd: int, temporary: str, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError, MissingError):  # No object, or a folder, on which `rename` fails by itself.
             _require_regular(self._syscalls.stat(name, dir_fd=folder), name)
-        except (FileNotFoundError, MissingError):
-            pass  # No object, or a folder, on which `rename` fails by itself.
         self._syscalls.rename(temporary, name, dir_fd=folder)
 
     def _give_name(self, folder: int, fd: int, temporary: str, name: str) -> None:
@@ -234,7 +217,7 @@ class LocalStore(FileReading):
         try:
             self._syscalls.rename_noreplace(temporary, name, dir_fd=folder)
         except OSError as refusal:
-            if refusal.errno not in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
+            if refusal.errno not in UNSUPPORTED:
                 raise
             raise UnavailableError(
                 f"{self.url}: this file system can neither link nor rename without replacing, so publishing is not "
@@ -248,11 +231,7 @@ class LocalStore(FileReading):
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning(
-                "could not remove the temporary file %s: %s; deleting the last object of its folder removes it",
-                temporary,
-                error,
-            )
+            _log.warning("could not remove %s: %s; deleting the last object of its folder removes it", temporary, error)
         close_quietly(self._syscalls, fd)
 
     @contextmanager
@@ -261,12 +240,10 @@ class LocalStore(FileReading):
         parts = split_key(key)
         with self._folders.opened(parts[:-1]) as folder:
             fd = self._syscalls.open(parts[-1], _READ, dir_fd=folder)
-        try:
+        with closing(self._syscalls, fd):
             status = self._syscalls.fstat(fd)
             _require_regular(status, self._where(key))
             yield fd, status.st_size
-        finally:
-            close_quietly(self._syscalls, fd)
 
     def _walk(self, top: tuple[str, ...]) -> Iterator[Entry]:
         waiting = [top]
@@ -281,17 +258,15 @@ class LocalStore(FileReading):
     def _entries(self, parts: tuple[str, ...]) -> Iterable[tuple[str, int, int]]:
         """Return name, mode and bytes of the entries of a folder whose names a key can have."""
         entries: list[tuple[str, int, int]] = []
-        with translated("list", self._where("/".join(parts))):
-            try:
-                with self._folders.opened(parts) as fd:
-                    for name in filter(is_part, self._syscalls.listdir(fd)):
-                        try:
-                            status = self._syscalls.stat(name, dir_fd=fd)
-                        except FileNotFoundError:
-                            continue  # Deleted after it was listed.
-                        entries.append((name, status.st_mode, status.st_size))
-            except FileNotFoundError:
-                pass  # No object has this prefix.
+        with (
+            translated("list", self._where("/".join(parts))),
+            suppress(FileNotFoundError),  # No object has this prefix.
+            self._folders.opened(parts) as fd,
+        ):
+            for name in filter(is_part, self._syscalls.listdir(fd)):
+                with suppress(FileNotFoundError):  # Deleted after it was listed.
+                    status = self._syscalls.stat(name, dir_fd=fd)
+                    entries.append((name, status.st_mode, status.st_size))
         return entries
 
 

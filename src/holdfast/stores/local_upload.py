@@ -4,7 +4,7 @@ An upload passes through these states; all moves are made under `_lock` or `_end
 
     open -> completed (`complete`: every part written, then durable) -> closed (by the last user of the descriptor)
     open -> distrusted (`complete` fails: the system may have dropped pages; only `abort` is left)
-    open or distrusted -> removed (`abort`, or `begin` after a failure) -> closed (by the last user of the descriptor)
+    open or distrusted -> removed (`abort`, or a failed beginning) -> closed (by the last user of the descriptor)
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy as np
+from contextlib import contextmanager, suppress
 
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.folders import Folders
 from holdfast.stores.oserrors import translated
-from holdfast.stores.parts import PartLedger
-from holdfast.stores.syscalls import Syscalls, close_quietly
+from holdfast.stores.parts import PartLedger, is_page_aligned
+from holdfast.stores.syscalls import UNSUPPORTED, Syscalls, close_quietly, reserve_space, switch_to_direct
 
 _log = logging.getLogger(__name__)
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-DIRECT_REFUSED = {errno.EINVAL, errno.ENOTSUP}
-RESERVING_REFUSED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _SHORT_WRITES_MAX = 8
 """Consecutive writes of less than a page before the upload fails: a full disk does this just before ENOSPC."""
 
@@ -42,41 +38,11 @@ class LocalUpload:
         self,
         syscalls: Syscalls,
         folders: Folders,
-        parts: tuple[str, ...],
-        *,
-        fd: int,
-        ledger: PartLedger,
-    ) -> None:
-        """Take over a new file; callers use `begin`."""
-        self._syscalls = syscalls
-        self._folders = folders
-        self._parts = parts
-        self._fd = fd
-        self._total_bytes = ledger.total_bytes
-        self._ledger = ledger
-        self._where = ledger.where
-        self._lock = threading.Lock()
-        self._ending = threading.Lock()
-        self._direct = False
-        self._users = 0
-        self._closing = False
-        self._closed = False
-        self._completed = False
-        self._removed = False
-        self._distrust = ""
-        self._identity: os.stat_result | None = None
-
-    @classmethod
-    def begin(
-        cls,
-        syscalls: Syscalls,
-        folders: Folders,
         folder: int,
         parts: tuple[str, ...],
-        *,
         mode: int,
         ledger: PartLedger,
-    ) -> LocalUpload:
+    ) -> None:
         """Create the file in the open `folder` and reserve its space; if that fails, remove the file.
 
         Args:
@@ -87,14 +53,30 @@ class LocalUpload:
             mode: Permission bits of the file.
             ledger: Sizes and place of the object; no part is written yet.
         """
-        fd = syscalls.open(parts[-1], _NEW, mode, dir_fd=folder)
-        upload = cls(syscalls, folders, parts, fd=fd, ledger=ledger)
+        self._syscalls = syscalls
+        self._folders = folders
+        self._parts = parts
+        self._ledger = ledger
+        self._where = ledger.where
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+        self._users = 0
+        self._closing = False
+        self._closed = False
+        self._completed = False
+        self._removed = False
+        self._distrust = ""
+        self._identity: os.stat_result | None = None
+        self._fd = syscalls.open(parts[-1], _NEW, mode, dir_fd=folder)
         try:
-            upload._prepare()
+            self._direct = switch_to_direct(syscalls, self._fd)
+            reserve_space(syscalls, self._fd, ledger.total_bytes)
         except BaseException:
-            upload._abandon()
+            try:
+                self._remove()
+            except OSError as error:
+                _log.warning("left %s behind: %s; no manifest names it", self._where, error)
             raise
-        return upload
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write one part, from any thread."""
@@ -104,10 +86,11 @@ class LocalUpload:
         with self._using(), translated("write", where, writing=True):
             body = len(view) - len(view) % PAGE_BYTES
             if body:
-                self._write_pages(offset, _aligned(view[:body]))
+                pages = view[:body]
+                self._write_pages(offset, pages if is_page_aligned(pages) else _copied(pages, body))
             if body < len(view):
                 # Direct I/O writes whole pages; `complete` truncates the padding.
-                self._write_pages(offset + body, _padded(view[body:]))
+                self._write_pages(offset + body, _copied(view[body:], PAGE_BYTES))
         self._ledger.wrote(offset)
 
     def complete(self) -> None:
@@ -119,7 +102,7 @@ class LocalUpload:
             # A second fsync must not count: the system may drop pages that it could not write, and then report success.
             self._distrust = "an earlier fsync failed, so its bytes cannot be trusted"
             with translated("make durable", self._where, writing=True):
-                self._syscalls.ftruncate(self._fd, self._total_bytes)
+                self._syscalls.ftruncate(self._fd, self._ledger.total_bytes)
                 self._syscalls.fsync(self._fd)
                 if not self._syscalls.fstat(self._fd).st_nlink:
                     raise UnavailableError(f"{self._where}: another process removed it while it was written")
@@ -135,51 +118,22 @@ class LocalUpload:
             UnavailableError: The file could not be removed; call again once the cause is gone.
         """
         with self._ending, translated("remove", self._where):
-            if self._completed or self._removed:
-                return
-            try:
+            if not self._completed and not self._removed:
                 self._remove()
-            except OSError:
-                # Close the descriptor in any case: the cause may be a lack of descriptors.
-                self._close_when_unused()
-                raise
-
-    def _prepare(self) -> None:
-        try:
-            self._syscalls.set_direct(self._fd, True)
-            self._direct = True
-        except OSError as error:
-            if error.errno not in DIRECT_REFUSED:
-                raise
-        if not self._total_bytes:
-            return
-        try:
-            self._syscalls.fallocate(self._fd, self._total_bytes)
-        except OSError as error:
-            if error.errno not in RESERVING_REFUSED:
-                raise
-
-    def _abandon(self) -> None:
-        """Remove the file while another error propagates."""
-        try:
-            self._remove()
-        except OSError as error:
-            _log.warning("left %s behind: %s; no manifest names it", self._where, error)
-        self._close_when_unused()
 
     def _remove(self) -> None:
-        # Compare the identity: another process may have deleted this file and stored its own under the name.
-        if self._identity is None and not self._closed:
-            self._identity = self._syscalls.fstat(self._fd)
         try:
-            with self._folders.opened(self._parts[:-1]) as folder:
+            # Compare the identity: another process may have deleted this file and stored its own under the name.
+            if self._identity is None and not self._closed:
+                self._identity = self._syscalls.fstat(self._fd)
+            with suppress(FileNotFoundError), self._folders.opened(self._parts[:-1]) as folder:
                 ours = self._identity
                 if ours and os.path.samestat(ours, self._syscalls.stat(self._parts[-1], dir_fd=folder)):
                     self._syscalls.unlink(self._parts[-1], dir_fd=folder)
-        except FileNotFoundError:
-            pass
-        self._removed = True
-        self._close_when_unused()
+            self._removed = True
+        finally:
+            # Close the descriptor in any case: the cause of a failure may be a lack of descriptors.
+            self._close_when_unused()
         self._folders.prune(self._parts[:-1])
 
     @contextmanager
@@ -218,9 +172,12 @@ class LocalUpload:
             except InterruptedError:
                 continue
             except OSError as error:
-                if not direct or error.errno not in DIRECT_REFUSED:
+                if not direct or error.errno not in UNSUPPORTED:
                     raise
-                self._disable_direct()
+                with self._lock:
+                    if self._direct:  # Another thread may have switched it off meanwhile.
+                        self._syscalls.set_direct(self._fd, False)
+                        self._direct = False
                 continue
             # A direct write that stopped inside a page must write that page again.
             whole = count - count % PAGE_BYTES if direct else count
@@ -229,27 +186,9 @@ class LocalUpload:
             if short > _SHORT_WRITES_MAX:
                 raise OSError(errno.EIO, f"{short} consecutive writes stored less than a page")
 
-    def _disable_direct(self) -> None:
-        with self._lock:
-            if self._direct:
-                self._syscalls.set_direct(self._fd, False)
-                self._direct = False
-
-
-def _aligned(view: memoryview) -> memoryview:
-    """Return the same bytes at a page boundary: the view itself, or a copy."""
-    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    if address % PAGE_BYTES == 0:
-        return view
-    return _copied(view, len(view))
-
-
-def _padded(view: memoryview) -> memoryview:
-    """Return a copy of the bytes at the front of a zeroed page."""
-    return _copied(view, PAGE_BYTES)
-
 
 def _copied(view: memoryview, copy_bytes: int) -> memoryview:
+    """Return a copy of the bytes at the front of zeroed, page-aligned memory."""
     memory = memoryview(mmap.mmap(-1, copy_bytes))
     memory[: len(view)] = view
     return memory

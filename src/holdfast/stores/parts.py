@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.ports.store import Buffers, ByteRanges
@@ -28,7 +28,6 @@ class PartLedger:
         self.total_bytes = total_bytes
         """Bytes of the whole object."""
         self._part_bytes = part_bytes
-        self._lock = threading.Lock()
         self._written: set[int] = set()
 
     def check(self, offset: int, length_bytes: int) -> None:
@@ -46,8 +45,7 @@ class PartLedger:
 
     def wrote(self, offset: int) -> None:
         """Record that the part at `offset` was written."""
-        with self._lock:
-            self._written.add(offset)
+        self._written.add(offset)
 
     def require_whole(self) -> None:
         """Require every part.
@@ -55,13 +53,18 @@ class PartLedger:
         Raises:
             InvalidError: A part was not written.
         """
-        with self._lock:
-            written = len(self._written)
+        written = len(self._written)
         expected = -(-self.total_bytes // self._part_bytes)
         if written != expected:
             raise InvalidError(
                 f"upload of {self.where}: {written} of {expected} parts written; write every part, then complete"
             )
+
+
+def is_page_aligned(data: memoryview) -> bool:
+    """Return whether memory that is not empty begins at a page boundary, as direct I/O needs it."""
+    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+    return address % PAGE_BYTES == 0
 
 
 def check_ranges(where: str, total_bytes: int, ranges: ByteRanges, buffers: Buffers) -> None:

@@ -10,10 +10,14 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
+
+UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+"""What the system answers to a call that the file system or the kernel does not support."""
 
 _RENAME_NOREPLACE = 1
 
@@ -123,9 +127,39 @@ class Syscalls:
         return os.listdir(fd)
 
 
+def switch_to_direct(syscalls: Syscalls, fd: int) -> bool:
+    """Switch direct I/O on for an open file; return False if its file system does not support it."""
+    try:
+        syscalls.set_direct(fd, True)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def reserve_space(syscalls: Syscalls, fd: int, total_bytes: int) -> None:
+    """Reserve the space of a new file, if its file system can."""
+    try:
+        if total_bytes:
+            syscalls.fallocate(fd, total_bytes)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
 def close_quietly(syscalls: Syscalls, fd: int) -> None:
     """Close a descriptor; log an error. For files that were only read, are synced, or will be removed."""
     try:
         syscalls.close(fd)
     except OSError as error:
         _log.warning("closing a descriptor failed: %s; no data was lost", error)
+
+
+@contextmanager
+def closing(syscalls: Syscalls, fd: int) -> Iterator[int]:
+    """Lend a descriptor for the length of a block, then close it as `close_quietly` does."""
+    try:
+        yield fd
+    finally:
+        close_quietly(syscalls, fd)
