@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
 from holdfast.stores.keys import split_key, split_prefix
 from holdfast.stores.parts import PartLedger, check_buffers, check_ranges
 
+_contents: dict[str, dict[str, bytes]] = {}
+"""By name, the complete objects of the stores of that name: bytes by key."""
 
-@dataclass(slots=True)
-class _Content:
-    """The content that all stores of one name share."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held for every read and change of `objects`."""
-
-    objects: dict[str, bytes] = field(default_factory=dict)
-    """Complete objects by key."""
-
-
-_contents: dict[str, _Content] = {}
-_contents_lock = threading.Lock()
+_lock = threading.Lock()
+"""Held for every read and change of `_contents` and of the objects."""
 
 
 class MemoryStore:
@@ -35,37 +25,32 @@ class MemoryStore:
 
     def __init__(self, name: str) -> None:
         """Open the content called `name`; it is empty at the first use."""
-        self._name = name
-        with _contents_lock:
-            self._content = _contents.setdefault(name, _Content())
-
-    @property
-    def url(self) -> str:
-        """Return `memory://` and the name."""
-        return f"memory://{self._name}"
-
-    @property
-    def failed_calls_are_over(self) -> bool:
-        """Return True: no call has an effect after it returned."""
-        return True
+        self.url = f"memory://{name}"
+        self.failed_calls_are_over = True
+        """No call has an effect after it returned."""
+        with _lock:
+            self._objects = _contents.setdefault(name, {})
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store an object whole, replacing what was there."""
         split_key(key)
-        with self._content.lock:
-            self._content.objects[key] = bytes(data)
+        with _lock:
+            self._objects[key] = bytes(data)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Store an object whole unless the key exists."""
         split_key(key)
-        self._create(key, bytes(data))
+        with _lock:
+            if key in self._objects:
+                raise self._conflict(key)
+            self._objects[key] = bytes(data)
 
     def upload(self, key: str, total_bytes: int, part_bytes: int) -> _MemoryUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
         split_key(key)
         ledger = PartLedger(f"{self.url}/{key}", total_bytes=total_bytes, part_bytes=part_bytes)
-        with self._content.lock:
-            if key in self._content.objects:
+        with _lock:
+            if key in self._objects:
                 raise self._conflict(key)
         return _MemoryUpload(self, key, ledger)
 
@@ -103,37 +88,31 @@ class MemoryStore:
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
         split_prefix(prefix)
-        with self._content.lock:
-            suffixes = [key[len(prefix) :] for key in self._content.objects if key.startswith(prefix)]
+        with _lock:
+            suffixes = [key[len(prefix) :] for key in self._objects if key.startswith(prefix)]
         return sorted({suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix})
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield every complete object under a prefix."""
         split_prefix(prefix)
-        with self._content.lock:
-            entries = [Entry(key, len(data)) for key, data in self._content.objects.items() if key.startswith(prefix)]
+        with _lock:
+            entries = [Entry(key, len(data)) for key, data in self._objects.items() if key.startswith(prefix)]
         return iter(entries)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""
         for key in keys:
             split_key(key)
-            with self._content.lock:
-                self._content.objects.pop(key, None)
+            with _lock:
+                self._objects.pop(key, None)
 
     def _object(self, key: str) -> bytes:
         split_key(key)
-        with self._content.lock:
-            data = self._content.objects.get(key)
+        with _lock:
+            data = self._objects.get(key)
         if data is None:
             raise MissingError(f"{self.url}/{key}: no such object")
         return data
-
-    def _create(self, key: str, data: bytes) -> None:
-        with self._content.lock:
-            if key in self._content.objects:
-                raise self._conflict(key)
-            self._content.objects[key] = data
 
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"{self.url}/{key}: another writer stored it; it was not touched")
@@ -162,7 +141,7 @@ class _MemoryUpload:
         with self._lock:
             self._require_open()
             self._ledger.require_whole()
-            self._store._create(self._key, b"".join(self._parts[offset] for offset in sorted(self._parts)))
+            self._store.put_if_absent(self._key, b"".join(self._parts[offset] for offset in sorted(self._parts)))
             self._close()
 
     def abort(self) -> None:
