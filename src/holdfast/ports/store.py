@@ -233,15 +233,11 @@ class ForwardingReadable:
     def __init__(self, inner: Readable) -> None:
         """Wrap `inner`."""
         self._inner = inner
+        self.url = inner.url
 
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
         """Make one call of a method about a key or prefix; override this to change every call alike."""
         return call()
-
-    @property
-    def url(self) -> str:
-        """The inner store's URL."""
-        return self._inner.url
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -278,11 +274,7 @@ class ForwardingStore(ForwardingReadable):
     def __init__(self, inner: Store) -> None:
         """Wrap `inner`."""
         super().__init__(inner)
-
-    @property
-    def failed_calls_are_over(self) -> bool:
-        """What the inner store says."""
-        return self._inner.failed_calls_are_over
+        self.failed_calls_are_over = inner.failed_calls_are_over
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one."""

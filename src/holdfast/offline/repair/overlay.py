@@ -17,13 +17,9 @@ class OverlayStore(ForwardingStore):
     def __init__(self, inner: Store) -> None:
         """Begin with no changes to `inner`."""
         super().__init__(inner)
+        self.failed_calls_are_over = True  # No call writes to storage.
         self.pending: dict[str, bytes | None] = {}
         """New content by key, in the order of the calls; None: the object would be removed."""
-
-    @property
-    def failed_calls_are_over(self) -> bool:
-        """True: no call writes to storage."""
-        return True
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Replace an object, unless it has this content already."""
