@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import pytest
@@ -74,42 +73,30 @@ class ThreadComm:
             rank: This rank.
             key_value_store: This rank's view of the key-value store, if it has one of its own.
         """
-        self._group, self._rank = group, rank
-        self._key_value_store = group.key_value_store if key_value_store is None else key_value_store
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in the group."""
-        return self._group.world_size
-
-    @property
-    def key_value_store(self) -> KeyValueStore:
+        self._group = group
+        self.rank = rank
+        self.world_size = group.world_size
+        self.key_value_store = group.key_value_store if key_value_store is None else key_value_store
         """This rank's view of the key-value store."""
-        return self._key_value_store
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Return rank 0's payload."""
-        return self._group.meet(self._rank, bytes(payload or b"") if self._rank == 0 else b"")[0]
+        return self._group.meet(self.rank, bytes(payload or b"") if self.rank == 0 else b"")[0]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by rank."""
-        return self._group.meet(self._rank, bytes(payload))
+        return self._group.meet(self.rank, bytes(payload))
 
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         """Send bytes to other ranks and receive theirs."""
         sent = {rank: [bytes(buffer) for buffer in buffers] for rank, buffers in gives.items()}
-        for sender, received in enumerate(self._group.meet(self._rank, sent)):
+        for sender, received in enumerate(self._group.meet(self.rank, sent)):
             taken = takes.get(sender, ())
-            sizes = [len(data) for data in received.get(self._rank, [])]
+            sizes = [len(data) for data in received.get(self.rank, [])]
             expected = [len(buffer) for buffer in taken]
             if sizes != expected:
-                raise InvalidError(f"rank {self._rank}: rank {sender} sends {sizes} bytes; expected {expected}")
-            for buffer, data in zip(taken, received.get(self._rank, []), strict=True):
+                raise InvalidError(f"rank {self.rank}: rank {sender} sends {sizes} bytes; expected {expected}")
+            for buffer, data in zip(taken, received.get(self.rank, []), strict=True):
                 buffer[:] = data
 
 
@@ -132,11 +119,16 @@ def run_ranks(
     Raises:
         ExceptionGroup: One error per failed rank, with its rank in a note.
     """
-    outcomes = _outcomes(world_size, function, group, view_of, timeout_seconds)
-    failures = [outcome.error for outcome in outcomes if isinstance(outcome, _Raised)]
+    results: dict[int, _Result] = {}
+
+    def keep_result(comm: ThreadComm) -> None:
+        results[comm.rank] = function(comm)
+
+    outcomes = outcomes_of_ranks(world_size, keep_result, group=group, view_of=view_of, timeout_seconds=timeout_seconds)
+    failures = [failure for failure in outcomes if failure is not None]
     if failures:
         raise BaseExceptionGroup(f"{len(failures)} of {world_size} ranks failed", failures)
-    return [outcome for outcome in outcomes if not isinstance(outcome, _Raised)]
+    return [results[rank] for rank in range(world_size)]
 
 
 def outcomes_of_ranks(
@@ -148,24 +140,8 @@ def outcomes_of_ranks(
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> list[_Result | BaseException]:
     """Return what `function` returned or raised on each rank; arguments as for `run_ranks`."""
-    outcomes = _outcomes(world_size, function, group, view_of, timeout_seconds)
-    return [outcome.error if isinstance(outcome, _Raised) else outcome for outcome in outcomes]
-
-
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    error: BaseException
-
-
-def _outcomes(
-    world_size: int,
-    function: Callable[[ThreadComm], _Result],
-    group: ThreadGroup | None,
-    view_of: Callable[[int, KeyValueStore], KeyValueStore],
-    timeout_seconds: float,
-) -> list[_Result | _Raised]:
     shared = ThreadGroup(world_size, timeout_seconds=timeout_seconds) if group is None else group
-    outcomes: list[_Result | _Raised] = [_Raised(TimeoutError("still running"))] * world_size
+    outcomes: list[_Result | BaseException] = [TimeoutError("still running")] * world_size
 
     def work(rank: int) -> None:
         comm = ThreadComm(shared, rank, view_of(rank, shared.key_value_store))
@@ -173,7 +149,7 @@ def _outcomes(
             outcomes[rank] = function(comm)
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             error.add_note(f"on rank {rank}")
-            outcomes[rank] = _Raised(error)
+            outcomes[rank] = error
             shared.rank_died()
 
     threads = [
@@ -185,7 +161,7 @@ def _outcomes(
     for rank, thread in enumerate(threads):
         thread.join(max(deadline - time.monotonic(), 0.0))
         if thread.is_alive():
-            outcomes[rank] = _Raised(TimeoutError(f"rank {rank} is still running after {timeout_seconds} s"))
+            outcomes[rank] = TimeoutError(f"rank {rank} is still running after {timeout_seconds} s")
             shared.rank_died()
     return outcomes
 

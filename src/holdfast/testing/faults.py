@@ -98,27 +98,12 @@ class Faults:
         self._lasting = lasting
         self._after = after
         self._lock = threading.Lock()
-        self._counted_operations = 0
-        self._met_count = 0
-        self._seen: list[FaultPoint] = []
-
-    @property
-    def seen(self) -> list[FaultPoint]:
+        self.seen: list[FaultPoint] = []
         """Every operation so far, counted or not, in order."""
-        with self._lock:
-            return list(self._seen)
-
-    @property
-    def counted(self) -> int:
+        self.counted = 0
         """Number of operations so far that counted."""
-        with self._lock:
-            return self._counted_operations
-
-    @property
-    def met(self) -> int:
+        self.met = 0
         """How often the fault was met; 0 means that a test has tested nothing."""
-        with self._lock:
-            return self._met_count
 
     def heal(self) -> None:
         """Disarm the fault."""
@@ -139,14 +124,14 @@ class Faults:
 
     def _due(self, operation: FaultPoint) -> Action | None:
         with self._lock:
-            self._seen.append(operation)
+            self.seen.append(operation)
             if self._names is not None and operation.name not in self._names:
                 return None
-            self._counted_operations += 1
-            due = self._counted_operations >= self._at if self._lasting else self._counted_operations == self._at
+            self.counted += 1
+            due = self.counted >= self._at if self._lasting else self.counted == self._at
             if not due or self._action is None:
                 return None
-            self._met_count += 1
+            self.met += 1
             return self._action
 
 
