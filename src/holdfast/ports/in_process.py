@@ -27,7 +27,9 @@ class InProcessKeyValueStore:
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
         """Return the values of all keys once every one of them is set."""
         with self._changed:
-            self._wait(keys, timeout_seconds)
+            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_seconds):
+                absent = [key for key in keys if key not in self._values]
+                raise TimeoutError(f"{first_three(absent)} not set within {timeout_seconds:.1f} s")
             return [self._values[key] for key in keys]
 
     def present(self, key: str) -> bool:
@@ -57,8 +59,7 @@ class InProcessKeyValueStore:
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Return once every key is set."""
-        with self._changed:
-            self._wait(keys, timeout_seconds)
+        self.get_many(keys, timeout_seconds)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys; absent ones are no error."""
@@ -70,8 +71,3 @@ class InProcessKeyValueStore:
         """Return every key that is set, sorted."""
         with self._changed:
             return sorted(self._values)
-
-    def _wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_seconds):
-            absent = [key for key in keys if key not in self._values]
-            raise TimeoutError(f"{first_three(absent)} not set within {timeout_seconds:.1f} s")

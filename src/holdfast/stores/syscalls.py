@@ -10,9 +10,8 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 _log = logging.getLogger(__name__)
 
@@ -22,18 +21,14 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _RENAME_NOREPLACE = 1
 
 
-class _Call(Protocol):
-    def __call__(self, *arguments: object) -> int: ...
-
-
-def _libc(*names: str) -> _Call | None:
+def _libc(*names: str) -> Callable[..., int] | None:
     """Return the first of these functions that exists in the C library, or None."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
     except OSError:
         return None
     for name in names:
-        call: _Call | None = getattr(library, name, None)
+        call: Callable[..., int] | None = getattr(library, name, None)
         if call is not None:
             return call
     return None
@@ -45,7 +40,7 @@ _FALLOCATE = _libc("fallocate64", "fallocate")
 _RENAMEAT2 = _libc("renameat2")
 
 
-def _checked(call: _Call | None, *arguments: object) -> None:
+def _checked(call: Callable[..., int] | None, *arguments: object) -> None:
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     while call(*arguments) != 0:
