@@ -28,14 +28,8 @@ def widened(stored: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
     if dtype == "float16":
         return stored.astype(np.float32)
     if dtype == "complex32":
-        return (
-            np.ascontiguousarray(stored)
-            .reshape(-1)
-            .view(np.float16)
-            .astype(np.float32)
-            .view(np.complex64)
-            .reshape(stored.shape)
-        )
+        halves = np.ascontiguousarray(stored).reshape(-1).view(np.float16)
+        return halves.astype(np.float32).view(np.complex64).reshape(stored.shape)
     if dtype in _FLOAT8:
         return _FLOAT8[dtype][stored.astype(np.intp)]
     return stored
@@ -84,18 +78,13 @@ def common_type(a: str, b: str) -> str | None:
     Args:
         a, b: Element types by name.
     """
-    types = [_number_type(a), _number_type(b)]
+    types = [widened(np.zeros(0, DTYPES[dtype].numpy), dtype).dtype for dtype in (a, b)]
     if all(number.kind in "biu" for number in types):
         both = np.promote_types(*types)
         return both.name if both.kind in "biu" else None
     if any(number.kind in "iu" and number.itemsize > 4 for number in types):
         return None
     return "complex128" if any(number.kind == "c" for number in types) else "float64"
-
-
-def _number_type(dtype: str) -> np.dtype[np.generic]:
-    """Return the numpy type of the result of `widened`."""
-    return widened(np.zeros(0, DTYPES[dtype].numpy), dtype).dtype
 
 
 def _bfloat16(single: NDArray[np.generic]) -> NDArray[np.uint16]:

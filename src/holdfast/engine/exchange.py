@@ -14,9 +14,9 @@ If any rank reports a failure, no rank goes on to `exchange`, and the load ends 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
@@ -115,7 +115,7 @@ def execute_exchange(
         return TransferStats(0, 0, whole=False)
     runs, given_bytes, received_bytes = rest
     seconds = clock.monotonic_seconds() - start
-    plan = LoadPlan(tuple(_joined(runs, settings.read_window_bytes)))
+    plan = LoadPlan(_joined(runs, settings.read_window_bytes))
     if moved is not None:
         moved(given_bytes + received_bytes - rounds.moved_bytes)
     execute(plan, packs, targets, settings, moved=moved)
@@ -141,7 +141,8 @@ def _exchange(exchange: PlannedExchange, comm: Comm, state: _Rounds) -> tuple[li
                 state.prepare(number)
             except Exception as error:  # noqa: BLE001 - the next status word reports it to the other ranks
                 failure = error
-        words = [_STATUS.unpack(word) for word in comm.all_gather(_status_word(failure, state.throughput))]
+        own_word = _STATUS.pack(failure is not None, *astuple(state.throughput))
+        words = [_STATUS.unpack(word) for word in comm.all_gather(own_word)]
         if failure is not None:
             raise failure
         if any(word[0] for word in words):
@@ -164,10 +165,6 @@ def _exchange(exchange: PlannedExchange, comm: Comm, state: _Rounds) -> tuple[li
     given_bytes = sum(_bytes(give.run) for early in rounds[: number + _AREAS] for give in early.gives)
     received_bytes = sum(_bytes(take.run) for early in rounds[:number] for take in early.takes)
     return [*takes, *gives, *alone.runs], given_bytes, received_bytes
-
-
-def _status_word(failure: Exception | None, best: Throughput) -> bytes:
-    return _STATUS.pack(failure is not None, best.read_bytes, best.read_seconds, best.moved_bytes, best.moved_seconds)
 
 
 class _Rounds:
@@ -301,18 +298,16 @@ class _Rounds:
             self._finish_placing(number)
 
 
-def _joined(runs: Sequence[ReadRun], run_bytes_max: int) -> Iterator[ReadRun]:
-    """Yield runs by pack and offset, adjacent ones joined up to `run_bytes_max` bytes."""
-    last: ReadRun | None = None
+def _joined(runs: Sequence[ReadRun], run_bytes_max: int) -> tuple[ReadRun, ...]:
+    """Return runs by pack and offset, adjacent ones joined up to `run_bytes_max` bytes."""
+    joined: list[ReadRun] = []
     for run in sorted(runs, key=lambda run: (run.pack, run.start)):
+        last = joined[-1] if joined else None
         if last and (last.pack, last.stop) == (run.pack, run.start) and run.stop - last.start <= run_bytes_max:
-            last = ReadRun(run.pack, last.start, run.stop, last.chunks + run.chunks)
-            continue
-        if last:
-            yield last
-        last = run
-    if last:
-        yield last
+            joined[-1] = ReadRun(run.pack, last.start, run.stop, last.chunks + run.chunks)
+        else:
+            joined.append(run)
+    return tuple(joined)
 
 
 def _bytes(run: ReadRun) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-
-_ESCAPES = {r"\040": " ", r"\011": "\t", r"\012": "\n", r"\134": "\\"}
-"""How the kernel escapes these characters in a list of mounts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +104,8 @@ def _mounts(version: _Version, proc: Path) -> list[tuple[PurePosixPath, str]]:
 
 
 def _unescaped(field: str) -> str:
-    for escape, character in _ESCAPES.items():
-        field = field.replace(escape, character)
-    return field
+    """Return a field of a list of mounts, in which the kernel writes blanks and backslashes as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), field)
 
 
 def _number_of(path: Path) -> int | None:

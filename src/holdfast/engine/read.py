@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.memory_limits import ranks_on_host
@@ -70,19 +71,15 @@ def execute(
             raise
 
 
+@dataclass(slots=True)
 class _RunRead:
     """Reads one run: cached bytes straight into the targets, the rest through a buffer."""
 
-    def __init__(
-        self,
-        run: ReadRun,
-        stored: Stored,
-        targets: Sequence[Target],
-        zero_copy_bytes_min: int,
-        copying: threading.Semaphore,
-    ) -> None:
-        self._run, self._stored, self._targets = run, stored, targets
-        self._zero_copy_bytes_min, self._copying = zero_copy_bytes_min, copying
+    _run: ReadRun
+    _stored: Stored
+    _targets: Sequence[Target]
+    _zero_copy_bytes_min: int
+    _copying: threading.Semaphore
 
     def execute(self, buffer: memoryview) -> None:
         """Read, check and place every chunk."""

@@ -41,12 +41,7 @@ def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequenc
         windows: Where its bytes go.
         sources: Where the bytes come from, by shard number.
     """
-    at = 0
-    while at < len(header):
-        room = windows.room()[: len(header) - at]
-        room[:] = header[at : at + len(room)]
-        windows.advance(len(room))
-        at += len(room)
+    _copy_header(header, windows)
     number = 0
     while number < len(pack.items):
         item = pack.items[number]
@@ -84,14 +79,7 @@ def stream(
         sources: Where the bytes come from, by shard number; None if the windows are filled already.
         nonfinite: Counts NaN and infinite elements of the hashed bytes; None: not counted.
     """
-    at = 0
-    while at < len(header):
-        room = windows.room()
-        count = min(len(header) - at, len(room))
-        if sources is not None:
-            room[:count] = header[at : at + count]
-        windows.advance(count)
-        at += count
+    _copy_header(header, windows, is_there=sources is None)
     digests: list[bytes] = []
     tiny_bytes_max = min(TINY_BYTES_MAX, chunk_bytes)
     number = 0
@@ -105,6 +93,17 @@ def stream(
             digests.append(b"".join(chunk_digests(item, windows, chunk_bytes, source, nonfinite)))
         number += len(tiny) or 1
     return tuple(digests)
+
+
+def _copy_header(header: bytes, windows: BufferStream, *, is_there: bool = False) -> None:
+    """Copy a pack's header to the front of its windows; if it is there already, only advance past it."""
+    at = 0
+    while at < len(header):
+        room = windows.room()[: len(header) - at]
+        if not is_there:
+            room[:] = header[at : at + len(room)]
+        windows.advance(len(room))
+        at += len(room)
 
 
 _PIECES_TOGETHER_MAX = 1024

@@ -20,13 +20,12 @@ class HostTarget(Target):
         self._numpy = np.dtype(DTYPES[dtype].numpy)
         self._box = box
         try:
-            array = np.empty(box.shape, dtype=self._numpy)
+            self.array: NDArray[np.generic] = np.empty(box.shape, dtype=self._numpy)
+            """The placed elements; shape `box.shape`; unsigned integers if numpy lacks the dtype."""
         except MemoryError as error:
             raise UnavailableError(
                 f"no memory for {dtype} of shape {list(box.shape)}: {error}. Read the tensor slice by slice"
             ) from error
-        self.array: NDArray[np.generic] = array
-        """The placed elements; shape `box.shape`; unsigned integers if numpy lacks the dtype."""
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`."""

@@ -56,7 +56,7 @@ class PackWriter:
         Raises:
             CheckpointError: The write failed; nothing of the pack is left.
         """
-        return self._write(pack, self._buffers.take, self._buffers.give, sources, written)
+        return self._write(pack, self._buffers, sources, written)
 
     def write_staged(
         self, pack: PlannedPack, staging: Staging, written: Callable[[int], None] | None = None
@@ -71,7 +71,7 @@ class PackWriter:
             CheckpointError: The write failed; nothing of the pack is left.
             BaseException: The copy failed with this error.
         """
-        return self._write(pack, staging.take, staging.give, None, written)
+        return self._write(pack, staging, None, written)
 
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of its source's current bytes."""
@@ -95,8 +95,7 @@ class PackWriter:
     def _write(
         self,
         pack: PlannedPack,
-        take: Callable[[], memoryview],
-        give: Callable[[memoryview], None],
+        buffers: BufferPool | Staging,
         sources: Sequence[Source] | None,
         written: Callable[[int], None] | None,
     ) -> WrittenPack:
@@ -104,7 +103,7 @@ class PackWriter:
         nonfinite = NonFinite() if settings.count_nonfinite else None
         upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes)
         try:
-            with _WrittenWindows(upload, take, give, settings, written) as windows:
+            with _WrittenWindows(upload, buffers, settings, written) as windows:
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
             upload.complete()
@@ -121,12 +120,11 @@ class _WrittenWindows:
     def __init__(
         self,
         upload: Upload,
-        take: Callable[[], memoryview],
-        give: Callable[[memoryview], None],
+        buffers: BufferPool | Staging,
         settings: Settings,
         written: Callable[[int], None] | None,
     ) -> None:
-        self._upload, self._take, self._give, self._written = upload, take, give, written
+        self._upload, self._buffers, self._written = upload, buffers, written
         self._window_bytes = settings.window_bytes
         self._threads = WorkerThreads(settings.windows_in_flight, "holdfast-write")
         self._failures: list[BaseException] = []
@@ -141,13 +139,13 @@ class _WrittenWindows:
         self._given_up |= kind is not None
         self._threads.join()
         if self._buffer is not None:
-            self._give(self._buffer)
+            self._buffers.give(self._buffer)
 
     def room(self) -> memoryview:
         if self._buffer is None:
             # One failed window fails the pack, so copying more would be wasted.
             self._raise_failure()
-            self._buffer, self._filled = self._take(), 0
+            self._buffer, self._filled = self._buffers.take(), 0
         return self._buffer[self._filled : self._window_bytes]
 
     def advance(self, count: int) -> None:
@@ -178,7 +176,7 @@ class _WrittenWindows:
         except BaseException as error:  # noqa: BLE001 - `room` and `close` raise it on the thread that copies
             self._failures.append(error)
         finally:
-            self._give(buffer)
+            self._buffers.give(buffer)
 
     def _raise_failure(self) -> None:
         """Raise the error of the first window that failed."""
