@@ -49,21 +49,8 @@ def list_buffers(parameters: Parameters, files: Files) -> ZeroOptimizer:
     for number, names in enumerate(parameters.states[0].groups):
         buffer = _Buffer(parameters, files, number)
         optimizer.groups |= dict.fromkeys(names, first.group_of[number])
-        kinds = buffer.kinds()
-        if isinstance(kinds, str):
-            optimizer.unread = kinds
-            kinds = {}
-        buffer.list_flat([MASTER, *(key for key, kind in kinds.items() if kind == _FLAT)])
-        for key, kind in kinds.items():
-            if kind == _SCALAR_TENSOR:
-                buffer.list_scalar(key)
-            elif kind == _VALUE:
-                for name in names:
-                    optimizer.values.setdefault(name, {})[key] = first.shares[number].state[key]
+        buffer.list_state(optimizer)
     return optimizer
-
-
-_FLAT, _SCALAR_TENSOR, _VALUE = "flat", "scalar", "value"
 
 
 class _Buffer:
@@ -78,53 +65,67 @@ class _Buffer:
             share_of([share.master.numel for share in shares], [share.padding for share in shares]) or 0
             for shares in self._shares
         ]
+        self._every = [
+            (share, whole, state.file)
+            for shares, whole, of_rank in zip(self._shares, self._whole, files, strict=True)
+            for share, state in zip(shares, of_rank, strict=True)
+        ]
         self._parts = [self._placed(tp) for tp in range(len(files))]
 
-    def kinds(self) -> dict[str, str] | str:
-        """Return the kind of each key of the state, or the reason why a kind is ambiguous.
+    def list_state(self, optimizer: ZeroOptimizer) -> None:
+        """List the master copy and the state of every parameter.
 
         A tensor of one dimension with as many elements as the master copy, with or without padding, is cut like the
-        master copy. A single number belongs to every parameter.
+        master copy. A single number belongs to every parameter. If another tensor is among the state, only the master
+        copy is listed.
+
+        Args:
+            optimizer: Receives state that is no tensor, or the reason why a tensor is ambiguous.
         """
-        keys = self._shares[0][0].state.keys()
+        first = self._shares[0][0]
         for share, _, file in self._every:
-            if share.state.keys() != keys:
+            if share.state.keys() != first.state.keys():
                 raise CorruptError(
                     f"{self._where}/{file}: state of buffer {self._number} has {sorted(share.state)}; "
-                    f"{self._files[0][0].file} has {sorted(keys)}. Are they of one checkpoint?"
+                    f"{self._files[0][0].file} has {sorted(first.state)}. Are they of one checkpoint?"
                 )
+        flat_keys, scalar_keys, plain = [MASTER], list[str](), dict[str, Value]()
         # Optimizers name their state freely, so the shape decides, on all ranks together.
-        kinds = {}
-        for key in keys:
+        for key, first_value in first.state.items():
             values = [share.state[key] for share, _, _ in self._every]
             if all(_is_flat(share.state[key], share, whole) for share, whole, _ in self._every):
-                kinds[key] = _FLAT
+                flat_keys.append(key)
             elif all(isinstance(value, StoredTensor) and value.shape in ((), (1,)) for value in values):
-                kinds[key] = _SCALAR_TENSOR
+                scalar_keys.append(key)
             elif not any(isinstance(value, StoredTensor) for value in values):
-                kinds[key] = _VALUE
+                plain[key] = first_value
             else:
                 shape = next(list(value.shape) for value in values if isinstance(value, StoredTensor))
-                return (
+                optimizer.unread = (
                     f"{key} of buffer {self._number} has shape {shape} beside a master copy of "
-                    f"{list(self._shares[0][0].master.shape)}, so its parameters are ambiguous"
+                    f"{list(first.master.shape)}, so its parameters are ambiguous"
                 )
-        return kinds
+                flat_keys, scalar_keys, plain = [MASTER], [], {}
+                break
+        self._list_flat(flat_keys)
+        for key in scalar_keys:
+            self._list_scalar(key)
+        optimizer.values |= dict.fromkeys(self._shapes[0], plain)
 
-    def list_flat(self, keys: Sequence[str]) -> None:
+    def _list_flat(self, keys: Sequence[str]) -> None:
         """List every parameter's part of the master copy, and of state that is cut like it."""
         for name in self._shapes[0]:
             layout = self._parameters.layout(name, [shapes[name] for shapes in self._shapes])
             if layout is None:
                 continue
             for key in keys:
-                held = []
-                for tp, shapes in enumerate(self._shapes):
-                    runs = list(self._runs(tp, name, key))
-                    held.append(HeldTensor(_tensor(self._shares[tp][0], key).dtype, shapes[name], runs))
+                held = [
+                    HeldTensor(_tensor(self._shares[tp][0], key).dtype, shapes[name], list(self._runs(tp, name, key)))
+                    for tp, shapes in enumerate(self._shapes)
+                ]
                 self._parameters.tensors.add(f"optimizer.state.{name}.{key}", layout, held)
 
-    def list_scalar(self, key: str) -> None:
+    def _list_scalar(self, key: str) -> None:
         """List a single number for each parameter: the same bytes for all, with copies in other ranks' files."""
         tensors = self._parameters.tensors
         first, *others = (_tensor(share, key) for share, _, _ in self._every)
@@ -185,13 +186,6 @@ class _Buffer:
                     "param_shapes, as with round_robin_gradients. They were ignored: param_shapes state the order"
                 )
                 return
-
-    @property
-    def _every(self) -> Iterator[tuple[FlatShare, int, str]]:
-        """Every rank's share, its elements with padding, and its file."""
-        for tp, (shares, of_rank) in enumerate(zip(self._shares, self._files, strict=True)):
-            for share, state in zip(shares, of_rank, strict=True):
-                yield share, self._whole[tp], state.file
 
 
 def _is_flat(value: object, share: FlatShare, whole: int) -> bool:
