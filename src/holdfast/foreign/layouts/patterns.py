@@ -7,6 +7,7 @@ positions in the name that the pattern may have reached is one integer, a bit fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -19,7 +20,9 @@ CHARACTERS_MAX = 2000
 _STEPS_MAX = 30_000_000
 _COUNT_MAX = 1000
 _DEPTH_MAX = 50
-_SPECIAL = frozenset(".^$*+?{}[]\\|()")
+_EXACT = re.compile(r"\^((?:[^.^$*+?{}\[\]\\|()]|\\[^\w\n]|\\_)*)\$")
+"""A pattern of characters alone, which stand for themselves: ordinary ones, and escaped ones that are no class."""
+
 _CLASSES: dict[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
     "w": lambda character: character.isalnum() or character == "_",
@@ -82,22 +85,10 @@ class Patterns:
             )
 
 
-def exact_name(pattern: object) -> str | None:
+def exact_name(pattern: str) -> str | None:
     r"""Return the only name that a pattern such as `^l1\.weight$` matches; None if it may match several."""
-    if not isinstance(pattern, str) or not pattern.startswith("^") or not pattern.endswith("$"):
-        return None
-    name, escaped = [], False
-    for character in pattern[1:-1]:
-        if escaped and (character.isalnum() or character == "\n"):
-            return None
-        if not escaped and character == "\\":
-            escaped = True
-            continue
-        if not escaped and character in _SPECIAL:
-            return None
-        name.append(character)
-        escaped = False
-    return None if escaped else "".join(name)
+    match = _EXACT.fullmatch(pattern)
+    return None if match is None else re.sub(r"\\(.)", r"\1", match[1])
 
 
 class _Parser:
