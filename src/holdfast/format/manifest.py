@@ -42,7 +42,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         InvalidError: The state holds a value of an unsupported type, or is too large.
     """
-    parent = manifest.parent
     data = sealed(
         {
             **header("checkpoint", _minor_of(manifest)),
@@ -50,17 +49,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "step": manifest.step,
             "attempt": manifest.attempt,
             "created": manifest.created,
-            "parent": None if parent is None else [parent.run_id, parent.step, parent.digest],
+            "parent": None if manifest.parent is None else list(manifest.parent),
             "world_size": manifest.world_size,
             "layouts": list(manifest.layouts),
             "software": manifest.software,
             "tensors": manifest.tensors,
             "tensor_bytes": manifest.tensor_bytes,
             "aliases": manifest.aliases,
-            "packs": [_record(file) for file in manifest.packs],
-            "parts": [_record(file) for file in manifest.parts],
-            "indexes": [_record(file) for file in manifest.indexes],
-            **({} if manifest.overview is None else {"overview": _record(manifest.overview)}),
+            "packs": list(map(list, manifest.packs)),
+            "parts": list(map(list, manifest.parts)),
+            "indexes": list(map(list, manifest.indexes)),
+            **({} if manifest.overview is None else {"overview": list(manifest.overview)}),
             **({} if manifest.origin is None else {"origin": manifest.origin}),
             **({"masters": manifest.masters} if manifest.masters else {}),
             **({"epoch": manifest.epoch} if manifest.epoch else {}),
@@ -124,30 +123,22 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     packs = _records(document.packs, _is_pack_or_elsewhere, where)
     _require_other_steps(packs, document.step, where)
     overviews = _records([document.overview] if document.overview else [], OVERVIEW_FILE.__eq__, where)
-    return Manifest(
-        run_id=document.run_id,
-        step=document.step,
-        attempt=document.attempt,
-        created=document.created,
-        parent=Parent(*document.parent) if document.parent else None,
-        world_size=document.world_size,
-        layouts=tuple(layout for layout in document.layouts if isinstance(layout, dict)),
-        software=document.software,
-        tensors=document.tensors,
-        tensor_bytes=document.tensor_bytes,
-        aliases=document.aliases,
-        tree=tree,
-        packs=packs,
-        parts=_records(document.parts, is_part_name, where),
-        indexes=_records(document.indexes, is_index_name, where),
-        overview=overviews[0] if overviews else None,
-        origin=document.origin,
-        masters=document.masters or {},
-        epoch=document.epoch or 0,
-        metrics=_metrics(document.metrics, where),
-        health=decode_health(document.health, where),
-        digest=digest,
-    )
+    fields = msgspec.structs.asdict(document) | {
+        "parent": Parent(*document.parent) if document.parent else None,
+        "layouts": tuple(layout for layout in document.layouts if isinstance(layout, dict)),
+        "masters": document.masters or {},
+        "epoch": document.epoch or 0,
+        "metrics": _metrics(document.metrics, where),
+        "health": decode_health(document.health, where),
+        "tree": tree,
+        "packs": packs,
+        "parts": _records(document.parts, is_part_name, where),
+        "indexes": _records(document.indexes, is_index_name, where),
+        "overview": overviews[0] if overviews else None,
+        "digest": digest,
+    }
+    del fields["state"]  # Decoded as `tree`.
+    return Manifest(**fields)
 
 
 def _minor_of(manifest: Manifest) -> int:
@@ -168,10 +159,6 @@ def epoch_of_manifest(data: bytes, where: str) -> tuple[int | None, int, str]:
     """
     document, digest = decode_sealed(data, "checkpoint", _EpochOfStep, where)
     return document.step, document.epoch or 0, digest
-
-
-def _record(record: FileRecord) -> list[object]:
-    return [record.name, record.bytes, record.digest]
 
 
 def _records(entries: Sequence[_Record], is_name: Callable[[str], bool], where: str) -> tuple[FileRecord, ...]:

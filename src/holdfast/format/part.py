@@ -19,6 +19,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import IndexDocument, document_of, index_of
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import is_pack_name, step_of_pack
+from holdfast.format.sealed_json import decode_msgpack
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.types.health import Counted, Replicas
 from holdfast.types.manifest import FileRecord
@@ -28,7 +29,7 @@ class _PartDocument(msgspec.Struct):
     rank: int
     attempt: str
     index: IndexDocument
-    packs: list[tuple[str, int, str]]
+    packs: tuple[FileRecord, ...]
     tree: bytes | None
     aliases: dict[str, str]
     layouts: tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]
@@ -101,7 +102,7 @@ def encode_part(part: RankPart) -> bytes:
             part.rank,
             part.attempt,
             document_of(part.index),
-            [(pack.name, pack.bytes, pack.digest) for pack in part.packs],
+            part.packs,
             part.tree,
             part.aliases,
             part.layouts,
@@ -119,8 +120,8 @@ def encode_part(part: RankPart) -> bytes:
 def is_sealed(data: bytes) -> bool:
     """Return whether a part file ends in the digest of all bytes before, so that no manifest is needed to prove it."""
     try:
-        seal = _SEAL_DECODER.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        seal = decode_msgpack(_SEAL_DECODER, data, "a part", "")
+    except CorruptError:
         return False
     return len(seal.digest) == DIGEST_BYTES and seal.digest == digest_of(data[:-DIGEST_BYTES]) == data[-DIGEST_BYTES:]
 
@@ -139,21 +140,18 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
     Raises:
         CorruptError: The file is not a part, or has an impossible value.
     """
-    try:
-        document = _DECODER.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{where}: not a part of format 1: {error}. Read another copy") from error
-    for name, pack_bytes, _ in document.packs:
-        if not (is_pack_name(name) or step_of_pack(name) is not None) or pack_bytes < 0:
+    document = decode_msgpack(_DECODER, data, "a part", where)
+    for pack in document.packs:
+        if not (is_pack_name(pack.name) or step_of_pack(pack.name) is not None) or pack.bytes < 0:
             raise CorruptError(
-                f"{where}: pack {name[:200]!r} of {pack_bytes} bytes; expected a pack of this rank or of another step. "
-                "Read another copy"
+                f"{where}: pack {pack.name[:200]!r} of {pack.bytes} bytes; expected a pack of this rank or of another "
+                "step. Read another copy"
             )
     return RankPart(
         document.rank,
         document.attempt,
         index_of(document.index, where, tables),
-        tuple(FileRecord(*pack) for pack in document.packs),
+        document.packs,
         document.tree,
         document.aliases,
         document.layouts,

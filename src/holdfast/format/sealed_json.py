@@ -1,4 +1,4 @@
-"""JSON documents that end in their own digest, decoded into typed structs."""
+"""JSON documents that end in their own digest, and msgpack files, decoded into typed structs."""
 
 from __future__ import annotations
 
@@ -101,6 +101,23 @@ def convert(document: object, into: type[_T], where: str) -> _T:
         if field is not None and isinstance(document, dict):
             problem = f"{field[1]} is {str(document.get(field[1]))[:80]!r}; {problem}"
         raise CorruptError(f"{where}: {problem}. Read another copy") from error
+
+
+def decode_msgpack(decoder: msgspec.msgpack.Decoder[_T], data: bytes, kind: str, where: str) -> _T:
+    """Return the typed struct in a msgpack file.
+
+    Args:
+        decoder: Knows the struct.
+        data: Content of the file.
+        kind: Name of such a file, for messages.
+        where: The file, for messages.
+    Raises:
+        CorruptError: The file is damaged, or a field is outside its limits.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: not {kind} of format {FORMAT_MAJOR}: {error}. Read another copy") from error
 
 
 def _check_format(document: Mapping[str, object], kind: str, where: str) -> None:

@@ -71,7 +71,7 @@ def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Map
     step, attempt = manifest.step, manifest.attempt
     # Another system owns its files and may delete them: never refer to them.
     names = {pack.name: _from_root(step, attempt, pack.name) for pack in manifest.packs if _is_ours(pack.name)}
-    packs = {names[pack.name]: replace(pack, name=names[pack.name]) for pack in manifest.packs if pack.name in names}
+    packs = {names[pack.name]: pack._replace(name=names[pack.name]) for pack in manifest.packs if pack.name in names}
 
     def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:
         candidates = [
@@ -184,7 +184,7 @@ class Deduplicator:
         if not self._is_enabled or self._location.step is None:
             return
         name = step_pack_name(self._location.step, attempt, pack.plan.name)
-        self._new_packs[name] = replace(written.record, name=name)
+        self._new_packs[name] = written.record._replace(name=name)
         for item, digests in zip(pack.plan.items, written.digests, strict=True):
             # Skip small pieces: there may be thousands, and no save compares them.
             if item.bytes >= self._settings._tuning.unchanged_bytes_min:

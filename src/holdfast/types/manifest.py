@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from holdfast.types.health import Health, is_healthy
 from holdfast.types.values import Group
@@ -26,8 +27,7 @@ def is_metric_name(name: str) -> bool:
     return 0 < len(name) <= METRIC_CHARACTERS_MAX and not name.startswith("$") and name.isprintable()
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """One file of the attempt, or a referenced file elsewhere."""
 
     name: str
@@ -40,8 +40,7 @@ class FileRecord:
     """xxh3-128 in hex: of the content; for a pack, of its header and chunk digests; for a referenced file, of those."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parent:
+class Parent(NamedTuple):
     """The checkpoint this one continues."""
 
     run_id: str

@@ -11,6 +11,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.piece_columns import Bools, PieceColumns, bounds_of
 from holdfast.format.index.tensor_table import Column, TensorsDocument, TensorTable, TensorTables, decode_tensors
 from holdfast.format.names import is_file_url, is_pack_name, step_of_pack
+from holdfast.format.sealed_json import decode_msgpack
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.settings import MIB, PAGE_BYTES
 
@@ -67,12 +68,6 @@ def _kind_of(pack: str) -> str:
     return _STEP if step_of_pack(pack) is not None else _FILE
 
 
-def _is_known(kind: str, name: str) -> bool:
-    if kind == _OWN:
-        return is_pack_name(name)
-    return step_of_pack(name) is not None if kind == _STEP else kind == _FILE and is_file_url(name)
-
-
 def index_of(
     document: IndexDocument, where: str, tables: TensorTables | None = None, *, unhashed: bool = False
 ) -> Index:
@@ -91,7 +86,7 @@ def index_of(
         raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}. Read another copy")
     table = decode_tensors(document, where) if tables is None else tables.of(document, where)
     for kind, name in document.packs:
-        if not (unhashed and kind == _FILE) and not _is_known(kind, name):
+        if kind != _kind_of(name) or (kind == _FILE and not unhashed and not is_file_url(name)):
             raise CorruptError(
                 f"{where}: pack {name[:200]!r} of kind {kind[:80]!r}; expected a pack of this checkpoint or of "
                 "another step, or the URL of a file. Read another copy"
@@ -162,13 +157,12 @@ def _require_digests(table: TensorTable, tensors: Ints, chunks: Ints, digest_byt
         raise CorruptError(f"{where}: {digest_bytes} bytes of digests; expected {expected}. Read another copy")
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(IndexDocument)
 
 
 def encode_index(index: Index) -> bytes:
     """Return the bytes of one index file."""
-    return _ENCODER.encode(document_of(index))
+    return msgspec.msgpack.encode(document_of(index))
 
 
 def decode_index(data: bytes, where: str) -> Index:
@@ -177,16 +171,9 @@ def decode_index(data: bytes, where: str) -> Index:
     Raises:
         CorruptError: The file is not an index, or has an impossible value.
     """
-    return index_of(_document_in(data, where), where)
+    return index_of(decode_msgpack(_DECODER, data, "an index", where), where)
 
 
 def decode_unhashed(data: bytes, where: str) -> Index:
     """Return an index of another system's files, which has no digests; errors as `decode_index`."""
-    return index_of(_document_in(data, where), where, unhashed=True)
-
-
-def _document_in(data: bytes, where: str) -> IndexDocument:
-    try:
-        return _DECODER.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{where}: not an index of format 1: {error}. Read another copy") from error
+    return index_of(decode_msgpack(_DECODER, data, "an index", where), where, unhashed=True)

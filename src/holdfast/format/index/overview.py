@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from holdfast.format.index.columns import Ints, decode_column, encode_column
 from holdfast.format.index.index import Index
 from holdfast.format.index.piece_columns import PieceColumns
 from holdfast.format.index.tensor_table import Column, TensorsDocument, TensorTable, decode_tensors
+from holdfast.format.sealed_json import decode_msgpack
 from holdfast.geometry.box import Box
 from holdfast.settings import PAGE_BYTES
 
@@ -158,22 +160,15 @@ class _OverviewDocument(TensorsDocument):
     file_bands_stop: Column
 
 
+_SPAN_COLUMNS = ("file_tensors_first", "file_tensors_stop", "file_bands_first", "file_bands_stop")
 _DECODER = msgspec.msgpack.Decoder(_OverviewDocument)
 
 
 def encode_overview(overview: Overview) -> bytes:
     """Return the bytes of an overview file."""
-    tensors_first, tensors_stop, bands_first, bands_stop = map(encode_column, overview.spans.T)
+    spans: dict[str, Any] = dict(zip(_SPAN_COLUMNS, map(encode_column, overview.spans.T), strict=True))
     return msgspec.msgpack.encode(
-        _OverviewDocument(
-            chunk_bytes=overview.chunk_bytes,
-            **overview.table.encoded(),
-            bands=overview.bands,
-            file_tensors_first=tensors_first,
-            file_tensors_stop=tensors_stop,
-            file_bands_first=bands_first,
-            file_bands_stop=bands_stop,
-        )
+        _OverviewDocument(chunk_bytes=overview.chunk_bytes, **overview.table.encoded(), bands=overview.bands, **spans)
     )
 
 
@@ -187,23 +182,14 @@ def decode_overview(data: bytes, files: int, where: str) -> Overview:
     Raises:
         CorruptError: The file is not an overview, or has an impossible value.
     """
-    try:
-        document = _DECODER.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{where}: not an overview of format 1: {error}. Read another copy") from error
+    document = decode_msgpack(_DECODER, data, "an overview", where)
     if document.chunk_bytes < PAGE_BYTES or not 1 <= document.bands <= _BANDS_READ_MAX:
         raise CorruptError(
             f"{where}: chunk_bytes={document.chunk_bytes}, bands={document.bands}; expected at least {PAGE_BYTES} "
             f"bytes and 1 to {_BANDS_READ_MAX} bands. Read another copy"
         )
     table = decode_tensors(document, where)
-    columns = (
-        document.file_tensors_first,
-        document.file_tensors_stop,
-        document.file_bands_first,
-        document.file_bands_stop,
-    )
-    spans = np.stack([decode_column(column, where, files) for column in columns], axis=1)
+    spans = np.stack([decode_column(getattr(document, name), where, files) for name in _SPAN_COLUMNS], axis=1)
     if (spans[:, 0] > spans[:, 1]).any() or (spans[:, 1] > table.count).any() or (spans[:, 2] > spans[:, 3]).any():
         raise CorruptError(f"{where}: an index file has an impossible range of tensors or bands. Read another copy")
     return Overview(document.chunk_bytes, table, document.bands, spans)
