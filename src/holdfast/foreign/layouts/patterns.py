@@ -20,14 +20,13 @@ CHARACTERS_MAX = 2000
 _STEPS_MAX = 30_000_000
 _COUNT_MAX = 1000
 _DEPTH_MAX = 50
-_EXACT = re.compile(r"\^((?:[^.^$*+?{}\[\]\\|()]|\\[^\w\n]|\\_)*)\$")
-"""A pattern of characters alone, which stand for themselves: ordinary ones, and escaped ones that are no class."""
+_Fits = Callable[[str], object]
+"""Returns a true value if a character fits a part of a pattern."""
 
-_CLASSES: dict[str, Callable[[str], bool]] = {
-    "d": str.isdecimal,
-    "w": lambda character: character.isalnum() or character == "_",
-    "s": str.isspace,
-}
+_CLASSES: dict[str, _Fits] = {name: re.compile(rf"\{name}").match for name in "dwsDWS"}
+_SPECIAL = frozenset(".^$*+?{}[]\\|()")
+_ESCAPED = re.compile(r"\\([^\w\n]|_)")
+"""A character that is matched literally."""
 
 
 class _Name:
@@ -87,8 +86,10 @@ class Patterns:
 
 def exact_name(pattern: str) -> str | None:
     r"""Return the only name that a pattern such as `^l1\.weight$` matches; None if it may match several."""
-    match = _EXACT.fullmatch(pattern)
-    return None if match is None else re.sub(r"\\(.)", r"\1", match[1])
+    unescaped = _ESCAPED.sub("", pattern[1:-1])
+    if pattern[:1] != "^" or pattern[-1:] != "$" or not _SPECIAL.isdisjoint(unescaped):
+        return None
+    return _ESCAPED.sub(r"\1", pattern[1:-1])
 
 
 class _Parser:
@@ -178,22 +179,19 @@ class _Parser:
         self._at += 1
         return node
 
-    def _escaped(self) -> Callable[[str], bool]:
+    def _escaped(self) -> _Fits:
         character = self._next()
         self._at += 1
         if character in _CLASSES:
             return _CLASSES[character]
-        if character.lower() in _CLASSES:
-            known = _CLASSES[character.lower()]
-            return lambda candidate: not known(candidate)
         if not character or character.isalnum():
             raise self._refused(f"the escape \\{character}")
         return lambda candidate: candidate == character
 
-    def _set(self) -> Callable[[str], bool]:
+    def _set(self) -> _Fits:
         inverted = self._next() == "^"
         self._at += inverted
-        members: list[Callable[[str], bool]] = []
+        members: list[_Fits] = []
         while not members or self._next() != "]":
             character = self._next()
             if not character:
@@ -217,7 +215,7 @@ class _Parser:
 
         return literal
 
-    def _character(self, fits: Callable[[str], bool]) -> _Node:
+    def _character(self, fits: _Fits) -> _Node:
         def step(name: _Name, places: int) -> int:
             self._spend()
             return sum(places & mask for candidate, mask in name.places.items() if fits(candidate)) << 1
@@ -266,5 +264,5 @@ class _Parser:
         return (first, first - 1 if comma and not high else last)
 
 
-def _between(low: str, high: str) -> Callable[[str], bool]:
+def _between(low: str, high: str) -> _Fits:
     return lambda candidate: low <= candidate <= high

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from operator import add
@@ -10,7 +11,7 @@ from holdfast.errors import InvalidError
 from holdfast.foreign.pickles.tensors import StoredTensor, row_major_strides
 from holdfast.foreign.wording import CONVERT
 from holdfast.geometry.box import Box, flat_range_boxes
-from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.region import FlatRange
 from holdfast.geometry.value_class import value_class
 from holdfast.types.listing import ListedPiece
 
@@ -126,12 +127,9 @@ def _rows_of(
     for run in runs:
         start, stop = max(run.start, first), min(run.stop, last)
         if start < stop:
-            region = _region(start + shift, stop + shift, global_shape)
+            is_whole = stop - start == math.prod(global_shape)
+            region = Box.whole(global_shape) if is_whole else FlatRange(start + shift, stop + shift)
             yield ListedPiece(region, run.file, run.offset + (start - run.start) * itemsize)
-
-
-def _region(start: int, stop: int, global_shape: tuple[int, ...]) -> Region:
-    return Box.whole(global_shape) if stop - start == math.prod(global_shape) else FlatRange(start, stop)
 
 
 def _unbroken(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -145,8 +143,5 @@ def _unbroken(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
             f"a slice {list(box.shape)} of a tensor {list(shape)} has {math.prod(box.shape[:outer])} runs; "
             f"expected at most {RUNS_MAX}. {CONVERT}"
         )
-    starts: list[tuple[int, ...]] = [()]
-    for low, high in zip(box.start[:outer], box.stop[:outer], strict=True):
-        starts = [(*start, at) for start in starts for at in range(low, high)]
-    for start in starts:
+    for start in itertools.product(*map(range, box.start[:outer], box.stop[:outer])):
         yield Box((*start, *box.start[outer:]), (*(at + 1 for at in start), *box.stop[outer:]))
