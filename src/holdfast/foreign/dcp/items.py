@@ -156,7 +156,7 @@ class _Reader:
                 f"{box.start}. DCP loses all but the last part of a tensor that one rank writes as safetensors"
             )
         shape = entry.box.shape
-        return StoredTensor(entry.dtype, shape, row_major_strides(shape), item.file, entry.start, key, storage_offset=0)
+        return StoredTensor(entry.dtype, shape, row_major_strides(shape), item.file, entry.start, key)
 
 
 def piece_of(entry: DcpItem, spec: TensorSpec, where: str) -> ListedPiece:

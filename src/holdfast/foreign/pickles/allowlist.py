@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.foreign.pickles.constructors import CALLS, DTYPE_NAMES, STORAGE_DTYPES, dtype_ref, names
+from holdfast.foreign.pickles.constructors import CALLS, STORAGE_DTYPES
 from holdfast.foreign.pickles.numpy_constructors import NUMPY_CALLS
 from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, UnsupportedPickle
 
 KNOWN_CALLS = {**CALLS, **NUMPY_CALLS}
 """Substitutes for functions and classes, by module and name."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_DTYPES = _names(
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex32 complex64 "
+    "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 "
+    "qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 "
+    "int3 int4 int5 int6 int7"
+)
+"""torch's element types. A tensor of a type that Holdfast does not store is refused."""
+
+_SHORT_DTYPES = {
+    "half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32", "short": "int16",
+    "cfloat": "complex64", "cdouble": "complex128", "chalf": "complex32",
+}  # fmt: skip
 
 NAME_CHARACTERS_MAX = 500
 """Longest module or name."""
@@ -20,7 +38,7 @@ _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict"
 _RENAMED_BUILTINS = {"long": "int", "unicode": "str", "xrange": "range"}
 """Names of Python 2, which protocols before 3 use."""
 
-_OPAQUE_PACKAGES = names(
+_OPAQUE_PACKAGES = _names(
     "accelerate apex argparse bitsandbytes collections datasets deepspeed diffusers enum fairscale fractions hydra "
     "lightning lightning_fabric megatron nemo omegaconf pathlib peft pytorch_lightning timm torchao torchtitan "
     "transformer_engine transformers trl uuid zoneinfo"
@@ -32,13 +50,14 @@ _OPAQUE_PREFIXES = (
     "torch.amp.", "torch.cuda.amp.", "torch.ao.",
 )  # fmt: skip
 
-_OPAQUE_NAMES = names(
+_KNOWN_NAMES = _names(
     "builtins.Ellipsis builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.object "
     "builtins.range builtins.slice builtins.str builtins.tuple copyreg._reconstructor dataclasses.MISSING "
     "decimal.Decimal functools.partial numpy.ndarray torch.Tensor torch._tensor.Tensor "
     "torch._utils._rebuild_wrapper_subclass "
     "torch.layout torch.memory_format torch.per_tensor_affine torch.strided types.SimpleNamespace typing.Any"
-)
+).union(KNOWN_CALLS, STORAGE_DTYPES)
+"""Names outside these packages."""
 
 _REFUSED = {
     "torch.storage._load_from_bytes": "a tensor pickled outside torch.save; save the state with torch.save",
@@ -69,20 +88,13 @@ def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTyp
     module = _RENAMED_MODULES.get(module, module)
     if module.startswith("numpy.core."):
         module = "numpy._core." + module.removeprefix("numpy.core.")
-    if module == "torch" and name in DTYPE_NAMES:
-        return dtype_ref(name)
+    if module == "torch" and _SHORT_DTYPES.get(name, name) in _DTYPES:
+        return DTypeRef(_SHORT_DTYPES.get(name, name))
     qualname = f"{module}.{name}"
     if qualname in _REFUSED:
         raise UnsupportedPickle(f"{qualname}: {_REFUSED[qualname]}")
-    is_known = (
-        qualname in KNOWN_CALLS
-        or qualname in STORAGE_DTYPES
-        or qualname in _OPAQUE_NAMES
-        or qualname in also
-        or qualname.partition(".")[0] in _OPAQUE_PACKAGES
-        or qualname.startswith(_OPAQUE_PREFIXES)
-    )
-    if is_known:
+    is_package_known = qualname.partition(".")[0] in _OPAQUE_PACKAGES or qualname.startswith(_OPAQUE_PREFIXES)
+    if is_package_known or qualname in _KNOWN_NAMES or qualname in also:
         return GlobalName(qualname)
     raise UnsupportedPickle(
         f"{qualname!r}: not on the list of names that Holdfast reads; expected plain values, tensors, or types of a "

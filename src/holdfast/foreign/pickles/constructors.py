@@ -23,25 +23,6 @@ Call = Callable[[tuple[Any, ...], Charge], object]
 Raises ValueError or TypeError for arguments that the original refuses, `UnsupportedPickle` for those that Holdfast does
 not support."""
 
-
-def names(text: str) -> frozenset[str]:
-    """Return the words of a text as a set."""
-    return frozenset(text.split())
-
-
-DTYPE_NAMES = names(
-    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 half float double long "
-    "int short cfloat cdouble chalf complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
-    "float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 "
-    "bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
-)
-"""Names of torch's element types. A tensor of a type that Holdfast does not store is refused."""
-
-_SHORT_DTYPES = {
-    "half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32", "short": "int16",
-    "cfloat": "complex64", "cdouble": "complex128", "chalf": "complex32",
-}  # fmt: skip
-
 DTYPE_OF_STORAGE = {
     "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
     "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
@@ -58,11 +39,6 @@ STORAGE_DTYPES = {
 
 _PLAIN_TENSORS = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 _ENCODINGS = {"latin1", "latin-1", "iso-8859-1"}
-
-
-def dtype_ref(name: str) -> DTypeRef:
-    """Return a type by its canonical name."""
-    return DTypeRef(_SHORT_DTYPES.get(name, name))
 
 
 def _bytes_of(args: tuple[Any, ...], charge: Charge) -> bytes:
@@ -103,21 +79,20 @@ def _members(kind: type, args: tuple[Any, ...], charge: Charge) -> Any:
     return kind(require_keys(members))
 
 
-def _pairs(args: tuple[Any, ...], charge: Charge) -> list[tuple[object, object]]:
+def _pairs(args: tuple[Any, ...], charge: Charge) -> Iterable[tuple[Any, Any]]:
     (content,) = args or ([],)
     charge(128 + 64 * len(content))
     if isinstance(content, dict):
-        return list(content.items())
+        return content.items()
     if type(content) is not list or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content):
         raise ValueError(f"a dict of {type(content).__name__}; expected pairs")
     require_keys(key for key, _ in content)
-    return [(key, value) for key, value in content]
+    return content
 
 
 def _counter(args: tuple[Any, ...], charge: Charge) -> Counter[object]:
-    counter: Counter[object] = Counter()
-    for key, count in _pairs(args, charge):
-        counter[key] = count  # type: ignore[assignment]  # A saved Counter may hold any values.
+    counter: Counter[Any] = Counter()
+    dict.update(counter, _pairs(args, charge))  # Counter.update would add counts, and a saved one may hold any values.
     return counter
 
 
@@ -249,25 +224,22 @@ def _require_key(key: object) -> None:
         count += 1
         if count > _KEY_VALUES_MAX:
             raise ValueError(f"a key of over {_KEY_VALUES_MAX} values")
-        kind = type(part)
-        if kind is tuple or kind is frozenset:
-            assert isinstance(part, tuple | frozenset)
+        if isinstance(part, tuple | frozenset):
             count += max(len(part) - _KEY_VALUES_MAX, 0)
             waiting += list(part)[:_KEY_VALUES_MAX]
-        elif kind is str or kind is bytes:
-            assert isinstance(part, str | bytes)
+        elif isinstance(part, str | bytes):
             characters += len(part)
             if characters > _KEY_CHARACTERS_MAX:
                 raise ValueError(f"a key of over {_KEY_CHARACTERS_MAX} characters")
-        elif kind is int:
-            if part.bit_length() > _KEY_BITS_MAX:  # type: ignore[attr-defined]
+        elif isinstance(part, int):
+            if part.bit_length() > _KEY_BITS_MAX:
                 raise ValueError(f"a key of over {_KEY_BITS_MAX} bits")
-        elif kind not in _KEY_TYPES and not isinstance(part, np.generic):
-            raise ValueError(f"a key of type {kind.__name__}")
+        elif type(part) not in _KEY_TYPES and not isinstance(part, np.generic):
+            raise ValueError(f"a key of type {type(part).__name__}")
 
 
 _KEY_TYPES = {
-    float, bool, complex, type(None), OpaqueObject, GlobalName, DTypeRef, datetime.datetime, datetime.date,
+    float, complex, type(None), OpaqueObject, GlobalName, DTypeRef, datetime.datetime, datetime.date,
     datetime.time, datetime.timedelta, datetime.timezone, pathlib.PosixPath, pathlib.PurePosixPath,
     pathlib.PureWindowsPath, FrameworkValue,
 }  # fmt: skip

@@ -7,7 +7,6 @@ millions of them.
 from __future__ import annotations
 
 import codecs
-import struct
 
 from holdfast.foreign.pickles.objects import UnsupportedPickle
 
@@ -20,7 +19,6 @@ _MARKS_MAX = 100_000
 
 _INT_BYTES_MAX = 8192
 _DIGITS_MAX = 4300
-_DOUBLE = struct.Struct(">d")
 
 
 class PickleStack:
@@ -46,9 +44,9 @@ class PickleStack:
             raise ValueError(f"{count} bytes are stated, {len(self.data) - start} are left")
         return self.data[start:stop]
 
-    def number(self, width: int) -> int:
-        """Return the next unsigned number of some bytes."""
-        return int.from_bytes(self.take(width), "little")
+    def number(self, width: int, *, signed: bool = False) -> int:
+        """Return the next number of some bytes."""
+        return int.from_bytes(self.take(width), "little", signed=signed)
 
     def line(self) -> bytes:
         """Return the rest of the line."""
@@ -60,10 +58,6 @@ class PickleStack:
         return line
 
     # -- stack
-
-    def push(self, value: object) -> None:
-        """Push a value."""
-        self.stack.append(value)
 
     def push_container(self, value: object) -> None:
         """Push a container or an object, and count it."""
@@ -105,9 +99,6 @@ class PickleStack:
         # Picklers number memo entries from 0, so a larger index is damage.
         if not 0 <= index <= len(self.data):
             raise ValueError(f"memo index {index}; expected less than the bytes of the pickle")
-        self._keep(index)
-
-    def _keep(self, index: int) -> None:
         if len(self.memo) >= CONTAINERS_MAX:
             raise UnsupportedPickle(f"over {CONTAINERS_MAX} memo entries; save them as tensors or in several files")
         self.memo[index] = self.stack[-1]
@@ -128,10 +119,6 @@ class PickleStack:
         self.recall(self.data[self.at])
         self.at += 1
 
-    def memoize(self) -> None:
-        """Store the top under the next index."""
-        self._keep(len(self.memo))
-
     # -- values
 
     def proto(self) -> None:
@@ -149,27 +136,19 @@ class PickleStack:
     def integer_text(self) -> None:
         """Push an integer in decimal, or a bool."""
         line = self.line()
-        self.push(line == b"01" if line in (b"00", b"01") else decimal(line))
+        self.stack.append(line == b"01" if line in (b"00", b"01") else decimal(line))
 
     def byte(self) -> None:
         """Push an integer of one byte."""
         self.stack.append(self.data[self.at])
         self.at += 1
 
-    def signed(self) -> None:
-        """Push an integer of four bytes."""
-        self.stack.append(int.from_bytes(self.take(4), "little", signed=True))
-
     def long(self, width: int) -> None:
         """Push an integer whose length is stated in `width` bytes."""
         count = self.number(width)
         if count > _INT_BYTES_MAX:
             raise ValueError(f"an integer of {count} bytes; expected {_INT_BYTES_MAX} at most")
-        self.push(int.from_bytes(self.take(count), "little", signed=True))
-
-    def double(self) -> None:
-        """Push a float."""
-        self.stack += _DOUBLE.unpack(self.take(8))
+        self.stack.append(self.number(count, signed=True))
 
     def string_text(self) -> None:
         """Push text or bytes of Python 2, stored as a literal."""
@@ -177,11 +156,11 @@ class PickleStack:
         if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":
             raise ValueError("text without quotes")
         content, _ = codecs.escape_decode(line[1:-1])
-        self.push(_old_text(content))
+        self.stack.append(_old_text(content))
 
     def push_string(self, width: int) -> None:
         """Push text or bytes of Python 2 whose length is stated in `width` bytes."""
-        self.push(_old_text(self.take(self.number(width))))
+        self.stack.append(_old_text(self.take(self.number(width))))
 
     def push_unicode(self, width: int) -> None:
         """Push text whose length is stated in `width` bytes."""

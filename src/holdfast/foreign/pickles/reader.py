@@ -173,13 +173,13 @@ class _Machine(PickleStack):
 
     def global_name(self) -> None:
         module, name = self.line().decode("utf-8"), self.line().decode("utf-8")
-        self.push(resolved(module, name, self._also))
+        self.stack.append(resolved(module, name, self._also))
 
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(module) is not str or type(name) is not str:
             raise ValueError("a global whose name is not text")
-        self.push(resolved(module, name, self._also))
+        self.stack.append(resolved(module, name, self._also))
 
     def extension(self) -> None:
         raise UnsupportedPickle("a class by its number in another program's registry; save it as plain values")
@@ -190,20 +190,20 @@ class _Machine(PickleStack):
     def push_persistent(self, identifier: object) -> None:
         if self._persistent is None:
             raise UnsupportedPickle("a tensor or another object stored outside the pickle; expected values only")
-        self.push(self._persistent(identifier))
+        self.stack.append(self._persistent(identifier))
 
     def inst(self) -> None:
         arguments = tuple(self.marked())
         self.global_name()
-        self.push(self._called(self.stack.pop(), arguments))
+        self.stack.append(self._called(self.stack.pop(), arguments))
 
     def obj(self) -> None:
         kind, *arguments = self.marked()
-        self.push(self._called(kind, tuple(arguments)))
+        self.stack.append(self._called(kind, tuple(arguments)))
 
     def reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        self.push(self._called(function, arguments))
+        self.stack.append(self._called(function, arguments))
 
     def newobj_ex(self) -> None:
         # Keywords of the constructor are kept as attributes; BUILD merges further ones into them.
@@ -212,10 +212,10 @@ class _Machine(PickleStack):
             raise ValueError("the keywords of a call are not a dict")
         self.reduce()
         result = self.stack[-1]
-        if keywords and not isinstance(result, OpaqueObject):
-            raise ValueError("keywords in the call of a plain value")
         if isinstance(result, OpaqueObject):
             result.state = keywords or None
+        elif keywords:
+            raise ValueError("keywords in the call of a plain value")
 
     def _called(self, function: object, arguments: object) -> object:
         """Return the substitute for the result of a call."""
@@ -283,42 +283,38 @@ _WELL_HASHED = frozenset({str, bytes, OpaqueObject, bool, type(None)})
 _Operation = Callable[[_Machine], object]
 
 
-def _operations() -> list[_Operation | None]:
-    """Return the operation of each opcode of protocols 0 to 5, except STOP."""
-    machine = _Machine
-    named: dict[bytes, _Operation] = {
-        b"(": machine.mark, b"0": machine.pop, b"1": machine.marked, b"2": lambda m: m.push(m.stack[-1]),
-        b"F": lambda m: m.push(float(m.line().decode("ascii"))), b"I": machine.integer_text,
-        b"L": lambda m: m.push(decimal(m.line().removesuffix(b"L"))), b"J": machine.signed,
-        b"K": machine.byte, b"M": lambda m: m.stack.append(m.number(2)), b"G": machine.double,
-        b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4),
-        b"N": lambda m: m.stack.append(None), b")": lambda m: m.stack.append(()),
-        b"\x88": lambda m: m.stack.append(True), b"\x89": lambda m: m.stack.append(False),
-        b"]": lambda m: m.push_container([]), b"}": lambda m: m.push_container({}), b"\x8f": machine.empty_set,
-        b"P": lambda m: m.push_persistent(m.line().decode("ascii")), b"Q": lambda m: m.push_persistent(m.stack.pop()),
-        b"R": machine.reduce, b"b": machine.build,
-        b"S": machine.string_text, b"T": lambda m: m.push_string(4), b"U": lambda m: m.push_string(1),
-        b"V": lambda m: m.push(m.line().decode("raw-unicode-escape")), b"X": lambda m: m.push_unicode(4),
-        b"\x8c": lambda m: m.push_unicode(1),
-        b"\x8d": lambda m: m.push_unicode(8), b"B": lambda m: m.push(m.take(m.number(4))),
-        b"C": lambda m: m.push(m.take(m.number(1))), b"\x8e": lambda m: m.push(m.take(m.number(8))),
-        b"\x96": lambda m: m.push(bytearray(m.take(m.number(8)))),
-        b"a": lambda m: m.extend([m.stack.pop()]), b"e": lambda m: m.extend(m.marked()), b"s": machine.setitem,
-        b"u": lambda m: m.update(m.marked()),
-        b"d": machine.make_dict, b"l": lambda m: m.push_container(m.marked()),
-        b"t": lambda m: m.push_container(tuple(m.marked())),
-        b"\x85": lambda m: m.push_tuple(1), b"\x86": lambda m: m.push_tuple(2), b"\x87": lambda m: m.push_tuple(3),
-        b"\x90": machine.additems, b"\x91": machine.make_frozenset,
-        b"c": machine.global_name, b"\x93": machine.stack_global, b"i": machine.inst, b"o": machine.obj,
-        b"\x81": machine.reduce, b"\x92": machine.newobj_ex,
-        b"g": lambda m: m.recall(decimal(m.line())), b"h": machine.short_get, b"j": lambda m: m.recall(m.number(4)),
-        b"p": lambda m: m.remember(decimal(m.line())), b"q": machine.short_put,
-        b"r": lambda m: m.remember(m.number(4)), b"\x94": machine.memoize,
-        b"\x80": machine.proto, b"\x95": machine.frame,
-        b"\x82": machine.extension, b"\x83": machine.extension, b"\x84": machine.extension,
-        b"\x97": machine.out_of_band, b"\x98": machine.out_of_band,
-    }  # fmt: skip
-    return [named.get(bytes([code])) for code in range(256)]
+_NAMED: dict[bytes, _Operation] = {
+    b"(": _Machine.mark, b"0": _Machine.pop, b"1": _Machine.marked, b"2": lambda m: m.stack.append(m.stack[-1]),
+    b"N": lambda m: m.stack.append(None), b")": lambda m: m.stack.append(()),
+    b"\x88": lambda m: m.stack.append(True), b"\x89": lambda m: m.stack.append(False),
+    b"I": _Machine.integer_text, b"L": lambda m: m.stack.append(decimal(m.line().removesuffix(b"L"))),
+    b"K": _Machine.byte, b"M": lambda m: m.stack.append(m.number(2)),
+    b"J": lambda m: m.stack.append(m.number(4, signed=True)),
+    b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4),
+    b"F": lambda m: m.stack.append(float(m.line().decode("ascii"))),
+    b"G": lambda m: m.stack.extend(struct.unpack(">d", m.take(8))),
+    b"S": _Machine.string_text, b"T": lambda m: m.push_string(4), b"U": lambda m: m.push_string(1),
+    b"V": lambda m: m.stack.append(m.line().decode("raw-unicode-escape")), b"X": lambda m: m.push_unicode(4),
+    b"\x8c": lambda m: m.push_unicode(1), b"\x8d": lambda m: m.push_unicode(8),
+    b"B": lambda m: m.stack.append(m.take(m.number(4))), b"C": lambda m: m.stack.append(m.take(m.number(1))),
+    b"\x8e": lambda m: m.stack.append(m.take(m.number(8))),
+    b"\x96": lambda m: m.stack.append(bytearray(m.take(m.number(8)))),
+    b"]": lambda m: m.push_container([]), b"}": lambda m: m.push_container({}), b"\x8f": _Machine.empty_set,
+    b"l": lambda m: m.push_container(m.marked()), b"t": lambda m: m.push_container(tuple(m.marked())),
+    b"\x85": lambda m: m.push_tuple(1), b"\x86": lambda m: m.push_tuple(2), b"\x87": lambda m: m.push_tuple(3),
+    b"a": lambda m: m.extend([m.stack.pop()]), b"e": lambda m: m.extend(m.marked()),
+    b"s": _Machine.setitem, b"u": lambda m: m.update(m.marked()), b"d": _Machine.make_dict,
+    b"\x90": _Machine.additems, b"\x91": _Machine.make_frozenset,
+    b"P": lambda m: m.push_persistent(m.line().decode("ascii")), b"Q": lambda m: m.push_persistent(m.stack.pop()),
+    b"c": _Machine.global_name, b"\x93": _Machine.stack_global, b"i": _Machine.inst, b"o": _Machine.obj,
+    b"R": _Machine.reduce, b"\x81": _Machine.reduce, b"\x92": _Machine.newobj_ex, b"b": _Machine.build,
+    b"g": lambda m: m.recall(decimal(m.line())), b"h": _Machine.short_get, b"j": lambda m: m.recall(m.number(4)),
+    b"p": lambda m: m.remember(decimal(m.line())), b"q": _Machine.short_put,
+    b"r": lambda m: m.remember(m.number(4)), b"\x94": lambda m: m.remember(len(m.memo)),
+    b"\x80": _Machine.proto, b"\x95": _Machine.frame,
+    b"\x82": _Machine.extension, b"\x83": _Machine.extension, b"\x84": _Machine.extension,
+    b"\x97": _Machine.out_of_band, b"\x98": _Machine.out_of_band,
+}  # fmt: skip
+"""The operation of each opcode of protocols 0 to 5, except STOP."""
 
-
-_OPERATIONS = _operations()
+_OPERATIONS = [_NAMED.get(bytes([code])) for code in range(256)]

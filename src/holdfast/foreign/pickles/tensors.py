@@ -53,9 +53,6 @@ class StoredTensor:
     storage: str
     """Name of its storage. Tensors of one storage share memory."""
 
-    storage_offset: int
-    """Elements of the storage before the first element of the tensor."""
-
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -116,7 +113,7 @@ def view_of(storage: object, offset: object, shape: object, strides: object, dty
             f"its storage {storage.key!r} has {storage.bytes} bytes"
         )
     at = storage.offset + (offset * itemsize if reach else 0)
-    return StoredTensor(name, tuple(shape), tuple(strides), storage.file, at, storage.key, offset)
+    return StoredTensor(name, tuple(shape), tuple(strides), storage.file, at, storage.key)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
