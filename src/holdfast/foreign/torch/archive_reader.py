@@ -6,7 +6,7 @@ Such a file is a zip archive of a pickle, `<root>/data.pkl`, and the memory of e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NoReturn
+from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.foreign.pickles.constructors import STORAGE_DTYPES
@@ -103,11 +103,11 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
     known: dict[str, StoredStorage] = {}
 
     def storage(identifier: object) -> StoredStorage:
-        if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
-            _damaged(identifier)
-        _, kind, name, _, numel = identifier
-        if not isinstance(kind, GlobalName) or type(name) is not str or type(numel) is not int or numel < 0:
-            _damaged(identifier)
+        fields: tuple[Any, ...] = identifier if type(identifier) is tuple and len(identifier) == 5 else (None,) * 5
+        tag, kind, name, _, numel = fields
+        is_named = tag == "storage" and isinstance(kind, GlobalName) and type(name) is str
+        if not is_named or type(numel) is not int or numel < 0:
+            raise ValueError(f"a persistent id is {type(identifier).__name__}; expected the id of a storage")
         if len(name) > _STORAGE_NAME_CHARACTERS_MAX:
             raise ValueError(f"the name of a storage has {len(name)} characters; expected a number")
         if kind.qualname not in STORAGE_DTYPES:
@@ -129,7 +129,3 @@ def _storages(entries: Mapping[str, ZipEntry], folder: str, key: str) -> Callabl
         return first if first.dtype == dtype else stored
 
     return storage
-
-
-def _damaged(identifier: object) -> NoReturn:
-    raise ValueError(f"a persistent id is {type(identifier).__name__}; expected the id of a storage")

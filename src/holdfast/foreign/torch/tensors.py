@@ -53,7 +53,7 @@ class TorchTensors:
         where = f"{self._url}/{tensor.file}"
         if fqn in self:
             raise InvalidError(f"{where}: two tensors are named {fqn[:300]!r}; rename a key of the state")
-        if not fqn or "\0" in fqn or fqn == "__metadata__" or not _is_text(fqn):
+        if not fqn or "\0" in fqn or fqn == "__metadata__":
             raise InvalidError(f"{where}: {fqn[:300]!r} cannot be the name of a tensor; rename the key of the state")
         # Ties are free in a file: one storage can be named a million times.
         self._names_left -= 256 + len(fqn)
@@ -120,11 +120,3 @@ def _run(tensor: StoredTensor) -> tuple[int, ...]:
             run[dim] = tensor.shape[dim]
             step *= tensor.shape[dim]
     return tuple(run)
-
-
-def _is_text(fqn: str) -> bool:
-    try:
-        fqn.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.foreign.read import read_bytes, read_ranges
@@ -70,16 +69,9 @@ class ZipEntry:
     """Byte of the file at which the directory stores the CRC-32 of the content."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """An entry as the directory states it."""
-
-    name: bytes
-    header: int
-    """Offset of the local header in the archive."""
-    bytes: int
-    at: int
-    """Offset of the record in the directory."""
+_Record = tuple[int, int, bytes, int]
+"""An entry as the directory states it: offsets of its local header in the archive and of its record in the directory,
+name, and size of the content."""
 
 
 def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str, ZipEntry]:
@@ -94,24 +86,26 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
     where = f"{files.url}/{key}"
     directory, size, count = _directory(files, key, start, stop, where)
     data = read_bytes(files, key, directory, directory + size, DIRECTORY_BYTES_MAX)
-    records = sorted(_records(data, count, where), key=lambda record: record.header)
+    records = sorted(_records(data, count, where))
     if not records:
         raise CorruptError(f"{where}: a zip archive without entries. Read another copy")
     entries: dict[str, ZipEntry] = {}
-    places = [start + record.header for record in records]
+    places = [start + header_at for header_at, *_ in records]
     headers = _headers(files, key, places, directory, where)
-    for record, place, bound, header in zip(records, places, [*places[1:], directory], headers, strict=True):
-        name = record.name.decode("utf-8", "backslashreplace")
-        offset = place + _header_bytes(header, record, f"{where}, entry {name[:200]!r}")
+    for (_, record_at, name_bytes, size), place, bound, header in zip(
+        records, places, [*places[1:], directory], headers, strict=True
+    ):
+        name = name_bytes.decode("utf-8", "backslashreplace")
+        offset = place + _header_bytes(header, len(name_bytes), f"{where}, entry {name[:200]!r}")
         # Overlapping entries would let a small file state any number of tensors.
-        if offset + record.bytes > bound:
+        if offset + size > bound:
             raise CorruptError(
-                f"{where}, entry {name[:200]!r}: bytes {offset}–{offset + record.bytes} reach beyond byte {bound}, "
+                f"{where}, entry {name[:200]!r}: bytes {offset}–{offset + size} reach beyond byte {bound}, "
                 "where the next entry or the directory begins; expected separate entries. Read another copy"
             )
         if name in entries:
             raise CorruptError(f"{where}: two entries {name[:200]!r}; expected each name once. Read another copy")
-        entries[name] = ZipEntry(name, offset, record.bytes, place, directory + record.at + CHECKSUM_IN_RECORD)
+        entries[name] = ZipEntry(name, offset, size, place, directory + record_at + CHECKSUM_IN_RECORD)
     return entries
 
 
@@ -189,7 +183,7 @@ def _records(directory: bytes, count: int, where: str) -> Iterator[_Record]:
             )
         if stored != size:
             raise CorruptError(f"{where}, entry {name[:200]!r}: {size} bytes stored in {stored}. Read another copy")
-        yield _Record(name, header, size, record_at)
+        yield header, record_at, name, size
 
 
 def _widened(extra: bytes, fields: tuple[int, int, int], where: str) -> Iterator[int]:
@@ -242,11 +236,19 @@ def _headers(files: Readable, key: str, places: Sequence[int], stop: int, where:
             yield from (data[place - span[0] : place - span[0] + LOCAL.size] for place in span)
 
 
-def _header_bytes(header: bytes, record: _Record, where: str) -> int:
-    """Return the bytes from the start of a local header to the content of its entry."""
+def _header_bytes(header: bytes, name_length: int, where: str) -> int:
+    """Return the bytes from the start of a local header to the content of its entry.
+
+    Args:
+        header: The local header.
+        name_length: Bytes of the name in the directory.
+        where: File and entry, for messages.
+    Raises:
+        CorruptError: The header contradicts the directory.
+    """
     fields = LOCAL.unpack(header)
     signature, _, flags, method = fields[:4]
     name_bytes, extra_bytes = fields[-2:]
-    if signature != b"PK\3\4" or method != _STORED or flags & _ENCRYPTED or name_bytes != len(record.name):
+    if signature != b"PK\3\4" or method != _STORED or flags & _ENCRYPTED or name_bytes != name_length:
         raise CorruptError(f"{where}: its header contradicts the directory. Read another copy")
     return LOCAL.size + int(name_bytes) + int(extra_bytes)
