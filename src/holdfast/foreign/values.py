@@ -52,10 +52,9 @@ def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) 
         require_short(path)
     if isinstance(value, dict):
         return _dict(value, path, on_tensor, remarks)
-    if isinstance(value, list):
-        return [to_value(item, f"{path}.{number}", on_tensor, remarks) for number, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return tuple([to_value(item, f"{path}.{number}", on_tensor, remarks) for number, item in enumerate(value)])
+    if isinstance(value, list | tuple):
+        items = [to_value(item, f"{path}.{number}", on_tensor, remarks) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, set | frozenset):
         return _set(value, path, remarks)
     if isinstance(value, _LEAVES):
