@@ -86,6 +86,7 @@ class Patterns:
 
 def exact_name(pattern: str) -> str | None:
     r"""Return the only name that a pattern such as `^l1\.weight$` matches; None if it may match several."""
+    # One expression for the whole pattern would take 128 bytes for each character of a hostile one, to go back.
     unescaped = _ESCAPED.sub("", pattern[1:-1])
     if pattern[:1] != "^" or pattern[-1:] != "$" or not _SPECIAL.isdisjoint(unescaped):
         return None
