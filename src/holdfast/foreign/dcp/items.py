@@ -147,8 +147,8 @@ class _Reader:
         """
         blob = self._blobs.get((item.file, item.start))
         if blob is None:
-            header = read_header(self._prefetch, item.file, item.start, size)
-            blob = self._blobs[item.file, item.start] = {tensor.name: tensor for tensor in header.entries}
+            tensors, _ = read_header(self._prefetch, item.file, item.start, size)
+            blob = self._blobs[item.file, item.start] = {tensor.name: tensor for tensor in tensors}
         entry = blob.get(key)
         if entry is None or (entry.is_shard and entry.box != box):
             raise CorruptError(

@@ -6,7 +6,7 @@ The format: https://github.com/huggingface/safetensors#format. Holdfast puts `mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -63,16 +63,16 @@ class SafetensorsFormat:
         metadata: dict[str, str] = {}
         for key in [*keys, *(key for key in beside if key not in keys)]:
             size = files.size(key)
-            header = read_header(files, key, 0, size)
-            whole = NAMES_KEPT in header.metadata
+            stated, file_metadata = read_header(files, key, 0, size)
+            whole = NAMES_KEPT in file_metadata
             # A file beside an indexed model counts only if Holdfast exported it as the rest of a state.
             if key not in keys and not whole:
                 continue
-            sizes[key], prefix, ties = size, "" if whole else "model.", header.ties()
+            sizes[key], prefix, ties = size, "" if whole else "model.", _ties(stated, file_metadata)
             aliases.update({prefix + alias: prefix + stored for alias, stored in ties.items()})
             reserved = {_SHARDING, NAMES_KEPT, *ties}
-            metadata.update({name: text for name, text in header.metadata.items() if name not in reserved})
-            for entry in header.entries:
+            metadata.update({name: text for name, text in file_metadata.items() if name not in reserved})
+            for entry in stated:
                 if weights is not None and not whole and weights.get(entry.name) != key:
                     remark(remarks, f"{key}: {entry.name} is left out; {index} does not assign it to this file")
                     continue
@@ -117,24 +117,14 @@ class SafetensorsEntry:
     """Byte past its last element."""
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """The header of a file."""
-
-    entries: list[SafetensorsEntry]
-    """Tensors of the file."""
-
-    metadata: dict[str, str]
-    """Free text by name."""
-
-    def ties(self) -> dict[str, str]:
-        """Return tied names and their stored names, as `safetensors.torch.save_model` writes them."""
-        names = {entry.name for entry in self.entries}
-        return {
-            alias: stored
-            for alias, stored in self.metadata.items()
-            if stored in names and alias not in names and alias != _FORMAT
-        }
+def _ties(entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return tied names and their stored names, as `safetensors.torch.save_model` writes them."""
+    names = {entry.name for entry in entries}
+    return {
+        alias: stored
+        for alias, stored in metadata.items()
+        if stored in names and alias not in names and alias != _FORMAT
+    }
 
 
 def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]) -> TensorSpec:
@@ -160,8 +150,10 @@ def _spec(files: Readable, fqn: str, entries: list[tuple[str, SafetensorsEntry]]
     return TensorSpec(fqn, first.dtype, tuple(map(max, lengths)))
 
 
-def read_header(files: Readable, key: str, start: int, stop: int) -> SafetensorsHeader:
-    """Return the header of a safetensors file, with every number checked against the file.
+def read_header(
+    files: Readable, key: str, start: int, stop: int
+) -> tuple[Sequence[SafetensorsEntry], Mapping[str, str]]:
+    """Return the tensors and the metadata of a safetensors file, with every number checked against the file.
 
     Args:
         files: The folder.
@@ -183,10 +175,11 @@ def read_header(files: Readable, key: str, start: int, stop: int) -> Safetensors
         )
     document = json_object(read_bytes(files, key, start + 8, start + 8 + length, HEADER_BYTES_MAX), where)
     metadata = typed(document.pop("__metadata__", {}), dict[str, str], f"{where}: __metadata__")
-    offsets = _offsets(metadata.get(_SHARDING), f"{where}: {_SHARDING}")
-    entries = list(_entries(document, offsets, start + 8 + length, stop, where))
+    sharding = json_object(metadata.get(_SHARDING, "{}").encode("utf-8", "surrogatepass"), f"{where}: {_SHARDING}")
+    shards = typed(sharding, dict[str, _ShardInfo], f"{where}: {_SHARDING}")
+    entries = list(_entries(document, shards, start + 8 + length, stop, where))
     _require_gapless(entries, start + 8 + length, stop, where)
-    return SafetensorsHeader(entries, metadata)
+    return entries, metadata
 
 
 def _require_gapless(entries: list[SafetensorsEntry], first: int, stop: int, where: str) -> None:
@@ -227,16 +220,8 @@ class _Entry(msgspec.Struct):
     """Half-open byte range in the data behind the header."""
 
 
-def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
-    """Return the first coordinates of each shard, by tensor; empty where the file states none."""
-    if text is None:
-        return {}
-    stated = typed(json_object(text.encode("utf-8", "surrogatepass"), where), dict[str, _ShardInfo], where)
-    return {name: shard.saved_offsets for name, shard in stated.items()}
-
-
 def _entries(
-    document: Mapping[str, object], offsets: Mapping[str, tuple[int, ...]], first: int, size: int, where: str
+    document: Mapping[str, object], shards: Mapping[str, _ShardInfo], first: int, size: int, where: str
 ) -> Iterator[SafetensorsEntry]:
     for name, stated in document.items():
         entry = typed(stated, _Entry, f"{where}: {name[:200]}")
@@ -252,11 +237,11 @@ def _entries(
                 f"{where}: {name[:200]}: {dtype} of shape {list(shape[:8])} at bytes {list(bounds)} of "
                 f"{size - first}; expected the bytes of that shape, inside the file. Was it cut short?"
             )
-        at = offsets.get(name, (0,) * len(shape))
+        at = shards[name].saved_offsets if name in shards else (0,) * len(shape)
         if len(at) != len(shape):
             raise CorruptError(
                 f"{where}: {name[:200]}: a shard of shape {list(shape[:8])} at {list(at[:8])}; expected one coordinate "
                 "a dimension. Read another copy"
             )
         box = Box(at, tuple(start + length for start, length in zip(at, shape, strict=True)))
-        yield SafetensorsEntry(name, known.name, box, name in offsets, first + bounds[0], first + bounds[1])
+        yield SafetensorsEntry(name, known.name, box, name in shards, first + bounds[0], first + bounds[1])
