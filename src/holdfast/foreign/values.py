@@ -151,7 +151,5 @@ def _tensors_of(instance: OpaqueObject) -> int:
 
 def remark(remarks: list[str], text: str) -> None:
     """Add a remark, unless the list is full."""
-    if len(remarks) < REMARKS_MAX:
-        remarks.append(text)
-    elif len(remarks) == REMARKS_MAX:
-        remarks.append("Further remarks of this kind are left out")
+    if len(remarks) <= REMARKS_MAX:
+        remarks.append(text if len(remarks) < REMARKS_MAX else "Further remarks of this kind are left out")

@@ -196,15 +196,14 @@ def _widened(extra: bytes, fields: tuple[int, int, int], where: str) -> Iterator
             wide = extra[at + 4 : at + 4 + length]
             break
         at += 4 + length
-    used = 0
     for field in fields:
         if field != _IN_ZIP64:
             yield field
-            continue
-        if used + 8 > len(wide):
+        elif len(wide) < 8:
             raise CorruptError(f"{where}: its size or offset needs a zip64 field, and there is none. Read another copy")
-        yield int.from_bytes(wide[used : used + 8], "little")
-        used += 8
+        else:
+            yield int.from_bytes(wide[:8], "little")
+            wide = wide[8:]
 
 
 def _headers(files: Readable, key: str, places: Sequence[int], stop: int, where: str) -> Iterator[bytes]:
