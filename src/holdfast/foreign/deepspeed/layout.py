@@ -102,7 +102,7 @@ class Layouts:
         reason = self._value(_UNSUPPORTED, name)
         if reason is not None:
             raise self._unfit(name, f"that it cannot be merged: {shown(reason)}")
-        mapped = self._mapped(name)
+        mapped = self._value("affine_map", name)
         if mapped is not None:
             try:
                 return TensorParallelLayout(*affine.slices_of_map(mapped, local_shapes, f"{self.where}: {name}"))
@@ -189,17 +189,6 @@ class Layouts:
             raise self._unfit(name, f"a cut along dimension {dim}, and ranks hold {_shown(local_shapes)}")
         return [shape[dim] for shape in local_shapes]
 
-    def _mapped(self, name: str) -> object:
-        stated = self.info.get("affine_map")
-        if stated is None:
-            return None
-        version = stated.get("version", 1) if isinstance(stated, Mapping) else None
-        if type(version) is not int or not 1 <= version <= affine.VERSION_MAX:
-            raise InvalidError(
-                f"{self.where}: affine_map of version {shown(version)}; expected up to {affine.VERSION_MAX}. {CONVERT}"
-            )
-        return self._value("affine_map", name)
-
     def _value(self, key: str, name: str) -> object:
         match = self._matching(key, name)
         return None if match is None else match[1]
@@ -224,8 +213,15 @@ class Layouts:
 
     def _stated(self, key: str) -> Iterator[tuple[str, object]]:
         stated = self.info.get(key)
-        if key == "affine_map":
-            stated = stated.get("params") if isinstance(stated, Mapping) else None
+        if key == "affine_map" and stated is not None:
+            fields = stated if isinstance(stated, Mapping) else {"version": None}
+            version = fields.get("version", 1)
+            if type(version) is not int or not 1 <= version <= affine.VERSION_MAX:
+                raise InvalidError(
+                    f"{self.where}: affine_map of version {shown(version)}; expected up to {affine.VERSION_MAX}. "
+                    f"{CONVERT}"
+                )
+            stated = fields.get("params")
         pairs: Sequence[tuple[object, object]] = []
         if isinstance(stated, Mapping):
             pairs = list(stated.items())
@@ -288,9 +284,9 @@ def _views(stated: Sequence[object], dim: int, shape: tuple[int, ...]) -> bool:
     """Return whether a stated shape equals the shape of a parameter, apart from the dimension that is cut."""
     if len(shape) == 1 and not dim:
         return all(length in (1, -1) for length in stated[1:])
-    if len(stated) != len(shape):
-        return False
-    return all(at == dim or view in (length, -1) for at, (view, length) in enumerate(zip(stated, shape, strict=True)))
+    return len(stated) == len(shape) and all(
+        at == dim or view in (length, -1) for at, (view, length) in enumerate(zip(stated, shape, strict=True))
+    )
 
 
 def _are_lengths(stated: object, count: int) -> bool:
