@@ -30,6 +30,8 @@ _TP_KEYS = (_REPLICATED, _AVERAGED, _ROWS, _TWO, _SEVERAL)
 
 _VERSION_OF_WIDTHS = 0.4
 _PATTERNS_MAX = 1 << 20
+_PARTS_MAX = 1 << 12
+"""Largest stated number of sub-parameters. Every number divides an empty parameter, and a list is made of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Layouts:
             widths = known.get(pattern) if isinstance(known, Mapping) else None
         else:
             # Before version 0.4 the info states the number or the lengths of the sub-parameters, each cut evenly.
-            if sizes is None and type(spec) is int and spec > 0 and not sum(lengths) % spec:
+            if sizes is None and type(spec) is int and 0 < spec <= _PARTS_MAX and not sum(lengths) % spec:
                 sizes = [sum(lengths) // spec] * spec
             even = sizes is not None and all(type(size) is int and not size % self.tp_degree for size in sizes)
             widths = [[size // self.tp_degree] * self.tp_degree for size in sizes or ()] if even else None

@@ -181,6 +181,12 @@ def test_counts_of_older_versions_mean_even_parts(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(assembled(folder, listing_of(folder), "model.w")), whole)
 
 
+def test_a_huge_count_of_sub_parameters_takes_no_memory(tmp_path: Path) -> None:
+    """Every count divides a parameter without elements."""
+    info = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": (1 << 40, 3), "partition_dim": 0}]}
+    refused(tmp_path, [torch.zeros(0, 3)] * 2, info, "sub_param_shard_widths")
+
+
 @pytest.mark.parametrize("fault", ["shape", "source", "dest", "locations", "pieces", "ranks", "shard_shape", "strides"])
 def test_maps_that_do_not_fit_are_refused(tmp_path: Path, fault: str) -> None:
     stated = map_of(numbered(4, 3), HALVES, [[2, 2]], 0)
