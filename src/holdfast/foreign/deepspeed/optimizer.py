@@ -47,9 +47,8 @@ def list_buffers(parameters: Parameters, files: Files) -> ZeroOptimizer:
     first = files[0][0]
     optimizer = ZeroOptimizer(first.param_groups)
     for number, names in enumerate(parameters.states[0].groups):
-        buffer = _Buffer(parameters, files, number)
         optimizer.groups |= dict.fromkeys(names, first.group_of[number])
-        buffer.list_state(optimizer)
+        _Buffer(parameters, files, number).list_state(optimizer)
     return optimizer
 
 
@@ -131,13 +130,13 @@ class _Buffer:
         first, *others = (_tensor(share, key) for share, _, _ in self._every)
         names = [name for name in self._shapes[0] if not self._parameters.is_left_out(name)]
         fqns = [f"optimizer.state.{name}.{key}" for name in names]
-        for fqn in fqns[:1]:
-            tensors.add_whole(fqn, first)
+        if fqns:
+            tensors.add_whole(fqns[0], first)
             for copy in others:
                 if copy.shape == first.shape:
-                    tensors.add_copy(fqn, copy)
-        for fqn in fqns[1:]:
-            tensors.add_again(fqn, fqns[0])
+                    tensors.add_copy(fqns[0], copy)
+            for fqn in fqns[1:]:
+                tensors.add_again(fqn, fqns[0])
 
     def _runs(self, tp: int, name: str, key: str) -> Iterator[ElementRun]:
         for part in self._parts[tp][name]:
