@@ -169,6 +169,24 @@ def packs_under(files: Readable, prefix: str) -> Packs:
     return lambda name: Stored(files, prefix + name)
 
 
+def copy_ranges(held: Sequence[bytes | memoryview], buffers: Buffers, on_range: OnRange | None) -> list[memoryview]:
+    """Carry out `get_ranges` with ranges that are in memory: copy each to the front of its buffer.
+
+    Args:
+        held: Bytes of each range.
+        buffers: One for each range, at least as long.
+        on_range: As for `get_ranges`.
+    """
+    views = []
+    for number, (data, buffer) in enumerate(zip(held, buffers, strict=True)):
+        view = buffer.cast("B")[: len(data)]
+        view[:] = data
+        views.append(view)
+        if on_range is not None:
+            on_range(number, view)
+    return views
+
+
 class Store(Readable, Protocol):
     """Keys to bytes.
 

@@ -60,9 +60,9 @@ class LocalUpload:
         self._where = ledger.where
         self._lock = threading.Lock()
         self._ending = threading.Lock()
-        self._users = 0
-        self._closing = False
-        self._closed = False
+        # The upload itself until it ends, and every call under way. The last user of the descriptor closes it.
+        self._users = 1
+        self._ended = False
         self._completed = False
         self._removed = False
         self._distrust = ""
@@ -91,7 +91,7 @@ class LocalUpload:
             if body < len(view):
                 # Direct I/O writes whole pages; `complete` truncates the padding.
                 self._write_pages(offset + body, _copied(view[body:], PAGE_BYTES))
-        self._ledger.wrote(offset)
+        self._ledger.written.add(offset)
 
     def complete(self) -> None:
         """Make the file durable: its content, and every folder entry from it up to the root."""
@@ -124,7 +124,7 @@ class LocalUpload:
     def _remove(self) -> None:
         try:
             # Compare the identity: another process may have deleted this file and stored its own under the name.
-            if self._identity is None and not self._closed:
+            if self._identity is None and self._users:
                 self._identity = self._syscalls.fstat(self._fd)
             with suppress(FileNotFoundError), self._folders.opened(self._parts[:-1]) as folder:
                 ours = self._identity
@@ -140,27 +140,27 @@ class LocalUpload:
     def _using(self) -> Iterator[None]:
         """Keep the descriptor open for a block: after a close its number may belong to another file."""
         with self._lock:
-            if self._closing:
+            if self._ended:
                 raise InvalidError(f"{self._where}: the upload was completed or aborted before")
             self._users += 1
         try:
             yield
         finally:
-            with self._lock:
-                self._users -= 1
-            self._close_if_last()
+            self._leave()
 
     def _close_when_unused(self) -> None:
         with self._lock:
-            self._closing = True
-        self._close_if_last()
-
-    def _close_if_last(self) -> None:
-        with self._lock:
-            if not self._closing or self._users or self._closed:
+            if self._ended:
                 return
-            self._closed = True
-        close_quietly(self._syscalls, self._fd)
+            self._ended = True
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            close_quietly(self._syscalls, self._fd)
 
     def _write_pages(self, offset: int, view: memoryview) -> None:
         """Write whole pages from aligned memory, in as many calls as needed."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, copy_ranges
 from holdfast.stores.keys import split_key, split_prefix
 from holdfast.stores.parts import PartLedger, check_buffers, check_ranges
 
@@ -71,14 +71,7 @@ class MemoryStore:
         """Read byte ranges of one object to the front of each buffer."""
         data = memoryview(self._object(key))
         check_ranges(f"{self.url}/{key}", len(data), ranges, buffers)
-        views = []
-        for number, ((start, stop), buffer) in enumerate(zip(ranges, buffers, strict=True)):
-            view = buffer.cast("B")[: stop - start]
-            view[:] = data[start:stop]
-            views.append(view)
-            if on_range is not None:
-                on_range(number, view)
-        return views
+        return copy_ranges([data[start:stop] for start, stop in ranges], buffers, on_range)
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: an object store caches nothing, and this store behaves like one."""
@@ -135,7 +128,7 @@ class _MemoryUpload:
         with self._lock:
             self._require_open()
             self._parts[offset] = part
-        self._ledger.wrote(offset)
+        self._ledger.written.add(offset)
 
     def complete(self) -> None:
         with self._lock:

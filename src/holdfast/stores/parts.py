@@ -28,7 +28,8 @@ class PartLedger:
         self.total_bytes = total_bytes
         """Bytes of the whole object."""
         self._part_bytes = part_bytes
-        self._written: set[int] = set()
+        self.written: set[int] = set()
+        """Offsets of the parts that were written. Any thread may add one."""
 
     def check(self, offset: int, length_bytes: int) -> None:
         """Require exactly one part.
@@ -43,17 +44,13 @@ class PartLedger:
                 f"{self._part_bytes} bytes at its multiples, the last one ending at {self.total_bytes}"
             )
 
-    def wrote(self, offset: int) -> None:
-        """Record that the part at `offset` was written."""
-        self._written.add(offset)
-
     def require_whole(self) -> None:
         """Require every part.
 
         Raises:
             InvalidError: A part was not written.
         """
-        written = len(self._written)
+        written = len(self.written)
         expected = -(-self.total_bytes // self._part_bytes)
         if written != expected:
             raise InvalidError(

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from holdfast.foreign.read import read_ranges
-from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnRange, Readable
+from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnRange, Readable, copy_ranges
 from holdfast.settings import KIB, MIB
 
 END_BYTES = 2 * KIB
@@ -69,14 +69,7 @@ class TailPrefetch(ForwardingReadable):
         held = [self.held(start, stop) for start, stop in ranges] if key == self._key else [b""]
         if not all(held):
             return self._inner.get_ranges(key, ranges, buffers, on_range)
-        views = []
-        for number, (data, buffer) in enumerate(zip(held, buffers, strict=True)):
-            view = buffer[: len(data)]
-            view[:] = data
-            views.append(view)
-            if on_range is not None:
-                on_range(number, view)
-        return views
+        return copy_ranges(held, buffers, on_range)
 
 
 def batches(bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
