@@ -40,8 +40,8 @@ from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
 from holdfast.settings import Settings
 from holdfast.stores.destination import LocalDestination
+from holdfast.stores.foreign import References
 from holdfast.stores.local import LocalStore
-from holdfast.stores.references import References
 from holdfast.telemetry.trace import Trace, trace_of
 from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.types.export import SHARD_BYTES, ExportOptions

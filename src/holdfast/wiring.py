@@ -23,10 +23,9 @@ from holdfast.ports.store import Store
 from holdfast.runs.preemption import PreemptionHandler
 from holdfast.settings import Preemption, Settings
 from holdfast.stores.destination import LocalDestination
-from holdfast.stores.foreign import ForeignFiles
+from holdfast.stores.foreign import ForeignFiles, References
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.stores.references import References
 from holdfast.types.export import ExportOptions
 from holdfast.types.listing import ForeignListing
 

@@ -29,9 +29,8 @@ from holdfast.geometry.tensor import TensorSpec
 from holdfast.offline.imports.import_step import import_step
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
-from holdfast.stores.foreign import ForeignFiles
+from holdfast.stores.foreign import ForeignFiles, References
 from holdfast.stores.memory import MemoryStore
-from holdfast.stores.references import References
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group

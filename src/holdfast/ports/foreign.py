@@ -39,10 +39,8 @@ class Format(Protocol):
 class Writer(Protocol):
     """A storage format that Holdfast writes: it tells where every byte of every file comes from."""
 
-    @property
-    def name(self) -> str:
-        """Its name on the command line, e.g. `dcp`."""
-        ...
+    name: str
+    """Its name on the command line, e.g. `dcp`."""
 
     def files(self, content: ExportContent, options: ExportOptions) -> Sequence[ExportFile]:
         """Return the files to write; equal arguments give equal files, in every process.

@@ -1,14 +1,14 @@
-"""Read-only access to the files of another system in a folder, under their own names."""
+"""Read-only access to the files of another system, under their own names: in a folder, or by URL."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.store import Entry
+from holdfast.errors import ConflictError, InvalidError, MissingError, first_three
+from holdfast.ports.store import Entry, Stored
 from holdfast.stores.file_reading import FileReading
 from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
@@ -18,6 +18,7 @@ FILES_MAX = 1 << 20
 """Files that a folder may have; a folder with more is not a checkpoint."""
 
 _READ = os.O_RDONLY | os.O_NONBLOCK
+_SCHEME = "file://"
 _BLOBS = "blobs"
 """Folder of a Hugging Face cache to which the links in `snapshots/<revision>/` lead."""
 
@@ -37,7 +38,7 @@ class ForeignFiles(FileReading):
             syscalls: The operating system; tests pass another.
         """
         self._root = os.path.abspath(os.fspath(root))
-        self.url = f"file://{self._root}"
+        self.url = f"{_SCHEME}{self._root}"
         self._syscalls = syscalls or Syscalls()
         self._stamps: dict[str, str] = {}
         """By key, the stamp of a file when it was first opened here."""
@@ -158,3 +159,32 @@ class ForeignFiles(FileReading):
 
 def _stamp_of(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
+class References:
+    """Maps the URL of a referenced file to its place, as a `Packs`.
+
+    The file must be under an allowed folder, and no link may lead out of that folder.
+    """
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        """Set the allowed folders, by path or `file://` URL; does no I/O."""
+        paths = [root.removeprefix(_SCHEME) for root in roots]
+        self._roots = [(os.path.abspath(path).rstrip("/") + "/", ForeignFiles(path)) for path in paths]
+
+    def __call__(self, url: str) -> Stored:
+        """Return the place of a referenced file.
+
+        Raises:
+            InvalidError: The file is under no allowed folder.
+        """
+        path = url.removeprefix(_SCHEME)
+        for prefix, files in self._roots:
+            if path != url and path.startswith(prefix):
+                return Stored(files, path[len(prefix) :])
+        allowed = first_three(prefix for prefix, _ in self._roots) or "none"
+        raise InvalidError(
+            f"{url}: the checkpoint references this file, but it is under no allowed folder (allowed: {allowed}). If "
+            f"you trust the checkpoint, allow {os.path.dirname(path)!r} or a folder above it: "
+            "Settings(allowed_roots=(…,)), on the command line --allow-root"
+        )

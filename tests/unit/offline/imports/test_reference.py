@@ -18,8 +18,8 @@ from holdfast.frameworks.alone import AloneComm
 from holdfast.geometry.tensor import Layout, Placement
 from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import Settings
+from holdfast.stores.foreign import References
 from holdfast.stores.memory import MemoryStore
-from holdfast.stores.references import References
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.unit.ranks import PATIENT, fresh_store
