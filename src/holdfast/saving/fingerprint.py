@@ -11,7 +11,7 @@ from holdfast.format.digest import short_digest_of
 from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
 from holdfast.geometry.tensor import Role
-from holdfast.ports.framework import Collected, LocalShard
+from holdfast.ports.framework import Collected
 from holdfast.types.values import Group, Value
 
 
@@ -25,6 +25,11 @@ class StateFingerprint:
             InvalidError: A value is outside the closed set, or a tensor is too large for an index.
         """
         self._collected, self._location, self._settings = collected, location, job.settings
+        self._shards = [local.shard for local in collected.shards]
+        self._agreeing: dict[str, bytes] = {}
+        """Samples of the plain tensors that must agree, by FQN."""
+        self._other: dict[str, bytes] = {}
+        """Samples of the plain buffers, which may differ, by FQN."""
         self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
         """The non-tensor state, encoded."""
         per_rank = dict(collected.per_rank)
@@ -33,32 +38,31 @@ class StateFingerprint:
         # Before the samples: it refuses tensors that no index can list, and some of those cannot be sampled.
         layout = self._layout()
         # A single rank has no other to compare samples with.
-        self._samples = dict(self._sample_replicated()) if job.comm.world_size > 1 else {}
+        if job.comm.world_size > 1:
+            self._sample_replicated()
         self._layout_fingerprint = short_digest_of(layout)
         self.shards = short_digest_of(layout, self._local_pieces())
         """Fingerprint of the layout and of the pieces that this rank holds."""
 
     def statement(self, step: int) -> Statement:
         """Return the statement of this rank for the save agreement."""
-        agreeing = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER]
-        other = [fqn.encode() + digest for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER]
         return Statement(
             step=step,
             location=short_digest_of(self._location.url.encode()),
             layout=self._layout_fingerprint,
-            agreeing=short_digest_of(*agreeing),
-            other=short_digest_of(self.tree_bytes, *other),
+            agreeing=short_digest_of(*(fqn.encode() + digest for fqn, digest in self._agreeing.items())),
+            other=short_digest_of(self.tree_bytes, *(fqn.encode() + digest for fqn, digest in self._other.items())),
         )
 
     def details(self) -> Details:
         """Return the same facts by name; published only if ranks differ."""
         plain = {
             shard.tensor.fqn: (shard.tensor.dtype, shard.tensor.global_shape, shard.role)
-            for shard in (local.shard for local in self._collected.shards)
+            for shard in self._shards
             if shard.holders is None
         }
-        agreeing = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is not Role.BUFFER}
-        other = {fqn: digest.hex() for fqn, (role, digest) in self._samples.items() if role is Role.BUFFER}
+        agreeing = {fqn: digest.hex() for fqn, digest in self._agreeing.items()}
+        other = {fqn: digest.hex() for fqn, digest in self._other.items()}
         other |= {path: short_digest_of(data).hex() for path, data in _leaves(self._collected.tree, "")}
         return Details(self._location.url, plain, agreeing, other)
 
@@ -71,7 +75,7 @@ class StateFingerprint:
         ]
         # Thousands of tensors share a few layouts. Format each layout once: repr is slow.
         texts: dict[tuple[object, ...], str] = {}
-        for shard in (local.shard for local in self._collected.shards):
+        for shard in self._shards:
             tensor, is_plain = shard.tensor, shard.holders is None
             key = (tensor.dtype, tensor.global_shape, id(shard.layout), id(shard.role), is_plain)
             text = texts.get(key)
@@ -85,23 +89,18 @@ class StateFingerprint:
 
     def _local_pieces(self) -> bytes:
         """Return the pieces that this rank holds of each sharded tensor."""
-        shards = (local.shard for local in self._collected.shards)
+        sharded = [shard for shard in self._shards if shard.holders is not None]
         return repr(
-            [
-                (shard.holders, [(piece.start, piece.stop) for piece in shard.pieces])
-                for shard in shards
-                if shard.holders is not None
-            ]
+            [(shard.holders, [(piece.start, piece.stop) for piece in shard.pieces]) for shard in sharded]
         ).encode()
 
-    def _sample_replicated(self) -> Iterator[tuple[str, tuple[Role, bytes]]]:
+    def _sample_replicated(self) -> None:
+        tuning = self._settings._tuning
         for local in self._collected.shards:
             if local.shard.holders is None:
-                yield local.shard.tensor.fqn, (local.shard.role, self._sample(local))
-
-    def _sample(self, local: LocalShard) -> bytes:
-        tuning = self._settings._tuning
-        return short_digest_of(local.source.sample(tuning.sample_blocks, tuning.sample_block_bytes))
+                samples = self._other if local.shard.role is Role.BUFFER else self._agreeing
+                sample = local.source.sample(tuning.sample_blocks, tuning.sample_block_bytes)
+                samples[local.shard.tensor.fqn] = short_digest_of(sample)
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:
