@@ -40,7 +40,7 @@ from holdfast.plan.reads import load_plan
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.publish import publish
 from holdfast.saving.commit import assemble
-from holdfast.saving.provenance import layouts_of
+from holdfast.saving.rank_part import layouts_of
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.manifest import FileRecord

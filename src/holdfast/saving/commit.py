@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.outcome import Outcome, ask_storage, committed, unknown
 from holdfast.coordination.records import Agreement
-from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CheckpointError, ConflictError, MissingError
@@ -27,13 +28,11 @@ from holdfast.repository.epochs import current_fence, is_valid, require_newest
 from holdfast.repository.publish import packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.saving.health import last_counted_health
-from holdfast.saving.health_findings import Findings
 from holdfast.saving.merge import MergedParts, merge_parts
-from holdfast.saving.provenance import installed_versions
 from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings
 from holdfast.types.health import Health
-from holdfast.types.manifest import FileRecord, Manifest, Parent
+from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,10 @@ def assemble(
     indexes, overview = write_index(location, attempt, whole.index, settings, written)
     # Ask only now: the previous save was perhaps still in flight, and its commit decides the parent.
     parent = request.parent()
-    health = _health(location, context, parent, whole.findings)
+    health = context.health  # For a copy: the health recorded with its source.
+    if health is None:
+        before = last_counted_health(location, parent) if whole.findings.has_counts else (None,)
+        health = whole.findings.health(*before)
     manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
     data = encode_manifest(
         replace(
@@ -118,13 +120,15 @@ def build_manifest(
     )
 
 
-def _health(
-    location: CheckpointLocation, context: SaveContext, parent: Parent | None, findings: Findings
-) -> Health | None:
-    """Return the health of a checkpoint; for a copy, the health recorded with its source."""
-    if context.health is not None:
-        return context.health
-    return findings.health(*last_counted_health(location, parent)) if findings.has_counts else findings.health(None)
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the software that writes this checkpoint."""
+    versions = {"python": platform.python_version()}
+    for name in ("holdfast", "torch", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def write_index(
@@ -148,8 +152,12 @@ def write_index(
     Returns:
         Records of the index files, and the record of the overview if the index is split.
     """
-    with GcPause():
-        indexes, overview = ([index], None) if whole else _files_of(index, settings._tuning.index_chunks_max)
+    indexes: list[Index] = [index]
+    overview: Overview | None = None
+    chunks_max = settings._tuning.index_chunks_max
+    if not whole and index.pieces.first_chunk[-1] > chunks_max:
+        with GcPause():
+            indexes, overview = split(index, max(chunks_max // _SPLIT_FILES_MIN, 1))
     folder = f"{location.folder}{attempt}/"
 
     def put(file: tuple[str, Callable[[], bytes]]) -> FileRecord:
@@ -259,22 +267,26 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> 
         name: Name of the save, for messages.
         epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
     """
+    store = location.store
     try:
-        folders = location.store.folders(location.folder)
+        folders = store.folders(location.folder)
         others = [folder for folder in folders if is_attempt_folder(folder) and folder != attempt]
-        kept = quarantined_attempts(location.store, location.step) if others and location.step is not None else set()
-        referenced = _referenced_packs(location) if others else frozenset()
+        kept: set[str] = set()
+        referenced: frozenset[str] = frozenset()
+        if others and location.step is not None:
+            kept = quarantined_attempts(store, location.step)
+            referenced = packs_named_by(read_manifest(store, step_folder(step)) for step in committed_steps(store))
         for folder in others:
             if folder in kept:
                 continue
             prefix = f"{location.folder}{folder}/"
-            keys = [entry.key for entry in location.store.list(prefix)]
+            keys = [entry.key for entry in store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
                 if epoch:
                     # Ask after the listing: then no listed file belongs to a writer that took over.
-                    require_newest(location.store, epoch)
+                    require_newest(store, epoch)
                 # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
-                location.store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
+                store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
             else:
                 logger.warning(
                     "%s: %s holds files that no save writes, so it stays. Remove them by hand if they are not needed",
@@ -285,17 +297,3 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> 
         logger.warning(
             "%s: files of failed attempts stay for now, the next save of the step removes them: %s", name, error
         )
-
-
-def _referenced_packs(location: CheckpointLocation) -> frozenset[str]:
-    """Return the packs that committed steps of the run name, as paths from its root."""
-    if location.step is None:
-        return frozenset()
-    return packs_named_by(read_manifest(location.store, step_folder(step)) for step in committed_steps(location.store))
-
-
-def _files_of(index: Index, chunks_max: int) -> tuple[list[Index], Overview | None]:
-    """Return the index of each file, and the overview if there are several files."""
-    if index.pieces.first_chunk[-1] <= chunks_max:
-        return [index], None
-    return split(index, max(chunks_max // _SPLIT_FILES_MIN, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ from holdfast.ports.framework import Collected
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.health import HealthScan
-from holdfast.saving.provenance import layouts_of
 from holdfast.types.plan import PlannedPack
 
 
@@ -56,6 +56,16 @@ class RankFacts:
             per_rank=fingerprint.per_rank_bytes,
             health_scan=health_scan,
         )
+
+
+def layouts_of(collected: Collected) -> tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]:
+    """Return mesh shapes and placements, each with the number of tensors on this rank that have them."""
+    counts = Counter(
+        (shard.layout.mesh_shape, tuple(map(str, shard.layout.placements)))
+        for shard in (local.shard for local in collected.shards)
+        if shard.layout is not None
+    )
+    return tuple((mesh, placements, count) for (mesh, placements), count in sorted(counts.items()))
 
 
 def build_part(
