@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.job import Job
 from holdfast.coordination.records import Agreement
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, MissingError
@@ -36,39 +36,26 @@ REPLICA_WINDOW_BYTES = 1 << 18
 """Bytes copied and hashed at a time. They stay in the processor's cache, and are whole elements of any dtype."""
 
 
-class HealthScan:
-    """Health of the state of one rank in one save. Made before training may change the state."""
+def counted_in(partial_counts: Iterable[Mapping[str, int]], roles: Mapping[str, Role], settings: Settings) -> Counted:
+    """Return the non-finite elements of this rank's pieces by FQN, each with what is expected of the tensor.
 
-    def __init__(self, collected: Collected, agreement: Agreement, job: Job) -> None:
-        """Hash the replicas, if `compare_replicas` is on."""
-        settings = job.settings
-        self._settings = settings
-        self._roles: dict[str, Role] = {}
-        if settings.count_nonfinite:
-            self._roles = {local.shard.tensor.fqn: local.shard.role for local in collected.shards}
-        self.replicas = _replicas(collected, agreement) if settings.compare_replicas else None
-        """Digests of the shards that other ranks hold too; None if replicas are not compared."""
-
-    def counted(self, partial_counts: Iterable[Mapping[str, int]]) -> Counted | None:
-        """Return the non-finite elements of this rank's pieces by FQN; None if they are not counted.
-
-        Args:
-            partial_counts: Counts by FQN, of each pack and of the deduplicated pieces.
-        """
-        if not self._settings.count_nonfinite:
-            return None
-        counts: dict[str, int] = {}
-        for pack_counts in partial_counts:
-            for fqn, count in pack_counts.items():
-                counts[fqn] = counts.get(fqn, 0) + count
-        return {fqn: (count, _expectation(fqn, self._roles[fqn], self._settings)) for fqn, count in counts.items()}
+    Args:
+        partial_counts: Counts by FQN, of each pack and of the deduplicated pieces.
+        roles: Role of every tensor by FQN.
+        settings: Names the tensors that may have non-finite elements.
+    """
+    counts = Counter[str]()
+    for pack_counts in partial_counts:
+        counts.update(pack_counts)
+    counted: dict[str, tuple[int, Expectation]] = {}
+    for fqn, count in counts.items():
+        is_expected = any(fnmatchcase(fqn, pattern) for pattern in settings.nonfinite_expected)
+        counted[fqn] = count, "expected" if is_expected else roles[fqn].value
+    return counted
 
 
-def _expectation(fqn: str, role: Role, settings: Settings) -> Expectation:
-    return "expected" if any(fnmatchcase(fqn, pattern) for pattern in settings.nonfinite_expected) else role.value
-
-
-def _replicas(collected: Collected, agreement: Agreement) -> Replicas:
+def replicas_of(collected: Collected, agreement: Agreement) -> Replicas:
+    """Return the digests of the shards that other ranks hold too. Call it before training may change the state."""
     buffer = allocate_aligned(REPLICA_WINDOW_BYTES)
     by_holders: dict[tuple[int, ...], list[tuple[int, bytes]]] = {}
     for position, local in enumerate(collected.shards):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from holdfast.coordination.job import Job
 from holdfast.coordination.records import Agreement
@@ -12,49 +11,61 @@ from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.write import WrittenPack
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.part import RankPart
-from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.framework import Collected
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.fingerprint import StateFingerprint
-from holdfast.saving.health import HealthScan
+from holdfast.saving.health import counted_in, replicas_of
 from holdfast.types.plan import PlannedPack
 
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """Contents of a rank's part besides its pieces. Holds no tensor memory, so that the state can be freed."""
+class PartBuilder:
+    """Builds the part of one rank. Holds no tensor memory, so that the state can be freed."""
 
-    tensors: Sequence[TensorSpec]
-    """On the leader of a class, all tensors of the class: the merge must notice a tensor that no rank wrote."""
+    def __init__(self, job: Job, collected: Collected, fingerprint: StateFingerprint, agreement: Agreement) -> None:
+        """Take from the state what the part records besides pieces. Hash the replicas, if `compare_replicas` is on."""
+        settings, is_leader = job.settings, agreement.is_leader
+        self._job, self._attempt_id, self._per_rank = job, agreement.attempt, fingerprint.per_rank_bytes
+        # What all ranks of a class share is recorded by its leader. Its tensors are listed whole: the merge must notice
+        # a tensor that no rank wrote.
+        self._tensors = [local.shard.tensor for local in collected.shards] if is_leader else []
+        self._aliases = dict(collected.aliases) if is_leader else {}
+        self._layouts = layouts_of(collected) if is_leader else ()
+        self._tree = fingerprint.tree_bytes if is_leader else None
+        self._replicas = replicas_of(collected, agreement) if settings.compare_replicas else None
+        shards = collected.shards if settings.count_nonfinite else ()
+        self._roles = {local.shard.tensor.fqn: local.shard.role for local in shards}
 
-    aliases: dict[str, str]
-    """On the leader: tied names."""
+    def part(
+        self, deduplicator: Deduplicator, packs: Sequence[PlannedPack], written: Sequence[WrittenPack]
+    ) -> RankPart:
+        """Return the part of this rank.
 
-    layouts: tuple[tuple[tuple[int, ...], tuple[str, ...], int], ...]
-    """On the leader: meshes and placements, as provenance."""
-
-    tree: bytes | None
-    """On the leader: the non-tensor state, encoded."""
-
-    per_rank: bytes | None
-    """This rank's own values, encoded; None if it has none."""
-
-    health_scan: HealthScan
-    """Health of this rank's state."""
-
-    @classmethod
-    def of(
-        cls, collected: Collected, fingerprint: StateFingerprint, agreement: Agreement, health_scan: HealthScan
-    ) -> RankFacts:
-        """Return the facts of a collected state."""
-        is_leader = agreement.is_leader
-        return cls(
-            tensors=[local.shard.tensor for local in collected.shards] if is_leader else [],
-            aliases=dict(collected.aliases) if is_leader else {},
-            layouts=layouts_of(collected) if is_leader else (),
-            tree=fingerprint.tree_bytes if is_leader else None,
-            per_rank=fingerprint.per_rank_bytes,
-            health_scan=health_scan,
+        Args:
+            deduplicator: Knows the pieces in earlier steps; records those written now.
+            packs, written: Planned packs and the result of each.
+        """
+        settings = self._job.settings
+        with GcPause():
+            builder = IndexBuilder(settings.chunk_bytes, self._tensors)
+            for pack, result in zip(packs, written, strict=True):
+                builder.add_pack(pack.plan, len(pack.header), result.digests)
+                deduplicator.record_written(pack, result, self._attempt_id)
+            for piece in deduplicator.unchanged_pieces:
+                builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests)
+            index = builder.index()
+        counts = (*(result.nonfinite for result in written), deduplicator.nonfinite)
+        return RankPart(
+            rank=self._job.comm.rank,
+            attempt=self._attempt_id,
+            index=index,
+            packs=(*(result.record for result in written), *deduplicator.packs),
+            tree=self._tree,
+            aliases=self._aliases,
+            layouts=self._layouts,
+            per_rank=self._per_rank,
+            counted=counted_in(counts, self._roles, settings) if settings.count_nonfinite else None,
+            replicas=self._replicas,
+            world_size=self._job.comm.world_size,
         )
 
 
@@ -66,43 +77,3 @@ def layouts_of(collected: Collected) -> tuple[tuple[tuple[int, ...], tuple[str, 
         if shard.layout is not None
     )
     return tuple((mesh, placements, count) for (mesh, placements), count in sorted(counts.items()))
-
-
-def build_part(
-    job: Job,
-    attempt_id: str,
-    facts: RankFacts,
-    deduplicator: Deduplicator,
-    packs: Sequence[PlannedPack],
-    written: Sequence[WrittenPack],
-) -> RankPart:
-    """Return the part of this rank.
-
-    Args:
-        job: The ranks.
-        attempt_id: Id of the attempt.
-        facts: Contents of the part besides the pieces.
-        deduplicator: Knows the pieces in earlier steps; records those written now.
-        packs, written: Planned packs and the result of each.
-    """
-    with GcPause():
-        builder = IndexBuilder(job.settings.chunk_bytes, facts.tensors)
-        for pack, result in zip(packs, written, strict=True):
-            builder.add_pack(pack.plan, len(pack.header), result.digests)
-            deduplicator.record_written(pack, result, attempt_id)
-        for piece in deduplicator.unchanged_pieces:
-            builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests)
-        index = builder.index()
-    return RankPart(
-        rank=job.comm.rank,
-        attempt=attempt_id,
-        index=index,
-        packs=(*(result.record for result in written), *deduplicator.packs),
-        tree=facts.tree,
-        aliases=facts.aliases,
-        layouts=facts.layouts,
-        per_rank=facts.per_rank,
-        counted=facts.health_scan.counted([*(result.nonfinite for result in written), deduplicator.nonfinite]),
-        replicas=facts.health_scan.replicas,
-        world_size=job.comm.world_size,
-    )

@@ -17,8 +17,7 @@ from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import SaveHandle
-from holdfast.saving.health import HealthScan
-from holdfast.saving.rank_part import RankFacts, build_part
+from holdfast.saving.rank_part import PartBuilder
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -72,7 +71,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             plan = deduplicator.without_unchanged(plan, [local.source for local in collected.shards], agreement.context)
             packs = name_packs(attempt, plan)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
-            facts = RankFacts.of(collected, fingerprint, agreement, HealthScan(collected, agreement, job))
+            part_builder = PartBuilder(job, collected, fingerprint, agreement)
 
         transfer = Transfer(job, attempt.handle, request.writer, packs, trace)
         attempt.attach_transfer(transfer)
@@ -83,7 +82,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             # On the commit thread. Only the transfer still refers to the state, until it is copied. The committing rank
             # calls `request.parent()` before it publishes. Every rank calls `request.committed()` after the commit.
             written = transfer.written()
-            vote = attempt.write_part(build_part(job, agreement.attempt, facts, deduplicator, packs, written))
+            vote = attempt.write_part(part_builder.part(deduplicator, packs, written))
             outcome = attempt.vote_and_commit(vote)
             attempt.conclude(
                 outcome, lambda: _report(attempt, plan, is_new_plan, deduplicator.unchanged_bytes, transfer, skipped)
