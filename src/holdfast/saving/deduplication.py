@@ -7,6 +7,7 @@ digest of its first page, then the digests of all its chunks. An unchanged piece
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -131,7 +132,7 @@ class Deduplicator:
         self._new_packs: dict[str, FileRecord] = {}
         self.unchanged_pieces: Sequence[Piece] = ()
         """Pieces that are not written, with their place in earlier steps."""
-        self.nonfinite: dict[str, int] = {}
+        self.nonfinite = Counter[str]()
         """NaN and infinite elements in these pieces, by FQN; empty if `count_nonfinite` is off."""
 
     @property
@@ -158,9 +159,8 @@ class Deduplicator:
             return plan
         items = [item for _, item in plan.large]
         with self._writer.lent() as buffer:
-            self._first_page_digests = dict(
-                zip(map(_key, items), first_page_digests(items, sources, buffer), strict=True)
-            )
+            digests = first_page_digests(items, sources, buffer)
+            self._first_page_digests = dict(zip(map(_key, items), digests, strict=True))
             candidates = self._candidates(items, context)
             unchanged = {
                 (pack, item.tensor.fqn): candidates[_key(item)]
@@ -171,12 +171,14 @@ class Deduplicator:
         return plan.without(frozenset(unchanged))
 
     def _is_stored(self, item: PackItem, sources: Sequence[Source], piece: Piece, buffer: memoryview) -> bool:
-        """Return whether a piece equals the stored one; if so, add its non-finite elements to `nonfinite`."""
+        """Return whether every chunk of a piece has its stored digest; if so, add its non-finite elements."""
         counter = NonFinite() if self._settings.count_nonfinite else None
-        if not is_unchanged(item, sources[item.shard_number], piece, buffer, counter):
+        digests = chunk_digests(item, Scratch(buffer), piece.chunk_bytes, sources[item.shard_number], counter)
+        stored = piece.digests
+        if any(digest != stored[DIGEST_BYTES * n :][:DIGEST_BYTES] for n, digest in enumerate(digests)):
             return False
-        for fqn, count in () if counter is None else counter.counts.items():
-            self.nonfinite[fqn] = self.nonfinite.get(fqn, 0) + count
+        if counter is not None:
+            self.nonfinite.update(counter.counts)
         return True
 
     def record_written(self, pack: PlannedPack, written: WrittenPack, attempt: str) -> None:
@@ -213,19 +215,13 @@ class Deduplicator:
         previous = self._previous
         if previous is None or previous.identity != context.base:
             return {}
-        first_page_digests = previous.first_page_digests
-        unchanged_so_far = [
-            item
-            for item in items
-            if first_page_digests.get(_key(item), self._first_page_digests[_key(item)])
-            == self._first_page_digests[_key(item)]
-        ]
+        before, now = previous.first_page_digests, self._first_page_digests
+        unchanged_so_far = [item for item in items if before.get(key := _key(item), now[key]) == now[key]]
         try:
             stored = previous.find(unchanged_so_far)
-            packs = {piece.pack for piece in stored.values()}
             usable = {
                 name
-                for name in packs
+                for name in {piece.pack for piece in stored.values()}
                 if step_of_pack(name) not in context.suspect_steps and self._is_present(previous.packs[name])
             }
         except CheckpointError as error:
@@ -266,23 +262,3 @@ def first_page_digests(items: Sequence[PackItem], sources: Sequence[Source], buf
                 copies.callback(ticket.wait)
         digests += map(digest_of, pages)
     return digests
-
-
-def is_unchanged(
-    item: PackItem,
-    source: Source,
-    piece: Piece,
-    buffer: memoryview,
-    nonfinite: NonFinite | None,
-) -> bool:
-    """Return whether every chunk of a piece has its stored digest; stop at the first that has not.
-
-    Args:
-        item: The piece.
-        source: Its bytes in the state.
-        piece: The stored piece.
-        buffer: Scratch memory for copies.
-        nonfinite: Counts non-finite elements of the hashed bytes; None to count nothing.
-    """
-    digests, stored = chunk_digests(item, Scratch(buffer), piece.chunk_bytes, source, nonfinite), piece.digests
-    return all(digest == stored[DIGEST_BYTES * n :][:DIGEST_BYTES] for n, digest in enumerate(digests))

@@ -48,7 +48,8 @@ class SaveHandle:
         """Name of the save, for messages."""
         self._lock = threading.Lock()
         self._waiting = int(awaited)
-        self._awaited = False
+        self.was_awaited = False
+        """Whether a `wait` has raised the failure."""
         self.in_flight: InFlight | None = None
         """The unfinished save, to settle or abandon it. None before the ranks agreed, and after the end."""
         self._saver = threading.get_ident()
@@ -92,18 +93,13 @@ class SaveHandle:
         finally:
             with self._lock:
                 self._waiting -= 1
-                self._awaited |= future.done() and future.exception() is not None
+                self.was_awaited |= future.done() and future.exception() is not None
         return result
 
     @property
     def failure(self) -> BaseException | None:
         """The error of a failed save; None while it runs and after the commit."""
         return self.committed.exception() if self.committed.done() else None
-
-    @property
-    def was_awaited(self) -> bool:
-        """Whether a `wait` has raised the failure."""
-        return self._awaited
 
     def abandon(self, error: CheckpointError) -> None:
         """End the save on every rank with an error, unless a rank may be publishing it or it has ended."""

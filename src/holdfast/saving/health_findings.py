@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 
@@ -16,7 +17,7 @@ class Findings:
     """Findings of the ranks of one save. `add` takes one rank's; `health` returns the result."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self._counts = Counter[str]()
         self._expectations: dict[str, Expectation] = {}
         self._all_counted = self._all_compared = True
         self._names: dict[int, tuple[str, ...]] = {}
@@ -39,7 +40,7 @@ class Findings:
             self._all_counted = False
         else:
             for fqn, (count, expectation) in counted.items():
-                self._counts[fqn] = self._counts.get(fqn, 0) + count
+                self._counts[fqn] += count
                 self._expectations.setdefault(fqn, expectation)
         if replicas is None:
             self._all_compared = False
