@@ -39,17 +39,23 @@ def holds(store: Store, key: str, data: bytes) -> bool:
 def packs_named_by(manifests: Iterable[Manifest]) -> frozenset[str]:
     """Return the packs of a run that some of its manifests name, by their path from the root.
 
-    References are never chained, so no other manifest needs to be read. Files that other systems wrote are no packs
-    of the run and are left out.
+    References are never chained, so no other manifest needs to be read.
 
     Args:
         manifests: Manifests of the steps that must stay readable.
     """
-    named = set()
-    for manifest in manifests:
-        for pack in manifest.packs:
-            if step_of_pack(pack.name) is not None:
-                named.add(pack.name)
-            elif is_pack_name(pack.name) and manifest.step is not None:
-                named.add(step_pack_name(manifest.step, manifest.attempt, pack.name))
-    return frozenset(named)
+    return frozenset(path for manifest in manifests for path in pack_paths(manifest).values())
+
+
+def pack_paths(manifest: Manifest) -> dict[str, str]:
+    """Return the path from the root of the run to each pack that a manifest names, by its name in the manifest.
+
+    Files that another system wrote are no packs of the run and are left out: their owner may delete them.
+    """
+    paths = {}
+    for pack in manifest.packs:
+        if step_of_pack(pack.name) is not None:
+            paths[pack.name] = pack.name
+        elif is_pack_name(pack.name) and manifest.step is not None:
+            paths[pack.name] = step_pack_name(manifest.step, manifest.attempt, pack.name)
+    return paths

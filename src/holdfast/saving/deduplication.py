@@ -21,13 +21,14 @@ from holdfast.errors import CheckpointError
 from holdfast.format.digest import digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
-from holdfast.format.names import is_pack_name, step_of_pack, step_pack_name
+from holdfast.format.names import step_of_pack, step_pack_name
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region, region_boxes
 from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
 from holdfast.repository.catalog import stored_bytes
+from holdfast.repository.publish import pack_paths
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import PackItem, Piece, PlannedPack
@@ -69,9 +70,7 @@ def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Map
             memory, so they are written.
     """
     assert manifest.step is not None, "a run loads steps"
-    step, attempt = manifest.step, manifest.attempt
-    # Another system owns its files and may delete them: never refer to them.
-    names = {pack.name: _from_root(step, attempt, pack.name) for pack in manifest.packs if _is_ours(pack.name)}
+    names = pack_paths(manifest)
     packs = {names[pack.name]: pack._replace(name=names[pack.name]) for pack in manifest.packs if pack.name in names}
 
     def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:
@@ -89,15 +88,7 @@ def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Map
                     pieces[_key(item)] = replace(piece, pack=names[piece.pack])
         return pieces
 
-    return BaseStep((step, manifest.digest), find, packs, {})
-
-
-def _is_ours(name: str) -> bool:
-    return is_pack_name(name) or step_of_pack(name) is not None
-
-
-def _from_root(step: int, attempt: str, name: str) -> str:
-    return step_pack_name(step, attempt, name) if is_pack_name(name) else name
+    return BaseStep((manifest.step, manifest.digest), find, packs, {})
 
 
 def _bounding_box(item: PackItem) -> Box:
