@@ -17,7 +17,6 @@ from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
 from holdfast.format.values import values
-from holdfast.ports.store import Packs
 from holdfast.repository.catalog import check_pack, read_file
 from holdfast.saving.health_findings import Findings
 from holdfast.types.manifest import FileRecord
@@ -64,7 +63,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     """
     merging = IndexMerger(chunk_bytes)
     packs: list[FileRecord] = []
-    trees: list[Group] = []
+    tree = Group("dict", {})
     aliases: dict[str, str] = {}
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     findings = Findings()
@@ -80,25 +79,27 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         for mesh, placements, count in part.layouts:
             layouts[mesh, placements] = max(count, layouts.get((mesh, placements), 0))
         if part.tree is not None:
-            tree = values.decode(values.loads(part.tree), "")
-            if not isinstance(tree, Group):
+            part_tree = values.decode(values.loads(part.tree), "")
+            if not isinstance(part_tree, Group):
                 raise CorruptError(
                     f"{location.url}: the part of rank {rank} holds no state; expected the root of its "
                     "values. Save again"
                 )
-            trees.append(tree)
+            _merge_into(tree.items, part_tree.items)
     with GcPause():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
     packs = _without_repeats(packs, location.url)
-    require_sizes(location.packs_in(attempt), packs, location.step)
+    pack_at = location.packs_in(attempt)
+    for _ in ordered_parallel_map(lambda pack: check_pack(pack_at(pack.name), pack, location.step), packs):
+        pass  # A pack that is absent or has another size raises.
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
         for (mesh, placements), count in sorted(layouts.items())
     )
     numbers = index.table.numbers
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in numbers and alias not in numbers}
-    return MergedParts(index, tuple(packs), tuple(records), merge_trees(trees), stored, provenance, findings)
+    return MergedParts(index, tuple(packs), tuple(records), tree, stored, provenance, findings)
 
 
 def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:
@@ -149,21 +150,8 @@ def _without_repeats(packs: Sequence[FileRecord], where: str) -> list[FileRecord
     return list(known.values())
 
 
-def require_sizes(packs: Packs, records: Sequence[FileRecord], step: int | None) -> None:
-    """Refuse to publish if a pack is absent or has another size; arguments and errors as `check_pack`."""
-    for _ in ordered_parallel_map(lambda pack: check_pack(packs(pack.name), pack, step), records):
-        pass
-
-
-def merge_trees(trees: Sequence[Group]) -> Group:
-    """Return the values of several ranks as one tree; where ranks differ, the value of the lowest rank."""
-    result = Group("dict", {})
-    for tree in trees:
-        _merge_into(result.items, tree.items)
-    return result
-
-
 def _merge_into(items: dict[str, Value], others: dict[str, Value]) -> None:
+    """Add the values of a higher rank; where both have a value, that of the lower rank stays."""
     for key, other in others.items():
         first = items.get(key)
         if key not in items:
