@@ -69,11 +69,6 @@ def aborted_by(rank: int, error: CheckpointError) -> Outcome:
     return aborted(error_from(error_text(error), f"rank {rank} aborted: "))
 
 
-def fenced(error: CheckpointError) -> Outcome:
-    """Return the outcome of an attempt whose manifest does not count."""
-    return Outcome(OutcomeKind.FENCED, error=error)
-
-
 def ask_storage(reason: str) -> Outcome:
     """Return the outcome of an attempt that the manifest, if there is one, decides."""
     return Outcome(OutcomeKind.ASK_STORAGE, reason=reason)

@@ -29,7 +29,7 @@ from enum import Enum
 from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
-from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, fenced, unknown
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
 from holdfast.coordination.records import Agreement
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
@@ -45,7 +45,6 @@ from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.operation import OperationTrace
 from holdfast.types.health import findings_of
-from holdfast.types.manifest import Manifest
 from holdfast.types.reports import SaveReport
 
 logger = logging.getLogger(__name__)
@@ -158,9 +157,18 @@ class SaveAttempt:
         self._progress = SaveProgress.AGREED
 
     def attach_transfer(self, transfer: Transfer) -> None:
-        """Record the transfer, which must end with the save."""
+        """Record the transfer, which must end with the save. From now on the handle can `settle` and `abandon` it."""
         self._transfer = transfer
-        self.handle.in_flight = _InFlight(self.commit_vote, transfer)
+        self.handle.in_flight = self
+
+    def settle(self, timeout: float | None) -> float | None:
+        """Wait until the state is no longer read; return the seconds left of the timeout."""
+        return timeout if self._transfer is None else self._transfer.settle(timeout)
+
+    def abandon(self, error: CheckpointError) -> None:
+        """End the save on every rank, unless a rank may be publishing: then it ends by itself."""
+        if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED and self._transfer is not None:
+            self._transfer.give_up(error)
 
     def key(self, name: str) -> str:
         """Return the key of a file of this attempt."""
@@ -283,16 +291,13 @@ class SaveAttempt:
         if manifest.attempt != self.agreement.attempt:
             return aborted(ConflictError(f"{self.name}: attempt {manifest.attempt} published first; {reason}"))
         try:
-            self._require_counted(manifest)
+            if manifest.epoch and manifest.step is not None:
+                require_counted(self.location.store, manifest.step, manifest.epoch, manifest.digest)
         except ConflictError as error:
-            return fenced(error)
+            return Outcome(OutcomeKind.FENCED, error=error)
         except CheckpointError as failure:
             return unknown(f"{reason}; {failure}")
         return committed(manifest.digest, findings_of(manifest.health))
-
-    def _require_counted(self, manifest: Manifest) -> None:
-        if manifest.epoch and manifest.step is not None:
-            require_counted(self.location.store, manifest.step, manifest.epoch, manifest.digest)
 
     def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
         report = replace(report, unhealthy=outcome.unhealthy)
@@ -346,22 +351,6 @@ class SaveAttempt:
                 self.name,
                 error,
             )
-
-
-class _InFlight:
-    """The unfinished save, as its handle settles or abandons it."""
-
-    def __init__(self, commit_vote: CommitVote, transfer: Transfer) -> None:
-        self._commit_vote, self._transfer = commit_vote, transfer
-
-    def settle(self, timeout: float | None) -> float | None:
-        """Wait until the state is no longer read; return the seconds left of the timeout."""
-        return self._transfer.settle(timeout)
-
-    def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank, unless a rank may be publishing: then it ends by itself."""
-        if self._commit_vote.abort(error).kind is OutcomeKind.ABORTED:
-            self._transfer.give_up(error)
 
 
 def typed(error: BaseException, name: str) -> CheckpointError:
