@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import gc_paused_for
@@ -89,7 +89,8 @@ class Transfer:
         is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
         buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs)
         if awaited or not arena.holds(1 if is_lazy else buffers):
-            self._write(sources)
+            self._written = self._write_packs(lambda pack: self._writer.write(pack, sources, self._on_progress))
+            self._reach_staged()
             return
         if collected.pin is not None:
             arena.pin(collected.pin)
@@ -116,11 +117,7 @@ class Transfer:
         if self._written is not None:
             return self._written
         try:
-            written = []
-            with self._trace.phase("write"):
-                for pack in self._packs:
-                    with gc_paused_for(pack.plan.data_bytes):
-                        written.append(self._writer.write_staged(pack, self._staging, self._on_progress))
+            written = self._write_packs(lambda pack: self._writer.write_staged(pack, self._staging, self._on_progress))
             # The check records a changed tensor as the failure that `raise_failure` raises.
             self._staging.wait()
             self._check_unmodified()
@@ -167,13 +164,13 @@ class Transfer:
         stop = self._job.clock.monotonic_seconds() if self._copied_at is None else self._copied_at
         return sum(max(stop - start, 0.0) for start in self._fence_starts)
 
-    def _write(self, sources: Sequence[Source]) -> None:
-        self._written = []
+    def _write_packs(self, write: Callable[[PlannedPack], WrittenPack]) -> list[WrittenPack]:
+        written = []
         with self._trace.phase("write"):
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):
-                    self._written.append(self._writer.write(pack, sources, self._on_progress))
-        self._reach_staged()
+                    written.append(write(pack))
+        return written
 
     def _reach_staged(self) -> None:
         self.staged_seconds = self._trace.seconds
@@ -183,13 +180,11 @@ class Transfer:
         reason = collected.unfenced_because
         owned = [shard for _, shard in self._owned_shards(collected.shards)]
         if collected.fence is not None:
-            eager_bytes = sum(_local_bytes(shard) for shard in owned if not shard.fenced)
-            if not any(shard.fenced for shard in owned):
-                # A lazy save gains nothing here. A small share needs no warning: a rank may own only small tensors.
-                if eager_bytes <= _EAGER_BYTES_MAX:
-                    return False
-            elif eager_bytes <= _EAGER_BYTES_MAX:
-                return True
+            eager = [local.shard for local in owned if not local.fenced]
+            eager_bytes = sum(piece.numel * shard.tensor.itemsize for shard in eager for piece in shard.pieces)
+            if eager_bytes <= _EAGER_BYTES_MAX:
+                # Without a fenced shard a lazy save gains nothing. No warning: a rank may own only small tensors.
+                return any(shard.fenced for shard in owned)
             reason = (
                 f"{eager_bytes} bytes of it are neither parameters that an optimizer of the state steps, nor such an "
                 "optimizer's state. Pass modules and optimizers themselves, not their state_dict()"
@@ -219,10 +214,8 @@ class Transfer:
         def copy() -> None:
             waited_seconds = arena.waited_seconds
             try:
-                with (
-                    self._trace.phase("copy"),
-                    gc_paused_for(sum(pack.plan.data_bytes for pack in self._packs)),
-                ):
+                copied_bytes = sum(pack.plan.data_bytes for pack in self._packs)
+                with self._trace.phase("copy"), gc_paused_for(copied_bytes):
                     self._staging.copy(self._packs, sources)
             finally:
                 self.waited_seconds = arena.waited_seconds - waited_seconds
@@ -277,10 +270,6 @@ class Transfer:
         ]
         if changed:
             raise InvalidError(_modified_message(self._name, changed))
-
-
-def _local_bytes(shard: LocalShard) -> int:
-    return sum(piece.numel for piece in shard.shard.pieces) * shard.shard.tensor.itemsize
 
 
 def _modified_message(name: str, changed: Sequence[str]) -> str:
