@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
@@ -27,19 +28,10 @@ from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
+from holdfast.repository import removal
 from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import quarantined, superseded_packs
-from holdfast.repository.removal import (
-    inspect_step,
-    is_pack_key,
-    mark_keys,
-    named_files,
-    put_mark,
-    remove,
-    remove_folders,
-    remove_marks,
-)
 from holdfast.repository.tags import read_tags
 from holdfast.runs.reachability import unreferenced
 from holdfast.runs.retention import KeptFacts, kept
@@ -190,25 +182,22 @@ class CheckpointGC:
         if self._pins.has_gone_back:
             return None
         first = self.survey()
-        remove_folders(self._store, first.bare)
+        removal.remove_folders(self._store, first.bare)
+        # Marks of ended collections: only the holder of the writer lease has one under way.
+        removal.remove_marks(self._store, removal.mark_keys(self._store))
         if not first.unreferenced:
-            self._forget_marks()
             return _report(first, Unreferenced())
-        nonce = self._clock.random_bytes(_NONCE_BYTES).hex()
-        self._forget_marks()
-        mark = put_mark(
-            self._store, first.run_id, nonce, self._writer_lease.epoch, first.unreferenced, is_carried_out=False
-        )
+        nonce, epoch = self._clock.random_bytes(_NONCE_BYTES).hex(), self._writer_lease.epoch
+        put_mark = partial(removal.put_mark, self._store, first.run_id, nonce, epoch, first.unreferenced)
+        mark = put_mark(is_carried_out=False)
         try:
             if wait(grace_seconds) or self._pins.has_gone_back:
                 return None
-            put_mark(
-                self._store, first.run_id, nonce, self._writer_lease.epoch, first.unreferenced, is_carried_out=True
-            )
+            put_mark(is_carried_out=True)
             return self._carried_out(first)
         finally:
             # After an error too: without the mark, the steps that stay can be read again.
-            remove_marks(self._store, [mark.key])
+            removal.remove_marks(self._store, [mark.key])
 
     def _carried_out(self, first: Inventory) -> CollectReport | None:
         assert self._writer_lease is not None, "only the holder of the writer lease removes"
@@ -228,7 +217,7 @@ class CheckpointGC:
             # Checked again: the listings above take a while, and training may go back meanwhile.
             if self._pins.has_gone_back:
                 return None
-            remove(self._store, to_delete)
+            removal.remove(self._store, to_delete)
         finally:
             self._pins.release_for_removal(frozenset())
         return _report(second, to_delete)
@@ -252,7 +241,7 @@ class CheckpointGC:
         for step in step_folders(store):
             records = quarantine.get(step, {})
             pinned = {attempt for record in records.values() for attempt in record.attempts}
-            files, manifest, strangers = inspect_step(store, step, fence, pinned)
+            files, manifest, strangers = removal.inspect_step(store, step, fence, pinned)
             found.append(files)
             for key in strangers:
                 self._warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
@@ -284,7 +273,9 @@ class CheckpointGC:
             run_id,
             {each.step: each.digest for each in found if each.digest is not None and each.counts},
             reasons,
-            unreferenced(found, staying, under_way, is_pack_key, superseded_packs(store), packs_known=packs_known),
+            unreferenced(
+                found, staying, under_way, removal.is_pack_key, superseded_packs(store), packs_known=packs_known
+            ),
             tuple(each.step for each in found if not each.holds_anything and each.step not in under_way),
         )
 
@@ -309,23 +300,17 @@ class CheckpointGC:
             reasons[step] = (*whys, *reasons.get(step, ()))
         return reasons
 
-    def await_readers(self, wait: Callable[[float], None]) -> None:
+    def await_readers(self) -> None:
         """Watch the leases of processes on other hosts for one lease time, to find out which are dead."""
         seconds = self._readers.seconds_to_watch()
         if seconds:
             logger.info("%s: watching who reads for %g s", self._store.url, seconds)
-            wait(seconds)
+            self._clock.sleep(seconds)
 
     def _warn_once(self, text: str, *values: object) -> None:
         if text % values not in self._warned:
             self._warned.add(text % values)
             logger.warning(text, *values)
-
-    def _forget_marks(self) -> None:
-        """Remove the marks of ended collections: only the holder of the writer lease has one under way."""
-        left = mark_keys(self._store)
-        if left:
-            remove_marks(self._store, left)
 
 
 def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapping[int, tuple[str, ...]]:
@@ -336,7 +321,7 @@ def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapp
     there = {key: size for each in found for files in each.attempts.values() for key, size in files.items()}
     torn = {}
     for step in sorted(manifests, reverse=True):
-        short = [key for key, size in named_files(manifests[step]).items() if there.get(key) != size]
+        short = [key for key, size in removal.named_files(manifests[step]).items() if there.get(key) != size]
         if not short:
             break
         torn[step] = (f"{short[0]} is missing or of another size",)
@@ -365,7 +350,6 @@ def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectRepor
         MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.survey`.
     """
-    _require_run(store)
     survey = CheckpointGC(store, clock, keep, None).survey()
     return _report(survey, survey.unreferenced)
 
@@ -386,7 +370,7 @@ def collected(
             return False
 
         collector = CheckpointGC(store, clock, keep, writer_lease)
-        collector.await_readers(clock.sleep)
+        collector.await_readers()
         report = collector.collect(grace_seconds, wait)
         assert report is not None, "nobody gives it up"
         return report
