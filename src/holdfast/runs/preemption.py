@@ -15,6 +15,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -153,8 +154,8 @@ class PreemptionHandler:
     def _refusal(self, expected: float) -> str | None:
         """Return rank 0's reason not to save the step; None if the step is saved."""
         job = self._job
-        keys = [self._key("expected", rank) for rank in range(job.comm.world_size)]
-        key = self._key("decision")
+        keys = [job.key("departure", "expected", rank) for rank in range(job.comm.world_size)]
+        key = job.key("departure", "decision")
         try:
             job.key_value_store.set(keys[job.comm.rank], f"{expected:.3f}".encode(), self._wait_seconds())
             if job.comm.rank == 0:
@@ -203,17 +204,14 @@ class PreemptionHandler:
 
     def _await_saves(self) -> None:
         """Wait for unfinished saves, and abandon those that do not end in time."""
-        late = [
-            save
-            for save in self._unfinished_saves
-            if not _ends_within(save.handle, self._job.seconds_left(self._deadline))
-        ]
+        futures = [save.handle.committed for save in self._unfinished_saves]
+        wait(futures, self._job.seconds_left(self._deadline))
+        late = [save for save in self._unfinished_saves if not save.handle.committed.done()]
         for save in late:
             save.handle.abandon(
                 UnavailableError(f"the save of step {save.step} was abandoned: the job received a signal to end")
             )
-        for save in late:
-            save.handle.committed.exception()
+        wait(futures)
 
     def _is_committed(self, handle: SaveHandle, location: CheckpointLocation) -> bool:
         committed = handle.committed
@@ -251,17 +249,6 @@ class PreemptionHandler:
     def _wait_seconds(self) -> float:
         """Return how long a wait for other ranks may last."""
         return max(self._job.seconds_left(self._deadline), AGREE_SECONDS_MIN)
-
-    def _key(self, *parts: object) -> str:
-        return self._job.key("departure", *parts)
-
-
-def _ends_within(handle: SaveHandle, seconds: float) -> bool:
-    try:
-        handle.committed.exception(seconds)
-    except TimeoutError:
-        return False
-    return True
 
 
 def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
