@@ -53,7 +53,7 @@ from holdfast.repository.epochs import (
     remove_before,
     require_newest,
 )
-from holdfast.types.epoch import Epoch, Fence, Holder
+from holdfast.types.epoch import Epoch, Holder
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +69,11 @@ class WriterLease:
     def __init__(self, store: Store, clock: Clock, lease_seconds: float) -> None:
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
         self._heartbeat: _Heartbeat | None = None
-        self._fence = Fence()
 
     @property
     def epoch(self) -> int:
         """The epoch of this lease; 0 if it holds none."""
         return 0 if self._heartbeat is None else self._heartbeat.epoch
-
-    @property
-    def fence(self) -> Fence:
-        """Which manifests of former writers count, as this lease decided when it was taken."""
-        return self._fence
 
     def hold(self, run_id: str) -> int:
         """Return the epoch of this lease; the first call takes one.
@@ -145,7 +139,6 @@ class WriterLease:
         former_fence = current_fence(self._store)
         accepted = accepted_steps(self._store, former_fence, step_folders(self._store))
         put_accepted(self._store, number, run_id, accepted)
-        self._fence = Fence(number, accepted)
         try:
             # The list of the epoch before stays: readers use it if ours is damaged.
             remove_before(self._store, former_fence.epoch)
@@ -168,7 +161,8 @@ class _Heartbeat:
         self._store, self.epoch, self._holder = store, epoch, holder
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
+        """Set it to have the thread release the epoch at once."""
         self.is_dropped = False
         _living[holder.nonce] = self
 
@@ -195,10 +189,6 @@ class _Heartbeat:
         """
         self.is_dropped = True
 
-    def stop(self) -> None:
-        """Have the thread release the epoch at once; does not wait for it."""
-        self._stopped.set()
-
     def end(self, seconds: float) -> None:
         """Release the epoch. Never raises, and does nothing in a child process: the epoch is its parent's.
 
@@ -207,7 +197,7 @@ class _Heartbeat:
         """
         if self._process != os.getpid():
             return
-        self.stop()
+        self.stopped.set()
         if self._thread is None:
             self._release()
             return
@@ -222,7 +212,7 @@ class _Heartbeat:
 
     def _renew(self) -> None:
         count, is_failing = 0, False
-        while not self._stopped.wait(self._holder.lease_seconds / _HEARTBEATS_PER_LEASE) and not self.is_dropped:
+        while not self.stopped.wait(self._holder.lease_seconds / _HEARTBEATS_PER_LEASE) and not self.is_dropped:
             count += 1
             try:
                 require_newest(self._store, self.epoch)
@@ -265,7 +255,7 @@ def _release_all() -> None:
     heartbeats = list(_living.values())
     # Stop all first: their releases then run in parallel, within one time limit.
     for heartbeat in heartbeats:
-        heartbeat.stop()
+        heartbeat.stopped.set()
     for heartbeat in heartbeats:
         heartbeat.end(max(deadline - clock.monotonic_seconds(), 0.0))
 
