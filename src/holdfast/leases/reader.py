@@ -9,7 +9,7 @@ A lease is one object under `readers/`. The states of a `ReaderLease`, and who m
     idle -> stored     `begin()`; on a root without write access the lease stays idle, and the read relies on the grace
                        of the collection alone
     stored -> stored   `begin()` with another step, for a reader that falls back to an older one
-    stored -> ended    `end()`, or the exit of the process
+    stored -> ended    `close()`, or the exit of the process
 
 A collector sees each lease in one of two states (`ReaderLeases`):
 
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
@@ -137,7 +136,7 @@ class ReaderLease:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
             self._thread.start()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Delete the lease. Never raises."""
         self._stopped.set()
         with self._lock:
@@ -164,16 +163,6 @@ class ReaderLease:
             with self._lock:
                 if self._key is not None:
                     self._put()
-
-
-@contextmanager
-def reader_lease(clock: Clock, lease_seconds: float) -> Iterator[ReaderLease]:
-    """Return a lease for a block; the end of the block ends it."""
-    lease = ReaderLease(clock, lease_seconds)
-    try:
-        yield lease
-    finally:
-        lease.end()
 
 
 class ReaderLeases:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,7 +36,7 @@ from holdfast.format.digest import short_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.geometry.box import Box
-from holdfast.leases.reader import ReaderLease, reader_lease
+from holdfast.leases.reader import ReaderLease
 from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
 from holdfast.loading.messages import RankStatus
 from holdfast.loading.requirements import filled_bytes, require_begun_filled, require_complete, require_saved_dtypes
@@ -185,7 +185,7 @@ def load_attempt(
     """
     events = dispatcher or EventDispatcher((), job.clock)
     trace = OperationTrace("load", home.step, home.url, job.comm, job.clock, events)
-    with GcPause() as gc_pause, reader_lease(job.clock, job.settings.lease_seconds) as lease:
+    with GcPause() as gc_pause, closing(ReaderLease(job.clock, job.settings.lease_seconds)) as lease:
         yield LoadAttempt(job, home, selector, request, trace, lease, gc_pause)
 
 

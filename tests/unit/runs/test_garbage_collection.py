@@ -262,7 +262,7 @@ def test_a_reader_holds_its_step_until_it_is_done(tmp_path: Path) -> None:
     assert report.steps == (2,)
     assert report.reasons[1][0].startswith("read by host ")
     require_loads(tmp_path, 1)
-    lease.end()
+    lease.close()
     assert not leases(store_of(tmp_path))
     assert collect(tmp_path, 1).steps == (1,)
 
@@ -390,7 +390,7 @@ def test_what_is_tagged_or_read_during_the_grace_stays(tmp_path: Path) -> None:
     with hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure:
         report = CheckpointGC(store, clock, AnyOf(LatestN(1), Tagged()), tenure).collect(0, meanwhile)
     assert report is not None and report.steps == (3,)
-    lease.end()
+    lease.close()
     require_whole(tmp_path, 1, 2, 4)
 
 
