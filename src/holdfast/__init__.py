@@ -10,7 +10,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.api import CheckpointManager, SaveHandle, async_save, diff, export, load, open_checkpoint, save
+    from holdfast.api import (
+        CheckpointManager,
+        SaveHandle,
+        async_save,
+        diff,
+        export,
+        import_checkpoint,
+        load,
+        open_checkpoint,
+        save,
+    )
     from holdfast.errors import (
         CheckpointError,
         ConflictError,
@@ -51,39 +61,23 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = {
-    "save": "holdfast.api",
-    "async_save": "holdfast.api",
-    "load": "holdfast.api",
-    "open_checkpoint": "holdfast.api",
-    "import_checkpoint": "holdfast.api",
-    "diff": "holdfast.api",
-    "export": "holdfast.api",
-    "CheckpointManager": "holdfast.checkpoint_manager",
-    "SaveHandle": "holdfast.api",
-    "PerRank": "holdfast.types.per_rank",
-    "Preemption": "holdfast.settings",
-    "Preempted": "holdfast.errors",
-    "RngState": "holdfast.types.per_rank",
-    "Sharded": "holdfast.geometry.sharded",
-    "Settings": "holdfast.settings",
-    "CheckpointError": "holdfast.errors",
-    "InvalidError": "holdfast.errors",
-    "UnavailableError": "holdfast.errors",
-    "CorruptError": "holdfast.errors",
-    "ConflictError": "holdfast.errors",
-    "MissingError": "holdfast.errors",
-}
-"""Module of each public name."""
+_HOMES = (
+    "holdfast.errors",
+    "holdfast.settings",
+    "holdfast.types.per_rank",
+    "holdfast.geometry.sharded",
+    "holdfast.api",
+)
+"""Modules with the public names. The light ones come first: an error or a setting must not load the others."""
 
 
 def __getattr__(name: str) -> object:
     """Return a public name; the first access imports its module."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    for module in map(importlib.import_module, _HOMES if name in __all__ else ()):
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
