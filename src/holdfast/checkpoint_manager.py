@@ -18,6 +18,7 @@ from holdfast.arguments import Globs, policies_of, preemption_of, require_state,
 from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
+from holdfast.coordination.signals import Signals
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import require_step
 from holdfast.loading.load import LoadRequest, load, load_attempt
@@ -33,6 +34,7 @@ from holdfast.runs.tags import tag_step
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.save import begin_save
 from holdfast.settings import Preemption, Settings
+from holdfast.stores.references import References
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.reports import LoadReport, SaveReport
 
@@ -78,8 +80,10 @@ class CheckpointManager:
         wanted = preemption_of(preemption)
         store = wiring.store_at(root, settings)
         job = wiring.new_job(process_group, settings)
-        handler = None if wanted is None else wiring.preemption_handler(job, wanted)
-        self._open(store, job, wiring.references(settings), policies, observers, handler)
+        handler = None
+        if wanted is not None:
+            handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
+        self._open(store, job, References(settings.allowed_roots), policies, observers, handler)
 
     @classmethod
     def over(

@@ -11,7 +11,6 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, ForeignPath, is_step_folder
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
-from holdfast.coordination.signals import Signals
 from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
 from holdfast.offline.export.export import Export, WorkerPool
@@ -20,8 +19,7 @@ from holdfast.ports.comm import Comm
 from holdfast.ports.foreign import Format, Writer
 from holdfast.ports.framework import Framework
 from holdfast.ports.store import Store
-from holdfast.runs.preemption import PreemptionHandler
-from holdfast.settings import Preemption, Settings
+from holdfast.settings import Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles, References
 from holdfast.stores.local import LocalStore
@@ -113,16 +111,6 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
 
 
-def preemption_handler(job: Job, preemption: Preemption) -> PreemptionHandler:
-    """Return what ends the loop of a job on a signal."""
-    return PreemptionHandler(job, Signals(preemption.signals, job.clock), preemption.grace_seconds)
-
-
-def references(settings: Settings) -> References:
-    """Return what opens files elsewhere, below the roots that the settings allow."""
-    return References(settings.allowed_roots)
-
-
 @cache
 def writers() -> tuple[Writer, ...]:
     """Return the writers of other systems' formats."""
@@ -212,26 +200,13 @@ def framework_of(comm: Comm) -> Framework:
     return TorchFramework(Ranks(comm.rank, comm.world_size, comm.rank_of_global))
 
 
-def new_job(process_group: ProcessGroup, settings: Settings) -> Job:
-    """Return a new job over a group; a collective of its ranks."""
+def new_job(process_group: ProcessGroup, settings: Settings, *, saves: bool = True) -> Job:
+    """Return a new job over a group; a collective of its ranks, unless the job only loads."""
     comm = comm_of(process_group)
-    return Job(comm, SystemClock(), settings, framework_of(comm))
-
-
-def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
-    """Return a job over a group that loads and never saves; no collective."""
-    comm = comm_of(process_group)
-    return Job(comm, SystemClock(), settings, framework_of(comm), saves=False)
+    return Job(comm, SystemClock(), settings, framework_of(comm), saves=saves)
 
 
 _jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()
-
-
-class _Alone:
-    """The key in `_jobs` of a process alone."""
-
-
-_ALONE = _Alone()
 
 
 def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
@@ -239,7 +214,8 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     comm = comm_of(process_group)
     from holdfast.frameworks.torch.comm import SoloComm, group_of
 
-    key = _ALONE if isinstance(comm, SoloComm) else group_of(process_group)
+    # A process alone has no group: the class of its comm is the key.
+    key = SoloComm if isinstance(comm, SoloComm) else group_of(process_group)
     jobs = _jobs.setdefault(key, {})
     if settings not in jobs or jobs[settings].is_inherited:
         jobs[settings] = Job(comm, SystemClock(), settings, framework_of(comm))
