@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -45,17 +44,6 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a table."""
-
-    title: str
-    """Its heading."""
-
-    align: Literal["left", "right"] = "left"
-    """Side on which its cells are aligned."""
-
-
 class _Console(Console):
     """A console that leaves a closed pipe to the command; rich would exit with status 1."""
 
@@ -86,15 +74,15 @@ class Screen:
         self.line()
         self.line(text, style="bold")
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
         """Print rows under headings. If they are wider than the terminal, each row's first cell gets its own line.
 
         Args:
-            columns: Headings.
+            columns: Headings. `>` before a heading aligns its column to the right.
             rows: Cells, one per column, without control characters.
             styles: One per row, or none.
         """
-        cells = [[column.title for column in columns], *rows]
+        cells = [[column.removeprefix(">") for column in columns], *rows]
         widths = [max(cell_len(row[at]) for row in cells) for at in range(len(columns))]
         stacked = self.interactive and sum(widths) + 2 * len(widths) > self.console.width
         if stacked:
@@ -158,9 +146,9 @@ def attributes(record: object, *names: str) -> dict[str, object]:
     return {name: getattr(record, name) for name in names}
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:
+def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[str]) -> str:
     padded = []
     for cell, width, column in zip(cells, widths, columns, strict=True):
         padding = " " * (width - cell_len(cell))
-        padded.append(cell + padding if column.align == "left" else padding + cell)
+        padded.append(padding + cell if column.startswith(">") else cell + padding)
     return "  ".join(padded).rstrip()

@@ -13,21 +13,13 @@ from holdfast import api
 from holdfast.cli.ending import DIFFERENT, NOT_DONE, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, opened
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Column, Screen, attributes, counted, print_result, shown_bytes
+from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
 from holdfast.cli.tree import in_line
 from holdfast.errors import printable
 
 ROWS_MAX = 50
 
-_COLUMNS = (
-    Column("TENSOR"),
-    Column("CHANGED", "right"),
-    Column("MAX ABS", "right"),
-    Column("MAX REL", "right"),
-    Column("NORM A", "right"),
-    Column("NORM B", "right"),
-    Column("NORM A-B", "right"),
-)
+_COLUMNS = ("TENSOR", ">CHANGED", ">MAX ABS", ">MAX REL", ">NORM A", ">NORM B", ">NORM A-B")
 
 
 def diff(

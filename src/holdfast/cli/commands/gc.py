@@ -10,11 +10,11 @@ import typer
 from holdfast import api, policies
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
-from holdfast.cli.screen import Column, Screen, attributes, print_result, shown_bytes, stderr
+from holdfast.cli.screen import Screen, attributes, print_result, shown_bytes, stderr
 from holdfast.errors import InvalidError, printable
 from holdfast.settings import Settings
 
-_COLUMNS = (Column("STEP", "right"), Column("STAYS BECAUSE"))
+_COLUMNS = (">STEP", "STAYS BECAUSE")
 
 
 def gc(

@@ -11,10 +11,9 @@ import typer
 
 from holdfast import api
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
-from holdfast.cli.commands.plan import plan_document, show_plan
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, opened
-from holdfast.cli.screen import Column, Screen, attributes, counted, shown_bytes, shown_ranks, stdout
+from holdfast.cli.screen import Screen, attributes, counted, shown_bytes, shown_ranks, stdout
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
 from holdfast.types.health import findings_of
@@ -24,14 +23,8 @@ RANKS_MAX = 64
 VALUE_LINES_MAX = 60
 _MORE_LINES = " lines: --all shows them"
 
-_COLUMNS = (
-    Column("TENSOR"),
-    Column("DTYPE"),
-    Column("SHAPE"),
-    Column("BYTES", "right"),
-    Column("PIECES", "right"),
-    Column("WRITTEN BY"),
-)
+_COLUMNS = ("TENSOR", "DTYPE", "SHAPE", ">BYTES", ">PIECES", "WRITTEN BY")
+_PLAN_COLUMNS = (">RANK", ">HOLDS", ">READS", ">CHUNKS", ">RUNS")
 
 
 def inspect(
@@ -54,25 +47,23 @@ def inspect(
     with ended_well():
         checkpoint = opened(path)
         names = _chosen(checkpoint, tensors)
+        screen = stdout()
+        is_short = screen.interactive and not everything
         if mesh is not None:
             forecast = checkpoint.plan_for(mesh, names)
             if as_json:
-                stdout().json(plan_document(checkpoint, forecast))
+                screen.json(_plan_document(checkpoint, forecast))
             else:
-                screen = stdout()
-                show_plan(screen, checkpoint, forecast, RANKS_MAX if screen.interactive and not everything else None)
-            return
-        if as_json:
-            stdout().json(_document(checkpoint, names, tensors))
-            return
-        screen = stdout()
-        names.sort(key=_natural)
-        _show_provenance(screen, checkpoint)
-        short = screen.interactive and not everything
-        _show_tensors(screen, checkpoint, names, TENSORS_MAX if short else None)
-        _show_aliases(screen, checkpoint.aliases, names, TENSORS_MAX if short else None)
-        if tensors is None:
-            _show_values(screen, checkpoint, VALUE_LINES_MAX if short else None)
+                _show_plan(screen, checkpoint, forecast, RANKS_MAX if is_short else None)
+        elif as_json:
+            screen.json(_document(checkpoint, names, tensors))
+        else:
+            names.sort(key=_natural)
+            _show_provenance(screen, checkpoint)
+            _show_tensors(screen, checkpoint, names, TENSORS_MAX if is_short else None)
+            _show_aliases(screen, checkpoint.aliases, names, TENSORS_MAX if is_short else None)
+            if tensors is None:
+                _show_values(screen, checkpoint, VALUE_LINES_MAX if is_short else None)
 
 
 def _chosen(checkpoint: api.Checkpoint, glob: str | None) -> list[str]:
@@ -221,3 +212,38 @@ def _region(region: api.Region) -> dict[str, object]:
     if isinstance(region, api.FlatRange):
         return {"flat_start": region.start, "flat_stop": region.stop}
     return attributes(region, "start", "stop")
+
+
+def _show_plan(screen: Screen, checkpoint: api.Checkpoint, forecast: api.Forecast, limit: int | None) -> None:
+    """Print what every rank would read, at most `limit` of them."""
+    mesh, ranks = forecast.mesh, forecast.ranks
+    dimensions = zip(mesh.names, mesh.shape, mesh.placements, strict=True)
+    screen.line(f"plan for {counted(len(ranks), 'rank')}; nothing was read", style="bold")
+    screen.field("path", printable(checkpoint.url.removeprefix("file://")))
+    screen.field("mesh", ", ".join(f"{name}={size} {placement}" for name, size, placement in dimensions))
+    screen.field("tensors", f"{forecast.tensors:,} of {shown_bytes(forecast.stored_bytes)}")
+    screen.field("reads", f"{shown_bytes(forecast.bytes)} over all ranks")
+    screen.field("imbalance", f"{forecast.imbalance:.2f} (most over mean)")
+    screen.line()
+    rows = [
+        [str(rank.rank), shown_bytes(rank.held_bytes), shown_bytes(rank.bytes), f"{rank.chunks:,}", f"{rank.reads:,}"]
+        for rank in ranks[:limit]
+    ]
+    screen.table(_PLAN_COLUMNS, rows)
+    screen.note_left_out(len(ranks), limit, " ranks: --all shows them")
+
+
+def _plan_document(checkpoint: api.Checkpoint, forecast: api.Forecast) -> dict[str, object]:
+    """Return the plan as a JSON document."""
+    mesh = forecast.mesh
+    dimensions = zip(mesh.names, mesh.shape, mesh.placements, strict=True)
+    return {
+        "url": checkpoint.url,
+        "step": checkpoint.step,
+        "mesh": [{"name": name, "size": size, "placement": str(placement)} for name, size, placement in dimensions],
+        "tensor_count": forecast.tensors,
+        "tensor_bytes": forecast.stored_bytes,
+        "bytes": forecast.bytes,
+        "imbalance": forecast.imbalance,
+        "ranks": [attributes(rank, "rank", "held_bytes", "bytes", "chunks", "reads") for rank in forecast.ranks],
+    }

@@ -9,19 +9,11 @@ from datetime import UTC, datetime
 from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
-from holdfast.cli.screen import Column, Screen, attributes, counted, print_result, shown_bytes
+from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
 from holdfast.errors import printable
 from holdfast.types.health import Health, findings_of, is_healthy
 
-_COLUMNS = (
-    Column("STEP", "right"),
-    Column("CREATED"),
-    Column("AGE", "right"),
-    Column("TENSORS", "right"),
-    Column("BYTES", "right"),
-    Column("RANKS", "right"),
-    Column("ATTEMPT"),
-)
+_COLUMNS = (">STEP", "CREATED", ">AGE", ">TENSORS", ">BYTES", ">RANKS", "ATTEMPT")
 
 
 def ls(
@@ -95,10 +87,10 @@ def _tags(record: api.StepRecord) -> str:
     return printable(" ".join(record.tags))
 
 
-_EXTRA: tuple[tuple[Column, Callable[[api.StepRecord], str]], ...] = (
-    (Column("HEALTH"), _health),
-    (Column("METRICS"), _metrics),
-    (Column("TAGS"), _tags),
+_EXTRA: tuple[tuple[str, Callable[[api.StepRecord], str]], ...] = (
+    ("HEALTH", _health),
+    ("METRICS", _metrics),
+    ("TAGS", _tags),
 )
 """Columns that are shown if a step has a value in them."""
 

@@ -10,10 +10,10 @@ from holdfast import api
 from holdfast.cli.commands.ls import shown_time
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import Root
-from holdfast.cli.screen import Column, Screen, print_result
+from holdfast.cli.screen import Screen, print_result
 from holdfast.errors import InvalidError, printable
 
-_COLUMNS = (Column("TAG"), Column("STEP", "right"), Column("GIVEN"))
+_COLUMNS = ("TAG", ">STEP", "GIVEN")
 
 
 def tag(
