@@ -3,51 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from rich import progress
 
-from holdfast.cli.screen import Screen, stderr
+from holdfast.cli.screen import stderr
 from holdfast.types.events import Event, Progress
 
 
 @contextmanager
 def shown_progress(doing: str) -> Iterator[Bar | None]:
-    """Show a progress bar while the block runs; yield None if stderr is not a terminal."""
+    """Show a progress bar while the block runs, then remove it; yield None if stderr is not a terminal."""
     screen = stderr()
-    with ExitStack() as stack:
-        bar = Bar(screen, doing) if screen.interactive else None
-        if bar is not None:
-            # Ctrl-C while the bar starts leaves the cursor hidden, and no bar to stop.
-            stack.callback(screen.console.show_cursor, True)
-            stack.enter_context(bar)
-        yield bar
+    if not screen.interactive:
+        yield None
+        return
+    columns = (
+        progress.TextColumn(doing),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    try:
+        with progress.Progress(*columns, console=screen.console, transient=True) as shown:
+            yield Bar(shown)
+    finally:
+        # Ctrl-C while the bar starts leaves the cursor hidden, and no bar to stop.
+        screen.console.show_cursor(True)
 
 
 class Bar:
-    """A progress bar that disappears at the end of the work."""
+    """An observer that advances a progress bar."""
 
-    def __init__(self, screen: Screen, doing: str) -> None:
-        self._bar = progress.Progress(
-            progress.TextColumn(doing),
-            progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            console=screen.console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> None:
-        """Show it."""
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        """Remove it."""
-        self._bar.stop()
+    def __init__(self, shown: progress.Progress) -> None:
+        self._shown, self._task = shown, shown.add_task("", total=None)
 
     def on_event(self, event: Event) -> None:
         """Advance to the bytes of a `Progress` event."""
         if isinstance(event, Progress):
-            self._bar.update(self._task, completed=event.done_bytes, total=event.total_bytes)
+            self._shown.update(self._task, completed=event.done_bytes, total=event.total_bytes)

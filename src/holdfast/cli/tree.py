@@ -117,10 +117,8 @@ def _array(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
 
 
 def _framework_value(value: FrameworkValue) -> str:
-    content = value.value
-    if isinstance(content, Mapping):
-        return _clipped(f"{value.kind}: {' '.join(map(_framework_part, content.values()))}")
-    return _clipped(f"{value.kind}: {_framework_part(content)}")
+    parts = value.value.values() if isinstance(value.value, Mapping) else [value.value]
+    return _clipped(f"{value.kind}: {' '.join(map(_framework_part, parts))}")
 
 
 def _framework_part(content: object) -> str:

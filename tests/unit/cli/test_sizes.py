@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.cli.sizes import bytes_of
+from holdfast.cli.commands.export import bytes_of
 from holdfast.errors import InvalidError
 
 

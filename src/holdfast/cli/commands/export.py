@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -11,8 +12,13 @@ from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
-from holdfast.cli.sizes import bytes_of
-from holdfast.errors import printable
+from holdfast.errors import InvalidError, printable
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", 1)
+    for suffix, base in (("", 1024), ("B", 1000), ("IB", 1024))
+}
 
 
 def export(
@@ -59,6 +65,20 @@ def export(
             complain(f"interrupted; no checkpoint is at {dst} yet. Run the same command again: {outcome}")
             raise
         print_result(report, _show, _document, as_json=as_json)
+
+
+def bytes_of(text: str, option: str) -> int:
+    """Return the bytes that a text states: KB, MB and GB are powers of 1000; KiB, MiB, GiB, K, M and G of 1024.
+
+    Raises:
+        InvalidError: The text is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    count = int(float(match[1]) * unit) if match and unit else 0
+    if not 0 < count < 1 << 60:
+        raise InvalidError(f"{option} {text[:80]!r}: expected a size such as 5GB or 512MiB")
+    return count
 
 
 def _show(screen: Screen, report: api.ExportReport) -> None:

@@ -37,7 +37,10 @@ def verify(
             is_ours = os.path.exists(os.path.join(path.removeprefix("file://"), "manifest.json"))
             outcome = _Outcome([api.Damage("manifest.json" if is_ours else "", None, None, None, str(error))])
         else:
-            outcome = _checked(checkpoint, deep=deep)
+            with shown_progress("verifying") as bar:
+                work = checkpoint.verification(bar, deep=deep)
+                damages, notes = list(work.damages()), [*checkpoint.remarks, *work.notes]
+                outcome = _Outcome(damages, work.total_bytes, notes, work.sampled)
         print_result(outcome, _show, partial(_document, path), as_json=as_json)
     if outcome.damages:
         raise typer.Exit(DAMAGED)
@@ -51,12 +54,6 @@ class _Outcome:
     notes: Sequence[str] = ()
     """What another system's checkpoint was compared with, and how closely."""
     sampled: bool = False
-
-
-def _checked(checkpoint: api.Checkpoint, *, deep: bool) -> _Outcome:
-    with shown_progress("verifying") as bar:
-        work = checkpoint.verification(bar, deep=deep)
-        return _Outcome(list(work.damages()), work.total_bytes, [*checkpoint.remarks, *work.notes], work.sampled)
 
 
 def _show(screen: Screen, outcome: _Outcome) -> None:
