@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.clock import Clock
 from holdfast.coordination.exit_agreement import AGREE_SECONDS_MIN, ExitAgreement
 from holdfast.coordination.grace import expected_seconds, fits, usable_seconds
 from holdfast.coordination.job import Job
@@ -27,8 +29,8 @@ from holdfast.coordination.signals import Signals
 from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
 from holdfast.format.digest import short_digest_of
 from holdfast.ports.framework import LocalShard
+from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
-from holdfast.runs.write_probe import write_bytes_per_second
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import MIB
 
@@ -39,6 +41,12 @@ _SAVES_MEASURED = 5
 
 _PROBE_BYTES_MAX = 16 * MIB
 """Most bytes that the probe of the storage speed writes at once, however large the buffers are."""
+
+_PROBE_PARTS_MAX = 4
+"""Most parts that the probe writes: enough to exceed the write cache of a device."""
+
+_PROBE_SECONDS_MAX = 0.5
+"""Time limit of the probe: it runs within the grace period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,3 +271,33 @@ def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
         // (world_size if local.shard.holders is None else max(len(local.shard.holders), 1))
         for local in shards
     )
+
+
+def write_bytes_per_second(store: Store, key: str, part_bytes: int, clock: Clock) -> float:
+    """Return the bytes per second of writing an object part by part; the object is aborted.
+
+    Args:
+        store, key: Where to write.
+        part_bytes: Bytes of one write: as much as a save has in flight. With less, storage with a high latency would
+            seem slower than it is for a save.
+        clock: Measures the time, and gives the bytes.
+    Raises:
+        CheckpointError: Storage cannot be written.
+    """
+    with mmap.mmap(-1, part_bytes) as part:
+        # Random bytes: a file system may not store zeros.
+        part.write(clock.random_bytes(part_bytes))
+        with memoryview(part) as data:
+            upload = store.upload(key, _PROBE_PARTS_MAX * part_bytes, part_bytes)
+            written = 0
+            start = clock.monotonic_seconds()
+            try:
+                while written < _PROBE_PARTS_MAX and (
+                    not written or clock.monotonic_seconds() - start < _PROBE_SECONDS_MAX
+                ):
+                    upload.write(written * part_bytes, data)
+                    written += 1
+                seconds = clock.monotonic_seconds() - start
+            finally:
+                upload.abort()
+    return written * part_bytes / max(seconds, 1e-6)
