@@ -38,21 +38,8 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.format.names import EPOCH_MAX
 from holdfast.leases.process import is_gone, is_this_process, this_process
 from holdfast.ports.store import Store
+from holdfast.repository import epochs
 from holdfast.repository.catalog import step_folders
-from holdfast.repository.epochs import (
-    RELEASED,
-    accepted_steps,
-    current_fence,
-    format_holder,
-    newest_epoch,
-    put_accepted,
-    put_epoch,
-    put_heartbeat,
-    read_epoch,
-    read_heartbeat,
-    remove_before,
-    require_newest,
-)
 from holdfast.types.epoch import Epoch, Holder
 
 logger = logging.getLogger(__name__)
@@ -98,7 +85,7 @@ class WriterLease:
             ConflictError: Another process took over; the message names it.
         """
         assert self._heartbeat is not None, "only the holder calls it"
-        require_newest(self._store, self._heartbeat.epoch)
+        epochs.require_newest(self._store, self._heartbeat.epoch)
 
     def release(self) -> None:
         """Give the lease up, so that the next writer need not wait. Never raises."""
@@ -107,7 +94,7 @@ class WriterLease:
             heartbeat.end(_RELEASE_SECONDS_MAX)
 
     def _take(self, run_id: str) -> None:
-        former = newest_epoch(self._store)
+        former = epochs.newest_epoch(self._store)
         if former:
             _await_free(self._store, self._clock, former, self._lease_seconds)
         if former >= EPOCH_MAX:
@@ -120,7 +107,7 @@ class WriterLease:
         heartbeat = _Heartbeat(self._store, number, holder)
         try:
             try:
-                put_epoch(self._store, Epoch(number, run_id, holder))
+                epochs.put_epoch(self._store, Epoch(number, run_id, holder))
             except ConflictError as conflict:
                 raise _held_error(self._store, number, "it came first") from conflict
             # The heartbeat starts before the accepted steps are stored: with many steps that takes longer than a lease.
@@ -136,12 +123,12 @@ class WriterLease:
 
     def _accept_steps(self, number: int, run_id: str) -> None:
         """Store which steps of former writers count. A manifest that they publish from now on does not."""
-        former_fence = current_fence(self._store)
-        accepted = accepted_steps(self._store, former_fence, step_folders(self._store))
-        put_accepted(self._store, number, run_id, accepted)
+        former_fence = epochs.current_fence(self._store)
+        accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
+        epochs.put_accepted(self._store, number, run_id, accepted)
         try:
             # The list of the epoch before stays: readers use it if ours is damaged.
-            remove_before(self._store, former_fence.epoch)
+            epochs.remove_before(self._store, former_fence.epoch)
         except CheckpointError as error:
             logger.warning(
                 "%s: the accepted steps of epochs before %d are not removed: %s. The next writer tries again",
@@ -215,8 +202,8 @@ class _Heartbeat:
         while not self.stopped.wait(self._holder.lease_seconds / _HEARTBEATS_PER_LEASE) and not self.is_dropped:
             count += 1
             try:
-                require_newest(self._store, self.epoch)
-                put_heartbeat(self._store, self.epoch, b"%d\n" % count)
+                epochs.require_newest(self._store, self.epoch)
+                epochs.put_heartbeat(self._store, self.epoch, b"%d\n" % count)
                 is_failing = False
             except ConflictError as lost:
                 # Nothing to release: the epoch is over, and its newer holder never reads this heartbeat again.
@@ -232,9 +219,9 @@ class _Heartbeat:
     def _release(self) -> None:
         try:
             # The record may be another process's: hold() ends the heartbeat also when it came second.
-            epoch = read_epoch(self._store, self.epoch)
+            epoch = epochs.read_epoch(self._store, self.epoch)
             if epoch is not None and epoch.holder.nonce == self._holder.nonce:
-                put_heartbeat(self._store, self.epoch, RELEASED)
+                epochs.put_heartbeat(self._store, self.epoch, epochs.RELEASED)
         except Exception as error:  # noqa: BLE001 - a failed release only costs the next writer time
             logger.warning(
                 "epoch %d could not be released; the next writer may wait for one lease: %r", self.epoch, error
@@ -286,11 +273,11 @@ def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -
         ConflictError: The holder renews its heartbeat, or is this process.
     """
     first_heartbeat = _heartbeat_of(store, number)
-    if first_heartbeat == RELEASED:
+    if first_heartbeat == epochs.RELEASED:
         return
     holder = None
     try:
-        epoch = read_epoch(store, number)
+        epoch = epochs.read_epoch(store, number)
         holder = None if epoch is None else epoch.holder
     except (CorruptError, InvalidError) as error:
         logger.warning("the record of epoch %d cannot be read, so its heartbeat is watched: %s", number, error)
@@ -305,7 +292,7 @@ def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -
     logger.warning(
         "%s is held by %s: waiting up to %.1f s for its heartbeat",
         store.url,
-        format_holder(store, number),
+        epochs.format_holder(store, number),
         lease_seconds,
     )
     start = clock.monotonic_seconds()
@@ -314,9 +301,9 @@ def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -
         # an earlier one may arrive late and miss a heartbeat that was written in time.
         waited = clock.monotonic_seconds() - start
         heartbeat = _heartbeat_of(store, number)
-        if heartbeat not in (first_heartbeat, RELEASED):
+        if heartbeat not in (first_heartbeat, epochs.RELEASED):
             raise _held_error(store, number, "its heartbeat was renewed")
-        if heartbeat == RELEASED or waited >= lease_seconds:
+        if heartbeat == epochs.RELEASED or waited >= lease_seconds:
             break
         clock.sleep(lease_seconds / _POLLS_PER_LEASE)
     logger.warning("epoch %d is taken over after %.1f s", number, waited)
@@ -344,7 +331,7 @@ def _is_living(holder: Holder) -> bool:
 def _heartbeat_of(store: Store, number: int) -> bytes | None:
     """Return the last heartbeat of an epoch. One that cannot be read is a constant: it counts as never renewed."""
     try:
-        return read_heartbeat(store, number)
+        return epochs.read_heartbeat(store, number)
     except (CorruptError, InvalidError) as error:
         logger.debug("the heartbeat of epoch %d cannot be read, so it is watched: %s", number, error)
         return _UNREADABLE
@@ -352,6 +339,6 @@ def _heartbeat_of(store: Store, number: int) -> bytes | None:
 
 def _held_error(store: Store, number: int, why: str) -> ConflictError:
     return ConflictError(
-        f"{store.url}: another job writes here: {format_holder(store, number)}; {why}. Expected to be the only writer "
-        "of this run. Nothing was touched. Stop one of them, or save elsewhere"
+        f"{store.url}: another job writes here: {epochs.format_holder(store, number)}; {why}. Expected to be the only "
+        "writer of this run. Nothing was touched. Stop one of them, or save elsewhere"
     )
