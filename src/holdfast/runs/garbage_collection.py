@@ -87,8 +87,8 @@ class Pins:
     """Steps that the saves of this process need or may still publish. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._removed = threading.Condition(self._lock)
+        # Guards all fields. A thread that holds it may enter again; the end of a removal wakes the waiting threads.
+        self._condition = threading.Condition()
         self._pinned: dict[int, set[int]] = {}
         self._unknown: set[int] = set()
         self.current_step: int | None = None
@@ -101,21 +101,21 @@ class Pins:
 
     def pin(self, step: int, base: int | None) -> bool:
         """Pin a step that is being saved, and its base; return whether the save may refer to the base."""
-        with self._lock:
+        with self._condition:
             # The collector may be removing an invalid manifest at this step: wait, or it would remove the new one too.
-            self._removed.wait_for(lambda: step not in self._to_delete)
+            self._condition.wait_for(lambda: step not in self._to_delete)
             granted = base is not None and base not in self._to_delete
             self._pinned.setdefault(step, set()).update({step} if base is None or not granted else {step, base})
             return granted
 
     def note_unknown(self, step: int) -> None:
         """Record that the outcome of a save is unknown: its step stays pinned whatever another try at it does."""
-        with self._lock:
+        with self._condition:
             self._unknown.add(step)
 
     def unpin(self, step: int, *, is_committed: bool) -> None:
         """Unpin a step whose save is committed, or has certainly failed."""
-        with self._lock:
+        with self._condition:
             if is_committed:
                 self._unknown.discard(step)
             if step not in self._unknown:
@@ -123,23 +123,20 @@ class Pins:
 
     def under_way(self) -> frozenset[int]:
         """Return the steps that are being saved, or whose outcome is unknown."""
-        with self._lock:
+        with self._condition:
             return frozenset(self._pinned)
 
     def needed(self) -> frozenset[int]:
         """Return the steps under way and their bases."""
-        with self._lock:
-            return self._needed()
+        with self._condition:
+            return frozenset(step for pinned in self._pinned.values() for step in pinned)
 
     def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
         """Return which of some steps no save needs. From now on no save can refer to these."""
-        with self._lock:
-            self._to_delete = steps - self._needed()
-            self._removed.notify_all()
+        with self._condition:
+            self._to_delete = steps - self.needed()
+            self._condition.notify_all()
             return self._to_delete
-
-    def _needed(self) -> frozenset[int]:
-        return frozenset(step for pinned in self._pinned.values() for step in pinned)
 
 
 class CheckpointGC:
@@ -244,7 +241,7 @@ class CheckpointGC:
             files, manifest, strangers = removal.inspect_step(store, step, fence, pinned)
             found.append(files)
             for key in strangers:
-                self._warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
+                self.warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
             if files.digest is None or not files.counts:
                 continue
             manifests[step] = manifest
@@ -259,10 +256,9 @@ class CheckpointGC:
         current_step = self._pins.current_step
         if current_step is not None and current_step in manifests:
             reasons.setdefault(current_step, ("the run goes on from it",))
-        packs_known = all(manifest is not None for manifest in manifests.values())
-        if not packs_known:
-            unread = [step for step, manifest in manifests.items() if manifest is None]
-            self._warn_once(
+        unread = [step for step, manifest in manifests.items() if manifest is None]
+        if unread:
+            self.warn_once(
                 "no pack is removed while the manifests of steps [%s] cannot be read: they may refer to any. Run: "
                 "holdfast repair %s",
                 first_three(unread),
@@ -274,7 +270,7 @@ class CheckpointGC:
             {each.step: each.digest for each in found if each.digest is not None and each.counts},
             reasons,
             unreferenced(
-                found, staying, under_way, removal.is_pack_key, superseded_packs(store), packs_known=packs_known
+                found, staying, under_way, removal.is_pack_key, superseded_packs(store), packs_known=not unread
             ),
             tuple(each.step for each in found if not each.holds_anything and each.step not in under_way),
         )
@@ -307,7 +303,8 @@ class CheckpointGC:
             logger.info("%s: watching who reads for %g s", self._store.url, seconds)
             self._clock.sleep(seconds)
 
-    def _warn_once(self, text: str, *values: object) -> None:
+    def warn_once(self, text: str, *values: object) -> None:
+        """Log a warning, unless it was logged before: a collection runs at every commit."""
         if text % values not in self._warned:
             self._warned.add(text % values)
             logger.warning(text, *values)
@@ -391,7 +388,6 @@ class Background:
         self._collector, self._grace_seconds = collector, grace_seconds
         self._wanted, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._warned: set[str] = set()
 
     def want(self) -> None:
         """Request a collection: now, or after the one under way."""
@@ -419,10 +415,7 @@ class Background:
                 logger.warning("collecting ends: %s", over)
                 return
             except Exception as error:  # noqa: BLE001 - the next commit tries again
-                # Once per message: a policy that cannot decide would warn at every commit.
-                if str(error) not in self._warned:
-                    self._warned.add(str(error))
-                    logger.warning("nothing was collected: %s: %s", type(error).__name__, error)
+                self._collector.warn_once("nothing was collected: %s: %s", type(error).__name__, error)
             else:
                 if report is not None and (report.steps or report.files):
                     logger.info("collected steps %s: %d bytes", list(report.steps), report.bytes)
