@@ -297,23 +297,17 @@ def export(
                 f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies all tensors "
                 "as they are"
             )
-        return _copy_to_holdfast(src, dst, settings, observer)
+        store, checkpoint = wiring.store_at(dst, settings), wiring.checkpoint_at(src, settings)
+        if isinstance(store, LocalStore):
+            LocalDestination(store.url.removeprefix("file://")).require_outside(checkpoint.url)
+        # No reports: the files of an export are those that its own report lists, and no others.
+        with closing(wiring.lone_job(replace(settings, reports=False))) as job:
+            return exported(checkpoint, store, job, observer)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
     planned, destination = wiring.export_of(src, dst, to, options, settings)
     pool = wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
     return carry_out_export(planned, destination, request, SystemClock(), pool, observer)
-
-
-def _copy_to_holdfast(
-    src: wiring.Path, dst: wiring.Path, settings: Settings, observer: Observer | None
-) -> ExportReport:
-    store, checkpoint = wiring.store_at(dst, settings), wiring.checkpoint_at(src, settings)
-    if isinstance(store, LocalStore):
-        LocalDestination(store.url.removeprefix("file://")).require_outside(checkpoint.url)
-    # No reports: the files of an export are those that its own report lists, and no others.
-    with closing(wiring.lone_job(replace(settings, reports=False))) as job:
-        return exported(checkpoint, store, job, observer)
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:

@@ -282,8 +282,8 @@ class CheckpointManager:
         """
         if read_run_id(self._store) is None:
             return {}
-        reasons = CheckpointGC(self._store, self._job.clock, self._keep, None, self._parts.pins).survey().reasons
-        return {step: reasons[step] for step in sorted(reasons)}
+        inventory = CheckpointGC(self._store, self._job.clock, self._keep, None, self._parts.pins).survey()
+        return dict(sorted(inventory.reasons.items()))
 
     def wait(self) -> None:
         """Wait for every save in flight.

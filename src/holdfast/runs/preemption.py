@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -222,17 +223,13 @@ class PreemptionHandler:
         wait(futures)
 
     def _is_committed(self, handle: SaveHandle, location: CheckpointLocation) -> bool:
-        committed = handle.committed
-        if committed.done() and committed.exception() is None:
-            return True
         if not isinstance(handle.failure, UnavailableError):
-            return False
-        try:
+            return handle.committed.done() and handle.failure is None
+        with suppress(CheckpointError):
             # No rank knows the outcome, but storage does: the step had no manifest when this save began.
             confirmed_manifest(location.store, location.folder)
-        except CheckpointError:
-            return False
-        return True
+            return True
+        return False
 
     def _finish(self, step: int, location: CheckpointLocation | None, refusal: str | None) -> NoReturn:
         code = PREEMPTED_SAVED if refusal is None else PREEMPTED_ABANDONED
