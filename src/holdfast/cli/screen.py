@@ -85,14 +85,11 @@ class Screen:
         cells = [[column.removeprefix(">") for column in columns], *rows]
         widths = [max(cell_len(row[at]) for row in cells) for at in range(len(columns))]
         stacked = self.interactive and sum(widths) + 2 * len(widths) > self.console.width
-        if stacked:
-            rest = columns[1:]
-            widths = widths[1:]
         for number, row in enumerate(cells):
             style = "dim" if not number else styles[number - 1] if styles else ""
             if stacked:
                 self.line(row[0], style=style)
-                self.line("    " + _aligned(row[1:], widths, rest), style=style or "dim")
+                self.line("    " + _aligned(row[1:], widths[1:], columns[1:]), style=style or "dim")
             else:
                 self.line(_aligned(row, widths, columns), style=style)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Annotated
@@ -157,12 +158,10 @@ def _number(number: float) -> str:
 
 
 def _document(result: api.Diff) -> dict[str, object]:
-    counts = {verdict.value: 0 for verdict in api.Verdict}
-    for tensor in result.tensors:
-        counts[tensor.verdict.value] += 1
+    counts = Counter(tensor.verdict for tensor in result.tensors)
     return {
         **attributes(result, "a", "b", "equal"),
-        "tensor_counts": counts,
+        "tensor_counts": {verdict.value: counts[verdict] for verdict in api.Verdict},
         "tensors": {tensor.fqn: _tensor_document(tensor) for tensor in result.tensors},
         "only_a": [_name_document(name) for name in result.only_a],
         "only_b": [_name_document(name) for name in result.only_b],

@@ -79,18 +79,10 @@ def _health(record: api.StepRecord) -> str:
     return "" if healthy is None else "healthy" if healthy else "unhealthy"
 
 
-def _metrics(record: api.StepRecord) -> str:
-    return "" if record.manifest is None else shown_metrics(record.manifest.metrics)
-
-
-def _tags(record: api.StepRecord) -> str:
-    return printable(" ".join(record.tags))
-
-
 _EXTRA: tuple[tuple[str, Callable[[api.StepRecord], str]], ...] = (
     ("HEALTH", _health),
-    ("METRICS", _metrics),
-    ("TAGS", _tags),
+    ("METRICS", lambda record: "" if record.manifest is None else shown_metrics(record.manifest.metrics)),
+    ("TAGS", lambda record: printable(" ".join(record.tags))),
 )
 """Columns that are shown if a step has a value in them."""
 
