@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from holdfast import policies, wiring
-from holdfast.arguments import Globs, patterns_of, require_count, require_state, selection_of
+from holdfast.arguments import Globs, patterns_of, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.checkpoint_manager import CheckpointManager
@@ -290,7 +290,8 @@ def export(
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
     for name, value in (("shard_bytes", shard_bytes), ("memory_bytes", memory_bytes), ("workers", workers)):
-        require_count(name, value)
+        if type(value) is not int or value < 1:
+            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
     if to == wiring.HOLDFAST:
         if dtype is not None or workers > 1:
             raise InvalidError(

@@ -55,17 +55,6 @@ def patterns_of(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
     return patterns
 
 
-def require_count(name: str, value: object) -> int:
-    """Return an argument that counts something.
-
-    Raises:
-        InvalidError: The argument is not a positive whole number.
-    """
-    if type(value) is not int or value < 1:
-        raise InvalidError(f"{name}={value!r}; expected a positive whole number, or leave it out")
-    return value
-
-
 def policies_of(save: object, every: object, keep: object, keep_last: object) -> policies.Policies:
     """Return the save and keep policies, from policies or their short forms.
 
@@ -77,9 +66,9 @@ def policies_of(save: object, every: object, keep: object, keep_last: object) ->
     if keep is not None and keep_last is not None:
         raise InvalidError(f"keep={keep!r} and keep_last={keep_last!r}: expected one of them; both say what to keep")
     if every is not None:
-        save = policies.AnyOf(policies.EveryNSteps(require_count("every", every)), policies.OnRequest())
+        save = policies.AnyOf(policies.EveryNSteps(_require_count("every", every)), policies.OnRequest())
     if keep_last is not None:
-        keep = policies.AnyOf(policies.LatestN(require_count("keep_last", keep_last)), policies.Tagged())
+        keep = policies.AnyOf(policies.LatestN(_require_count("keep_last", keep_last)), policies.Tagged())
     _require_rules("save", save, policies.SAVE_RULES, "when to save, such as EveryNSteps(100)", "keep")
     _require_rules("keep", keep, policies.KEEP_RULES, "what to keep, such as LatestN(3)", "save")
     return policies.Policies(cast(policies.SavePolicy | None, save), cast(policies.KeepPolicy | None, keep))
@@ -103,6 +92,12 @@ def preemption_of(preemption: object) -> Preemption | None:
             "the main thread only. Make the manager and run the loop there, or pass preemption=False"
         )
     return preemption
+
+
+def _require_count(name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise InvalidError(f"{name}={value!r}; expected a positive whole number, or leave it out")
+    return value
 
 
 def _require_rules(name: str, policy: object, kinds: tuple[type, ...], expected: str, other: str) -> None:
