@@ -196,9 +196,8 @@ def load(
     """
     require_state(state, "load(path, state)")
     job = wiring.new_job(process_group, settings, saves=False)
-    location = wiring.location_at(path, settings)
     request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
-    return load_checkpoint(job, location, request)
+    return load_checkpoint(job, wiring.location_at(path, settings), request)
 
 
 def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:

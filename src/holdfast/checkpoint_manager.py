@@ -232,9 +232,8 @@ class CheckpointManager:
         if step is not None:
             require_step(step)
         request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
-        selector = self._position.selector(step)
-        home = self._position.home
-        with load_attempt(self._job, home, selector, request, self._dispatcher) as attempt:
+        position = self._position
+        with load_attempt(self._job, position.home, position.selector(step), request, self._dispatcher) as attempt:
             loaded = load(attempt)
         if loaded is None:
             return None

@@ -18,16 +18,19 @@ def shown_progress(doing: str) -> Iterator[Bar | None]:
     if not screen.interactive:
         yield None
         return
-    columns = (
+    shown = progress.Progress(
         progress.TextColumn(doing),
         progress.BarColumn(),
         progress.DownloadColumn(binary_units=True),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
+        console=screen.console,
+        transient=True,
     )
+    bar = Bar(shown)
     try:
-        with progress.Progress(*columns, console=screen.console, transient=True) as shown:
-            yield Bar(shown)
+        with shown:
+            yield bar
     finally:
         # Ctrl-C while the bar starts leaves the cursor hidden, and no bar to stop.
         screen.console.show_cursor(True)

@@ -19,13 +19,12 @@ def shown_bytes(count: int) -> str:
     if count < 1024:
         return f"{count} B"
     scaled = float(count)
-    for unit in _UNITS:
+    for unit in _UNITS[:-1]:
         scaled /= 1024
         # 1023.95 would be rounded to 1024.0 of this unit.
-        if scaled < 1023.95 or unit == _UNITS[-1]:
-            # Only a count of the last unit can reach thousands.
-            return f"{scaled:,.1f} {unit}" if unit == _UNITS[-1] else f"{scaled:.1f} {unit}"
-    raise AssertionError
+        if scaled < 1023.95:
+            return f"{scaled:.1f} {unit}"
+    return f"{scaled / 1024:,.1f} {_UNITS[-1]}"
 
 
 def counted(count: int, singular: str) -> str:

@@ -42,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 16
 
-Wait = Callable[[float], bool]
-"""Waits for some seconds; returns whether the collection shall stop."""
-
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
@@ -164,12 +161,12 @@ class CheckpointGC:
         self._readers = ReaderLeases(store, clock)
         self._warned: set[str] = set()
 
-    def collect(self, grace_seconds: float, wait: Wait) -> CollectReport | None:
+    def collect(self, grace_seconds: float, wait: Callable[[float], bool]) -> CollectReport | None:
         """Remove what is unreferenced; return the report, or None if it was stopped or training went back.
 
         Args:
             grace_seconds: How long marked steps stay, for readers that came before the mark.
-            wait: Waits for the grace.
+            wait: Waits for some seconds; returns whether the collection shall stop.
         Raises:
             ConflictError: Another process took over the run.
             CorruptError: A record that decides what stays is damaged; nothing was removed.

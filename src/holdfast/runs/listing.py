@@ -111,14 +111,13 @@ def _step_record(
         pass  # No manifest, no checkpoint: what lies there is unfinished.
     except CheckpointError as found:
         error = found
-    attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
-    own = None if manifest is None else manifest.attempt
+    committed_attempt = None if manifest is None else manifest.attempt
     record = known.get(identity_at(store, step)) if known and (manifest or error) else None
     return StepRecord(
         step,
         manifest,
         error,
-        tuple(name for name in attempts if name != own),
+        tuple(name for name in store.folders(folder) if is_attempt_folder(name) and name != committed_attempt),
         () if manifest is None else tags.of(step, manifest.digest),
         None if record is None else record.why,
         manifest is not None and not fence.admits(step, manifest.epoch, manifest.digest),

@@ -10,12 +10,12 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError
 from holdfast.format.names import require_step
 from holdfast.leases.reader import is_being_deleted
 from holdfast.ports.store import Store
-from holdfast.repository.tags import Tag, put_tag, read_tags, remove_tag, require_tag_name
+from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_tag_name
 
 logger = logging.getLogger(__name__)
 
 
-def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
+def tag_step(store: Store, clock: Clock, step: int, name: object) -> None:
     """Tag a committed step; changes nothing if the step has the tag already.
 
     Raises:
@@ -34,7 +34,6 @@ def tag_step(store: Store, clock: Clock, step: int, name: object) -> Tag:
             f"{store.url}: step {step} is being deleted: no retention policy keeps it. Expected a step that stays. "
             "Nothing was tagged. Choose another step"
         )
-    return tag
 
 
 def checked_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
