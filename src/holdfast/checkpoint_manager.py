@@ -239,7 +239,7 @@ class CheckpointManager:
             return None
         self.load_report = loaded.report
         self._position.move_to(loaded)
-        if self._position.has_gone_back and self._preemption is not None:
+        if self._parts.pins.has_gone_back and self._preemption is not None:
             self._preemption.forget_last()
         if self._schedule is not None and loaded.location.step is not None:
             self._schedule.note_loaded(loaded.location.step)

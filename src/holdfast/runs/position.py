@@ -81,15 +81,10 @@ class RunPosition:
         if step is None:
             return
         self.loaded, self._newer = step, loaded.newer
-        self._pins.has_gone_back = self.has_gone_back
+        self._pins.has_gone_back = bool(self._newer)
         self._pins.current_step = step
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
-
-    @property
-    def has_gone_back(self) -> bool:
-        """Whether the last load asked for a step by number although newer ones exist."""
-        return bool(self._newer)
 
     def is_loaded(self, step: int) -> bool:
         """Return whether a restart would resume from this step, because it was just loaded and is the newest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import step_folder
@@ -62,10 +63,8 @@ class WantedMetrics:
         if not self._unseen:
             return
         for step in reversed(committed_steps(self._store)):
-            try:
+            with suppress(CheckpointError):  # Damaged or removed: its metrics are unknown.
                 self._unseen -= read_manifest(self._store, step_folder(step)).metrics.keys()
-            except CheckpointError:
-                continue  # Damaged or removed: its metrics are unknown.
             if not self._unseen:
                 return
         raise InvalidError(
