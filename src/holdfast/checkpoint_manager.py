@@ -34,7 +34,7 @@ from holdfast.runs.tags import tag_step
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.save import begin_save
 from holdfast.settings import Preemption, Settings
-from holdfast.stores.references import References
+from holdfast.stores.foreign import References
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.reports import LoadReport, SaveReport
 
