@@ -6,8 +6,7 @@ own sharded state dict gathers and splits all of it again; here nothing moves an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,38 +16,13 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import RankOfGlobal
 from holdfast.geometry.sharded import Sharded
 
-
-class _Info(Protocol):
-    """One parameter's run within the shard, as FSDP1 keeps it."""
-
-    in_shard: bool
-    numel_in_shard: int | None
-    intra_param_start_idx: int | None
+if TYPE_CHECKING:
+    # Imported for their types only: importing FSDP1 is slow.
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 
-class _FlatParameter(Protocol):
-    _params: list[nn.Parameter]
-    _fqns: tuple[str, ...]
-    _shapes: tuple[torch.Size, ...]
-    _contiguities: tuple[bool, ...]
-    _param_extensions: tuple[object, ...]
-    _shard_param_infos: tuple[_Info, ...]
-
-
-class _Handle(Protocol):
-    flat_param: _FlatParameter
-    uses_sharded_strategy: bool
-    process_group: dist.ProcessGroup
-    _use_orig_params: bool
-
-
-class _Wrapper(Protocol):
-    """The attribute of a `FullyShardedDataParallel` module that is read here."""
-
-    _handle: _Handle | None
-
-
-def is_wrapper(module: nn.Module) -> bool:
+def is_wrapper(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
     """Return whether a module is a `FullyShardedDataParallel`; by name, to avoid its slow import."""
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
@@ -68,10 +42,7 @@ def declarations(module: nn.Module, path: str, rank_of_global: RankOfGlobal) -> 
     """
     declared: dict[int, Sharded] = {}
     for name, wrapper in module.named_modules():
-        if not is_wrapper(wrapper):
-            continue
-        handle = cast("_Wrapper", wrapper)._handle
-        if handle is None:
+        if not is_wrapper(wrapper) or (handle := wrapper._handle) is None:
             continue
         where = f"{path}.{name}" if name else path
         _require_usable(wrapper, handle, where)
@@ -81,6 +52,7 @@ def declarations(module: nn.Module, path: str, rank_of_global: RankOfGlobal) -> 
         replicas = _replicas(wrapper, handle, where, rank_of_global)
         _drop_gathered(wrapper, handle)
         flat = handle.flat_param
+        assert flat._params is not None, "use_orig_params=True keeps the parameters"
         for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             start = info.intra_param_start_idx or 0
             declared[id(parameter)] = Sharded(parameter, tuple(shape), flat_start=start, replicas=replicas)
@@ -108,36 +80,16 @@ def state_entries(module: nn.Module) -> dict[str, object]:
     return entries
 
 
-def load_extra_state(module: nn.Module, entries: Mapping[str, object], names: Mapping[str, nn.Module]) -> None:
-    """Load extra state of modules without `load_state_dict`, whose FSDP1 hooks would gather parameters.
-
-    Args:
-        module: The wrapped module.
-        entries: Extra state by FQN.
-        names: The module that each entry belongs to.
-    Raises:
-        InvalidError: An entry that only a state-dict hook could take back.
-    """
-    for fqn, value in entries.items():
-        if fqn not in names:
-            raise InvalidError(
-                f"{fqn}: was made by a state-dict hook inside {type(module).__name__}, which cannot load it under "
-                "FSDP1; leave it out with skip=, or use fully_shard (FSDP2)"
-            )
-        names[fqn].set_extra_state(value)
-
-
-def _require_usable(module: nn.Module, handle: _Handle, where: str) -> None:
+def _require_usable(wrapper: FullyShardedDataParallel, handle: FlatParamHandle, where: str) -> None:
     if not handle._use_orig_params:
         raise InvalidError(
             f"{where}: FullyShardedDataParallel with use_orig_params=False keeps parameters as one flat run without "
             "names; expected use_orig_params=True (training is the same), or fully_shard (FSDP2)"
         )
-    training = getattr(module, "training_state", None)
-    if getattr(training, "name", "IDLE") != "IDLE":
+    if wrapper.training_state.name != "IDLE":
         raise InvalidError(
-            f"{where}: FullyShardedDataParallel is in {getattr(training, 'name', training)}; save and load between "
-            "steps, outside of forward, backward and summon_full_params"
+            f"{where}: FullyShardedDataParallel is in {wrapper.training_state.name}; save and load between steps, "
+            "outside of forward, backward and summon_full_params"
         )
     flat = handle.flat_param
     for fqn, contiguous, extension in zip(flat._fqns, flat._contiguities, flat._param_extensions, strict=True):
@@ -152,12 +104,13 @@ def _require_usable(module: nn.Module, handle: _Handle, where: str) -> None:
             )
 
 
-def _replicas(module: nn.Module, handle: _Handle, where: str, rank_of_global: RankOfGlobal) -> tuple[int, ...] | None:
+def _replicas(
+    wrapper: FullyShardedDataParallel, handle: FlatParamHandle, where: str, rank_of_global: RankOfGlobal
+) -> tuple[int, ...] | None:
     """Return the ranks that hold the same shard (HYBRID_SHARD), or None for this rank alone."""
-    members = [*dist.get_process_group_ranks(handle.process_group)]
-    strategy = getattr(module, "sharding_strategy", None)
-    hybrid = "HYBRID" in getattr(strategy, "name", "")
-    copies = dist.get_process_group_ranks(module._inter_node_pg) if hybrid else []  # type: ignore[arg-type]
+    members = dist.get_process_group_ranks(handle.process_group)
+    hybrid = "HYBRID" in wrapper.sharding_strategy.name
+    copies = dist.get_process_group_ranks(wrapper._inter_node_pg) if hybrid else []
     ranks = {member: rank_of_global(member) for member in (*members, *copies)}
     for member, rank in ranks.items():
         if rank is None:
@@ -168,7 +121,7 @@ def _replicas(module: nn.Module, handle: _Handle, where: str, rank_of_global: Ra
     return tuple(sorted(rank for copy in copies if (rank := ranks[copy]) is not None)) or None
 
 
-def _drop_gathered(module: nn.Module, handle: _Handle) -> None:
+def _drop_gathered(wrapper: FullyShardedDataParallel, handle: FlatParamHandle) -> None:
     """Drop gathered copies of parameters; local, without a collective.
 
     SHARD_GRAD_OP keeps the gathered copy beside the shard and uses it in the next forward without a check. Values
@@ -179,7 +132,7 @@ def _drop_gathered(module: nn.Module, handle: _Handle) -> None:
         return
     from torch.distributed.fsdp._runtime_utils import _reshard
 
-    _reshard(module, handle, True)
+    _reshard(wrapper, handle, True)
 
 
 def _enter(module: nn.Module, prefix: str, entries: dict[str, object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,20 +19,11 @@ from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
 from holdfast.geometry.tensor import Layout, Placement
 
+if TYPE_CHECKING:
+    # Imported for its type only: importing `ShardedTensor` is slow.
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+
 RankOfGlobal = Callable[[int], int | None]
-
-
-class ShardOfTensorMetadata(Protocol):
-    """Position of a local shard in a `ShardedTensor`."""
-
-    shard_offsets: Sequence[int]
-
-
-class LocalShardOfTensor(Protocol):
-    """A local shard of a `ShardedTensor`."""
-
-    tensor: torch.Tensor
-    metadata: ShardOfTensorMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +65,10 @@ class Held:
     """Mesh and placements; None without a mesh."""
 
     holders: tuple[int, ...] | None
-    """Ranks that hold the same part; None for a plain tensor."""
+    """Ranks that hold the same part; None for a plain tensor, empty if this rank is not in the tensor's mesh."""
 
     parts: tuple[HeldPart, ...]
     """Regions and memory; empty if the split leaves nothing for this rank."""
-
-    on_mesh: bool = True
-    """Whether this rank belongs to the tensor's mesh."""
 
 
 def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ranks) -> Held:
@@ -97,11 +85,10 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     if shards is None:
         return _whole(tensor)
     shape = tuple(tensor.shape)
-    starts = [tuple(shard.metadata.shard_offsets) for shard in shards]
-    local_tensors = [shard.tensor for shard in shards]
     if not shards:
         return Held(shape, None, (ranks.rank,), ())
-    return _declared(Sharded(local_tensors, shape, starts), fqn, ranks)
+    starts = [tuple(shard.metadata.shard_offsets) for shard in shards]
+    return _declared(Sharded([shard.tensor for shard in shards], shape, starts), fqn, ranks)
 
 
 def held_if_plain(tensor: torch.Tensor) -> Held | None:
@@ -142,8 +129,6 @@ class _OnMesh:
     boxes: tuple[tuple[Box, Box], ...]
     """Held boxes, each with its box in the local tensor."""
 
-    on_mesh: bool = True
-
 
 def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
     shape, local = tuple(tensor.shape), local_of(tensor)
@@ -155,7 +140,7 @@ def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
         layout = layout_of(tensor, fqn, ranks.rank_of_global)
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None:
-            known = _OnMesh(layout, (), (), on_mesh=False)
+            known = _OnMesh(layout, (), ())
         else:
             position = tuple(coordinate)
             known = _OnMesh(layout, replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn))
@@ -164,7 +149,7 @@ def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
         HeldPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
         for box, inner in known.boxes
     ]
-    return Held(shape, known.layout, known.holders, tuple(parts), known.on_mesh)
+    return Held(shape, known.layout, known.holders, tuple(parts))
 
 
 def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout:
@@ -200,17 +185,24 @@ def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout
     return Layout(tuple(mesh.shape), tuple(ranks), tuple(placements))
 
 
-def local_shards_of(tensor: torch.Tensor) -> list[LocalShardOfTensor] | None:
+def local_shards_of(tensor: torch.Tensor) -> list[LocalShard] | None:
     """Return the local shards of a `ShardedTensor`; None for any other tensor, without importing that class."""
     if type(tensor).__name__ != "ShardedTensor" or not hasattr(tensor, "local_shards"):
         return None
     return list(tensor.local_shards())
 
 
+def locals_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with a tensor's memory on this rank: its local shards, its local tensor, or itself."""
+    shards = local_shards_of(tensor)
+    if shards is not None:
+        return [shard.tensor for shard in shards]
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor]
+
+
 def is_meta(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, or a shard of it, is on the meta device: a shape without memory."""
-    shards = local_shards_of(tensor)
-    return tensor.is_meta if shards is None else any(shard.tensor.is_meta for shard in shards)
+    return any(local.is_meta for local in locals_of(tensor))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,9 +235,8 @@ def memory_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> list[
 
 def memory_bytes(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> int:
     """Return the bytes of a tensor's elements on this rank."""
-    shards = local_shards_of(tensor)
-    tensors = memory_of(tensor, declared, fqn) if shards is None else [shard.tensor for shard in shards]
-    return sum(local.numel() * local.element_size() for local in map(local_of, tensors))
+    locals_on_rank = (local for held in memory_of(tensor, declared, fqn) for local in locals_of(held))
+    return sum(local.numel() * local.element_size() for local in locals_on_rank)
 
 
 def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
@@ -271,16 +262,14 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
     starts = list(stated) if several and isinstance(stated, Sequence) else [stated]
     if len(starts) != len(tensors):
         raise InvalidError(f"{fqn}: Sharded holds {len(tensors)} tensors and {len(starts)} starts; expected one each")
-    parts = []
     if len({tensor.dtype for tensor in tensors}) > 1:
         dtypes = first_three(dict.fromkeys(tensor.dtype for tensor in tensors))
         raise InvalidError(f"{fqn}: holds tensors of dtypes {dtypes}; expected one dtype")
-    for tensor, start in zip(tensors, starts, strict=True):
-        local = local_of(tensor)
-        if declared.start is None:
-            parts.append(HeldPart(_flat_range(start, local, shape, fqn), local))
-        else:
-            parts.append(HeldPart(_box(start, local, shape, fqn), local))
+    region_of: Callable[..., Region] = _flat_range if declared.start is None else _box
+    parts = [
+        HeldPart(region_of(start, local, shape, fqn), local)
+        for local, start in zip(map(local_of, tensors), starts, strict=True)
+    ]
     replicas = _replicas(declared.replicas, fqn, ranks)
     held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
     devices = list(dict.fromkeys(str(part.local.device) for part in held))

@@ -21,6 +21,7 @@ from holdfast.frameworks.torch.held import (
     is_meta,
     is_ordinary,
     local_shards_of,
+    locals_of,
     memory_of,
 )
 from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
@@ -180,7 +181,7 @@ class TorchSource:
         return [
             (local.data_ptr(), _version(tensor), _version(local))
             for tensor in self._memory
-            for local in _locals_of(tensor)
+            for local in locals_of(tensor)
         ]
 
     def copied(self) -> TorchSource:
@@ -189,13 +190,6 @@ class TorchSource:
         if self.side is not None:
             self.side.follow()
         return TorchSource(parts, [part.local for part in parts])
-
-
-def _locals_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    shards = local_shards_of(tensor)
-    if shards is not None:
-        return [shard.tensor for shard in shards]
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor]
 
 
 def _version(tensor: torch.Tensor) -> int:

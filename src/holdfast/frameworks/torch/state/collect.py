@@ -220,7 +220,7 @@ class _Collector:
             self.aliases[fqn] = first
             if not fenced and (tied := self._numbers[first]) is not None:
                 self.shards[tied] = replace(self.shards[tied], fenced=False)
-        elif held.on_mesh:
+        elif held.holders != ():
             spec = TensorSpec(fqn, storable_dtype(tensor, fqn), held.global_shape)
             regions = tuple([part.region for part in held.parts])
             shard = Shard(spec, held.layout, held.holders, role, regions)

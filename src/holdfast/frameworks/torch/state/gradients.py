@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,28 +19,14 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.geometry.sharded import Sharded
 
+if TYPE_CHECKING:
+    # Imported for their types only: importing FSDP2 is slow.
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
 SUFFIX = ".grad"
 """Suffix of a gradient's FQN, after its parameter's FQN."""
-
-
-class _Parameter(Protocol):
-    """The attributes of an FSDP2 parameter that are read here."""
-
-    sharded_param: nn.Parameter
-    unsharded_accumulated_grad: torch.Tensor | None
-
-
-class _Group(Protocol):
-    fsdp_params: list[_Parameter]
-    _partial_reduce_output: torch.Tensor | None
-
-
-class _State(Protocol):
-    _fsdp_param_groups: list[_Group]
-
-
-class _Module(Protocol):
-    def _get_fsdp_state(self) -> _State: ...
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -202,10 +188,10 @@ def _unreduced(module: nn.Module) -> Iterator[nn.Parameter]:
             yield held.sharded_param
 
 
-def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[_Group, _Parameter]]:
+def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
     for child in module.modules():
         # By name: importing FSDP takes time that most runs need not spend.
         if any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
-            for group in cast("_Module", child)._get_fsdp_state()._fsdp_param_groups:
+            for group in cast("FSDPModule", child)._get_fsdp_state()._fsdp_param_groups:
                 for held in group.fsdp_params:
                     yield group, held

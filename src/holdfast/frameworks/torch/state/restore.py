@@ -9,7 +9,7 @@ import torch
 
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together, take_apart
-from holdfast.frameworks.torch.fsdp1 import is_wrapper, load_extra_state
+from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.frameworks.torch.held import Held, Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
@@ -144,11 +144,9 @@ class TorchRestoration:
                 f"{reference.fqn}: the checkpoint has the container of this tensor, but not the tensor; leave the "
                 "container out with skip="
             )
-        if isinstance(template, torch.Tensor) and not selected(self._selection, reference.fqn):
-            self.takes_part(reference.fqn)
+        if isinstance(template, torch.Tensor) and not self.takes_part(reference.fqn):
             return template
-        fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
-        if fits and isinstance(template, torch.Tensor) and not is_meta(template):
+        if isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape and not is_meta(template):
             tensor = template
         elif stored in self._new:
             tensor = self._new[stored]  # Tied when it was saved, so tied again.
@@ -446,7 +444,15 @@ def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
     left: Sequence[str] = ()
     try:
         if any(map(is_wrapper, node.module.modules())):
-            load_extra_state(node.module, entries, extra_state_owners(node.module))
+            # Not by `load_state_dict`, whose FSDP1 hooks would gather parameters.
+            owners = extra_state_owners(node.module)
+            for fqn, value in entries.items():
+                if fqn not in owners:
+                    raise InvalidError(
+                        f"{fqn}: was made by a state-dict hook inside {type(node.module).__name__}, which cannot load "
+                        "it under FSDP1; leave it out with skip=, or use fully_shard (FSDP2)"
+                    )
+                owners[fqn].set_extra_state(value)
         else:
             # Hooks of a module run only if its own load_state_dict is called, not that of a wrapper around it.
             module, prefix = unwrapped(node.module)
