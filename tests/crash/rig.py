@@ -23,7 +23,6 @@ from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.comm import SoloComm
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
-from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Store
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import PAGE_BYTES, Settings
@@ -94,19 +93,12 @@ def fingerprint(state: Mapping[str, object]) -> str:
     return digest.hexdigest()
 
 
-@dataclass
 class FaultyComm(SoloComm):
     """One process alone, whose board has a fault."""
 
-    faults: Faults
-
-    def __post_init__(self) -> None:
+    def __init__(self, faults: Faults) -> None:
         super().__init__()
-        self._faulty = FaultyKeyValueStore(super().key_value_store, self.faults)
-
-    @property
-    def key_value_store(self) -> KeyValueStore:  # type: ignore[override]
-        return self._faulty
+        self.key_value_store = FaultyKeyValueStore(self.key_value_store, faults)  # type: ignore[assignment]
 
 
 def local_store(root: Path, faults: Faults | None = None) -> LocalStore:

@@ -10,23 +10,12 @@ from holdfast.ports.in_process import InProcessKeyValueStore
 class AloneComm:
     """The only rank of a job."""
 
+    rank = 0
+    world_size = 1
+
     def __init__(self) -> None:
-        self._key_value_store = InProcessKeyValueStore()
-
-    @property
-    def rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """Always 1."""
-        return 1
-
-    @property
-    def key_value_store(self) -> InProcessKeyValueStore:
+        self.key_value_store = InProcessKeyValueStore()
         """A key-value store inside this process."""
-        return self._key_value_store
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Return the payload."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -114,12 +114,9 @@ def comm_of(process_group: object) -> ProcessGroupComm | SoloComm:
     Raises:
         InvalidError: It is of another type, or this rank is not a member.
     """
-    if process_group is False:
+    if process_group is False or (process_group is None and not dist.is_initialized()):
         return SoloComm()
-    if process_group is None:
-        ready = dist.is_available() and dist.is_initialized()
-        return ProcessGroupComm(None) if ready else SoloComm()
-    if not isinstance(process_group, dist.ProcessGroup):
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise InvalidError(f"process_group is {type(process_group).__name__}; expected None, False or a ProcessGroup")
     return ProcessGroupComm(process_group)
 
@@ -138,27 +135,11 @@ class ProcessGroupComm:
         self._group = group
         # Read once: a commit may still run when the process group is destroyed. The store is kept for the same reason:
         # on the rank that hosts it, the server stops with the last reference.
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._default_store = dist.distributed_c10d._get_default_store()
-        self._key_value_store = TorchKeyValueStore(PrefixStore("holdfast", self._default_store))
-        members = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
-        self._rank_of_global = {member: number for number, member in enumerate(members)}
-        self._first = 0 if group is None else dist.get_global_rank(group, 0)
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in the group."""
-        return self._world_size
-
-    @property
-    def key_value_store(self) -> TorchKeyValueStore:
+        self.key_value_store = TorchKeyValueStore(PrefixStore("holdfast", self._default_store))
         """The key-value store of the job."""
-        return self._key_value_store
+        self._rank_of_global = {member: rank for rank, member in enumerate(dist.get_process_group_ranks(group))}
 
     def rank_of_global(self, rank: int) -> int | None:
         """Return the group's rank of a global rank, or None if it is not a member."""
@@ -168,10 +149,10 @@ class ProcessGroupComm:
         """Return rank 0's payload on every rank."""
         device = self._device()
         length = torch.tensor([len(payload or b"")], dtype=torch.int64, device=device)
-        dist.broadcast(length, src=self._first, group=self._group)
+        dist.broadcast(length, group=self._group, group_src=0)
         data = _tensor_of(payload or b"", int(length.item()), device)
         if data.numel():
-            dist.broadcast(data, src=self._first, group=self._group)
+            dist.broadcast(data, group=self._group, group_src=0)
         return data.cpu().numpy().tobytes()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -202,13 +183,13 @@ class ProcessGroupComm:
                 key = host.data_ptr(), len(buffer)
                 if key not in staged:
                     staged[key] = host.to(device)
-                moves.append(self._move(dist.isend, staged[key], rank))
+                moves.append(dist.P2POp(dist.isend, staged[key], group=self._group, tag=_TAG, group_peer=rank))
         for rank, buffers in sorted(takes.items()):
             for buffer in filter(len, buffers):
                 host = torch.frombuffer(buffer, dtype=torch.uint8)
                 received = host if device.type == "cpu" else torch.empty_like(host, device=device)
                 arriving.append((host, received))
-                moves.append(self._move(dist.irecv, received, rank))
+                moves.append(dist.P2POp(dist.irecv, received, group=self._group, tag=_TAG, group_peer=rank))
         if not moves:
             return
         for work in dist.batch_isend_irecv(moves):
@@ -216,9 +197,6 @@ class ProcessGroupComm:
         for host, received in arriving:
             if received is not host:
                 host.copy_(received)
-
-    def _move(self, verb: Callable[..., object], data: torch.Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(verb, data, group=self._group, tag=_TAG, group_peer=rank)
 
     def _device(self) -> torch.device:
         group = self._group or dist.group.WORLD
@@ -233,7 +211,7 @@ class SoloComm(AloneComm):
 
     def rank_of_global(self, rank: int) -> int | None:
         """Return 0 for this process's own global rank, None for any other."""
-        own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        own = dist.get_rank() if dist.is_initialized() else 0
         return 0 if rank == own else None
 
 
