@@ -2,70 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import Held, local_shards_of
+from holdfast.geometry.sharded import Sharded
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 """Tensor types that own plain memory."""
 
 
-Note = TypeVar("Note")
+_Named = tuple[str, Held, Sequence[torch.Tensor]]
+"""A name, the part that this rank holds under it, and the tensors of the state with that memory."""
 
 
-class Ties(Generic[Note]):
-    """Finds tensors that are the same elements of the same memory, and keeps a note for the first of each."""
+class Ties:
+    """Finds the names of a state that are the same elements of the same memory."""
 
     def __init__(self) -> None:
-        self._at: dict[int, tuple[torch.Tensor, Note]] = {}
-        self._first: dict[tuple[object, ...], Note] = {}
+        self._at: dict[int, tuple[torch.Tensor, _Named]] = {}
+        """First tensor at each address."""
+        self._first: dict[tuple[object, ...], _Named] = {}
 
-    def first(self, tensor: torch.Tensor, note: Note, fqn: str) -> Note:
-        """Return the note of the first tensor with these elements of this memory; `note` if this one is the first.
+    def first_name(
+        self,
+        fqn: str,
+        tensor: torch.Tensor,
+        held: Held,
+        memory: Sequence[torch.Tensor],
+        declared: Sharded | None = None,
+    ) -> str:
+        """Return the first name of these elements; `fqn` if no earlier name has them.
 
+        Args:
+            fqn: Name of the tensor.
+            tensor: The tensor. Without elements it is tied to no other, unless it is declared.
+            held: The part that this rank holds.
+            memory: The tensors of the state with that memory.
+            declared: Its declaration, if all ranks must list the same name for it: a rank without elements must then
+                find the tie too.
         Raises:
-            InvalidError: The tensor has elements and no memory.
+            InvalidError: The tensor has elements and no memory, or both names have one memory and different layouts.
         """
+        named = (fqn, held, memory)
+        # A plain tensor's shape is in `held`. To ask torch for it again makes a new object for each of 100,000 tensors.
+        if 0 not in (held.global_shape if held.holders is None else tensor.shape):
+            first, first_held, first_memory = self._first_in_memory(tensor, named)
+        elif declared is None:
+            return fqn
+        else:
+            first, first_held, first_memory = self._first.setdefault((id(tensor),), named)
+        if first != fqn and _layout_key(held, memory) != _layout_key(first_held, first_memory):
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first}, but the two declare different parts; expected the same "
+                "layout. Correct one of them, or leave one out with skip="
+            )
+        return first
+
+    def _first_in_memory(self, tensor: torch.Tensor, named: _Named) -> _Named:
         local = tensor
         if type(tensor) not in _DENSE:
             if local_shards_of(tensor) is not None:
-                return self._first.setdefault(storage_key(tensor), note)
+                return self._first.setdefault(storage_key(tensor), named)
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         # The fast path: no other tensor starts at this address. The kept tensor keeps the address from being reused.
         address = local.data_ptr()
         if not address and local.numel():
             raise InvalidError(
-                f"{fqn}: has the shape {list(local.shape)} and no memory: its storage was freed, or it is a view of "
-                "zeros that were never allocated. Allocate its memory first, or leave it out with skip="
+                f"{named[0]}: has the shape {list(local.shape)} and no memory: its storage was freed, or it is a view "
+                "of zeros that were never allocated. Allocate its memory first, or leave it out with skip="
             )
-        first, first_note = self._at.setdefault(address, (tensor, note))
+        first, first_named = self._at.setdefault(address, (tensor, named))
         if first is tensor:
-            return first_note
-        self._first.setdefault(storage_key(first), first_note)
-        return self._first.setdefault(storage_key(tensor), note)
+            return first_named
+        self._first.setdefault(storage_key(first), first_named)
+        return self._first.setdefault(storage_key(tensor), named)
 
 
-def has_elements(tensor: torch.Tensor, held: Held) -> bool:
-    """Return whether a tensor has elements, so that it has an address."""
-    # A plain tensor's shape is in `held`. To ask torch for it again makes a new object for each of 100,000 tensors.
-    return 0 not in (held.global_shape if held.holders is None else tensor.shape)
-
-
-def parts_key(held: Held) -> tuple[object, ...]:
-    """Return shape and regions of a tensor: what two names of one memory must have in common."""
-    return (held.global_shape, *(part.region for part in held.parts))
-
-
-def different_parts(fqn: str, first: str) -> InvalidError:
-    """Return the error for two names of one memory with different layouts."""
-    return InvalidError(
-        f"{fqn}: shares its memory with {first}, but the two declare different parts; expected the same layout. "
-        "Correct one of them, or leave one out with skip="
-    )
+def _layout_key(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return what two names of one memory must have in common. `Ties` has compared the first tensor's memory."""
+    return (held.global_shape, *(part.region for part in held.parts), *map(storage_key, memory[1:]))
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -126,10 +126,14 @@ def test_what_begins_at_one_address_is_tied_only_if_it_is_the_same_elements() ->
         "conjugated": whole.conj(),
         "numbers": torch.view_as_real(whole),
     }
-    ties: Ties[str] = Ties()
-    assert {name: ties.first(tensor, name, name) for name, tensor in shown.items()} == {name: name for name in shown}
+    ties, ranks = Ties(), Ranks(0, 1, lambda rank: rank)
+
+    def first(name: str, tensor: Tensor) -> str:
+        return ties.first_name(name, tensor, held_of(tensor, None, name, ranks), (tensor,))
+
+    assert {name: first(name, tensor) for name, tensor in shown.items()} == {name: name for name in shown}
     again = {"whole": whole, "head": whole[:2], "square": whole.view(2, 2), "conjugated": whole.conj()}
-    assert {name: ties.first(tensor, "later", name) for name, tensor in again.items()} == {name: name for name in again}
+    assert {name: first(f"later {name}", tensor) for name, tensor in again.items()} == {name: name for name in again}
 
 
 @pytest.fixture

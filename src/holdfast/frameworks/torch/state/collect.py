@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import FencedObjects, steps_in_backward
-from holdfast.frameworks.torch.held import Held, Ranks, memory_of
+from holdfast.frameworks.torch.held import Ranks, memory_of
 from holdfast.frameworks.torch.optimizers.state import collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import rng
@@ -37,7 +37,7 @@ from holdfast.frameworks.torch.state.walk import (
     walk,
 )
 from holdfast.frameworks.torch.tensors import TorchSource, held_storable, storable_dtype, torch_dtype
-from holdfast.frameworks.torch.ties import Ties, different_parts, has_elements, parts_key, storage_key
+from holdfast.frameworks.torch.ties import Ties
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.sharded import Sharded
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
@@ -86,9 +86,7 @@ class _Collector:
         self._stepped = _stepped(root)
         self._numbers: dict[str, int | None] = {}
         """Position of each name in `shards`; None for a tied name, and for a tensor without a part on this rank."""
-        self._ties: Ties[_Named] = Ties()
-        self._nowhere: dict[int, _Named] = {}
-        """Declared tensors without an element on this rank, by identity."""
+        self._ties = Ties()
 
     def dict_group(self, node: DictNode) -> Group:
         items: dict[str, Value] = {}
@@ -215,7 +213,7 @@ class _Collector:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
         held, memory = held_storable(fqn, tensor, declared, self._ranks, "materialise it first")
         number = None
-        first = self._first_of_tie(tensor, declared, (fqn, held, memory))
+        first = self._ties.first_name(fqn, tensor, held, memory, declared)
         if first != fqn:
             self.aliases[fqn] = first
             if not fenced and (tied := self._numbers[first]) is not None:
@@ -232,28 +230,6 @@ class _Collector:
         self._numbers[fqn] = number
         return True
 
-    def _first_of_tie(self, tensor: torch.Tensor, declared: Sharded | None, named: _Named) -> str:
-        """Return the name under which the state lists this memory first.
-
-        Raises:
-            InvalidError: Both names have the same memory, but different layouts.
-        """
-        fqn, held, memory = named
-        if has_elements(tensor, held):
-            first, first_held, first_memory = self._ties.first(tensor, named, fqn)
-        elif declared is None:
-            return fqn
-        else:
-            # A rank without elements must still record the tie: all ranks list the same name.
-            first, first_held, first_memory = self._nowhere.setdefault(id(tensor), named)
-        if first != fqn and _layout_key(held, memory) != _layout_key(first_held, first_memory):
-            raise different_parts(fqn, first)
-        return first
-
-
-_Named = tuple[str, Held, Sequence[torch.Tensor]]
-"""A name, what this rank holds under it, and the tensors of the state with that memory."""
-
 
 def _stepped(root: DictNode) -> set[int]:
     """Return the identities of all parameters that an optimizer of the state steps.
@@ -268,11 +244,6 @@ def _stepped(root: DictNode) -> set[int]:
         elif isinstance(child, OptimizerNode):
             stepped.update(map(id, child.view.names))
     return stepped
-
-
-def _layout_key(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Return what two names of one memory must have in common. `Ties` has compared the first tensor's memory."""
-    return (*parts_key(held), *map(storage_key, memory[1:]))
 
 
 def value_of_rank(value: PerRank | RngState) -> object:

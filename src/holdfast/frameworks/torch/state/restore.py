@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together, take_apart
 from holdfast.frameworks.torch.fsdp1 import is_wrapper
-from holdfast.frameworks.torch.held import Held, Ranks, is_meta, memory_bytes
+from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.state import rng
@@ -36,7 +36,7 @@ from holdfast.frameworks.torch.state.walk import (
     walk,
 )
 from holdfast.frameworks.torch.tensors import TorchTarget, dtype_name, held_storable, storable_dtype, torch_dtype
-from holdfast.frameworks.torch.ties import Ties, different_parts, has_elements, parts_key, storage_key
+from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.frameworks.torch.wrappers import unwrapped
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Selection, Wanted
@@ -67,8 +67,9 @@ class TorchRestoration:
         self.unexpected: list[str] = []
         self.skipped: list[str] = []
         self._used: set[str] = set()
-        self._names: set[str] = set()
-        self._ties: Ties[tuple[str, str, Held]] = Ties()
+        self._stored_names: dict[str, str] = {}
+        """Name in the checkpoint of each tensor asked for, by its name in the state."""
+        self._ties = Ties()
         self._lacked: dict[int, str] = {}
         """First name of each tensor that the checkpoint lacks, by the tensor's identity."""
         self._stored: dict[int, torch.Tensor] = {}
@@ -94,7 +95,8 @@ class TorchRestoration:
         """Ask for a tensor to be filled; return whether the checkpoint has it.
 
         Raises:
-            InvalidError: The tensor cannot be filled, or has another shape than the stored one.
+            InvalidError: The tensor cannot be filled, has another shape than the stored one, or would be filled twice
+                with different content.
         """
         if not (self._takes_all or self.takes_part(fqn)):
             return True
@@ -111,10 +113,10 @@ class TorchRestoration:
             self._used.add(stored)
             stored, spec = master.fqn, master
         advice = "materialise it first, e.g. model.to_empty(device=…)"
-        held, _ = held_storable(fqn, tensor, declared, self._ranks, advice)
-        if fqn in self._names:
+        held, memory = held_storable(fqn, tensor, declared, self._ranks, advice)
+        if fqn in self._stored_names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
-        self._names.add(fqn)
+        self._stored_names[fqn] = stored
         self._used.add(stored)
         for part in held.parts:
             if not part.local.is_contiguous():
@@ -128,11 +130,17 @@ class TorchRestoration:
         if id(tensor) in self._lacked:
             # The checkpoint has this tensor under a tied name, so nothing is missing.
             self.held.pop(self._lacked[id(tensor)], None)
-        if self._is_first_of_tie(fqn, stored, tensor, held):
+        first = self._ties.first_name(fqn, tensor, held, memory)
+        if first == fqn:
             target = TorchTarget(held, spec.dtype)
             self.held[fqn] = target.local_bytes
             dtype = storable_dtype(tensor, fqn)
             self.wanted.append(Wanted(stored, target.boxes, dtype, held.global_shape, target, fqn))
+        elif stored != self._stored_names[first] and not self._catalog.same_content(stored, self._stored_names[first]):
+            raise InvalidError(
+                f"{fqn}: shares its memory with {first}, but the checkpoint holds different values for the two; untie "
+                "them, or leave one out with skip="
+            )
         return True
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
@@ -155,26 +163,6 @@ class TorchRestoration:
             tensor = self._new[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
         self.want(reference.fqn, tensor)
         return tensor
-
-    def _is_first_of_tie(self, fqn: str, stored: str, tensor: torch.Tensor, held: Held) -> bool:
-        """Return whether no earlier name fills this memory.
-
-        Raises:
-            InvalidError: It would be filled twice, with different content.
-        """
-        if not has_elements(tensor, held):
-            return True
-        first_fqn, first_stored, first_held = self._ties.first(tensor, (fqn, stored, held), fqn)
-        if first_fqn == fqn:
-            return True
-        if parts_key(held) != parts_key(first_held):
-            raise different_parts(fqn, first_fqn)
-        if stored != first_stored and not self._catalog.same_content(stored, first_stored):
-            raise InvalidError(
-                f"{fqn}: shares its memory with {first_fqn}, but the checkpoint holds different values for the two; "
-                "untie them, or leave one out with skip="
-            )
-        return False
 
     def pass_over(self, fqn: str) -> None:
         """Record that a stored tensor is not needed: the tensor that it is tied to is filled."""
