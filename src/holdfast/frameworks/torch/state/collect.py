@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import FencedObjects, steps_in_backward
 from holdfast.frameworks.torch.held import Ranks, memory_of
-from holdfast.frameworks.torch.optimizers.state import collect_optimizer
+from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import rng
 from holdfast.frameworks.torch.state.entries import anything_selected, without
@@ -29,11 +30,11 @@ from holdfast.frameworks.torch.state.walk import (
     DictNode,
     ModuleNode,
     Node,
-    OptimizerNode,
     Stateful,
     StatefulNode,
     TensorNode,
     ValueNode,
+    leaves,
     walk,
 )
 from holdfast.frameworks.torch.tensors import TorchSource, held_storable, storable_dtype, torch_dtype
@@ -83,7 +84,14 @@ class _Collector:
         """Why forward or backward may change the state where the fence does not see it."""
         self.sides: dict[SideStream, None] = {}
         """Side streams of the GPUs that hold parts of the state."""
-        self._stepped = _stepped(root)
+        self._stepped = {
+            id(parameter) for node in leaves(root) if isinstance(node, OptimizerView) for parameter in node.names
+        }
+        """Parameters that an optimizer of the state steps, by identity.
+
+        Only these are known to change behind the fence alone. Metrics and running statistics change in forward,
+        averages at any time, and version counters do not count every kind of write to them.
+        """
         self._numbers: dict[str, int | None] = {}
         """Position of each name in `shards`; None for a tied name, and for a tensor without a part on this rank."""
         self._ties = Ties()
@@ -92,9 +100,9 @@ class _Collector:
         items: dict[str, Value] = {}
         for key, child in node.children.items():
             value = self._node(child)
-            if value is not None or isinstance(child, ValueNode):
+            if not isinstance(value, Skipped) and (value is not None or isinstance(child, ValueNode)):
                 items[key] = value
-        return Group("dict", {key: value for key, value in items.items() if not isinstance(value, Skipped)})
+        return Group("dict", items)
 
     def _node(self, node: Node) -> Value:
         """Return a node's entry in the tree; None for a tensor, which the index lists."""
@@ -109,7 +117,7 @@ class _Collector:
                 return None
             case ModuleNode():
                 return self._module(node)
-            case OptimizerNode():
+            case OptimizerView():
                 return self._optimizer(node)
             case StatefulNode():
                 if not selected_whole(self._selection, node.path):
@@ -137,25 +145,25 @@ class _Collector:
         values = {fqn: self._value(f"{node.path}.{fqn}", value) for fqn, value in node.values.items()}
         return Group("module", {fqn: value for fqn, value in values.items() if not isinstance(value, Skipped)})
 
-    def _optimizer(self, node: OptimizerNode) -> Group:
+    def _optimizer(self, view: OptimizerView) -> Group:
         def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
             is_kept = self._tensor(fqn, tensor, Role.OPTIMIZER, declared, fenced=True)
             return TensorRef(fqn) if is_kept else Skipped(fqn)
 
-        if not self._selection.grads and is_accumulating(node.view.optimizer):
-            names = dict(_named_parameters(self._root))
+        if not self._selection.grads and is_accumulating(view.optimizer):
+            names = dict(_named_tensors(self._root))
             require_optimizer_boundary(
-                node.view.optimizer,
-                node.path,
+                view.optimizer,
+                view.path,
                 lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{SUFFIX}"),
             )
-        self.objects.add(node.view.optimizer)
-        if steps_in_backward(node.view.names):
+        self.objects.add(view.optimizer)
+        if steps_in_backward(view.names):
             self.unfenced["parameters have hooks that run in backward, and may be stepped there"] = None
-        group = collect_optimizer(node.view, on_state)
+        group = collect_optimizer(view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)
-        for name in [name for name in members if not self._takes_part(f"{node.path}.param_groups.{name}")]:
+        for name in [name for name in members if not self._takes_part(f"{view.path}.param_groups.{name}")]:
             del members[name]
         return group
 
@@ -171,7 +179,7 @@ class _Collector:
             self.skipped.append(path)
             return Skipped(path)
         if isinstance(value, PerRank | RngState):
-            self.per_rank[path] = take_apart(value_of_rank(value), path, _value_tensor)
+            self.per_rank[path] = take_apart(_value_of_rank(value), path, partial(small_tensor, numel_max=16 << 20))
             return PerRankRef(path)
         return take_apart(without(value, path, self._takes_part), path, self._reference)
 
@@ -231,22 +239,7 @@ class _Collector:
         return True
 
 
-def _stepped(root: DictNode) -> set[int]:
-    """Return the identities of all parameters that an optimizer of the state steps.
-
-    Only these are known to change behind the fence alone. Metrics and running statistics change in forward, averages
-    at any time, and version counters do not count every kind of write to them.
-    """
-    stepped: set[int] = set()
-    for child in root.children.values():
-        if isinstance(child, DictNode):
-            stepped |= _stepped(child)
-        elif isinstance(child, OptimizerNode):
-            stepped.update(map(id, child.view.names))
-    return stepped
-
-
-def value_of_rank(value: PerRank | RngState) -> object:
+def _value_of_rank(value: PerRank | RngState) -> object:
     """Return the value that this rank saves for itself."""
     if isinstance(value, RngState):
         return rng.captured()
@@ -254,19 +247,13 @@ def value_of_rank(value: PerRank | RngState) -> object:
     return inner.state_dict() if isinstance(inner, Stateful) and not isinstance(inner, type) else inner
 
 
-def _value_tensor(path: str, tensor: torch.Tensor) -> Value:
-    return small_tensor(path, tensor, numel_max=16 << 20)
-
-
-def _named_parameters(node: Node) -> Iterator[tuple[int, str]]:
+def _named_tensors(root: DictNode) -> Iterator[tuple[int, str]]:
     """Yield identity and name of every tensor in modules and dicts."""
-    if isinstance(node, TensorNode):
-        yield id(node.tensor), node.path
-    elif isinstance(node, ModuleNode):
-        yield from ((id(tensor), f"{node.path}.{fqn}") for fqn, tensor in node.tensors.items())
-    elif isinstance(node, DictNode):
-        for child in node.children.values():
-            yield from _named_parameters(child)
+    for node in leaves(root):
+        if isinstance(node, TensorNode):
+            yield id(node.tensor), node.path
+        elif isinstance(node, ModuleNode):
+            yield from ((id(tensor), f"{node.path}.{fqn}") for fqn, tensor in node.tensors.items())
 
 
 def _loose_role(tensor: torch.Tensor) -> Role:

@@ -13,6 +13,7 @@ from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
+from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.state import rng
 from holdfast.frameworks.torch.state.entries import ABSENT, EntryMerge, anything_selected
 from holdfast.frameworks.torch.state.gradients import (
@@ -28,7 +29,6 @@ from holdfast.frameworks.torch.state.walk import (
     DictNode,
     ModuleNode,
     Node,
-    OptimizerNode,
     Stateful,
     StatefulNode,
     TensorNode,
@@ -205,17 +205,17 @@ class TorchRestoration:
                     self._gradient(node.path, node.tensor, node.declared)
             case ModuleNode():
                 self._module(node, saved)
-            case OptimizerNode():
+            case OptimizerView():
                 tensors = None
                 if (by_number := numbered(saved)) is not None:
-                    named = by_name(by_number, node.view, self._catalog, self._leaf({}))
+                    named = by_name(by_number, node, self._catalog, self._leaf({}))
                     self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **named.aliases})
                     saved, tensors = named.group, named.aliases
                 if not isinstance(saved, Group) or saved.kind != "optimizer":
                     if self._takes_part_whole(node.path):
                         self.missing.append(node.path)
                 else:
-                    restoration = OptimizerRestoration(node.view, saved, self, self._catalog, tensors)
+                    restoration = OptimizerRestoration(node, saved, self, self._catalog, tensors)
                     self._finishes.append(restoration.finish)
             case StatefulNode():
                 self._stateful(node, saved)

@@ -47,14 +47,6 @@ class ModuleNode:
 
 
 @dataclass(slots=True)
-class OptimizerNode:
-    """An optimizer whose parameters have names."""
-
-    path: str
-    view: OptimizerView
-
-
-@dataclass(slots=True)
 class StatefulNode:
     """An object with `state_dict` and `load_state_dict`."""
 
@@ -88,7 +80,7 @@ class DictNode:
     children: dict[str, Node] = field(default_factory=dict)
 
 
-Node = ModuleNode | OptimizerNode | StatefulNode | TensorNode | ValueNode | DictNode
+Node = ModuleNode | OptimizerView | StatefulNode | TensorNode | ValueNode | DictNode
 
 
 def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
@@ -105,16 +97,14 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     _fill(root, known, set())
     if not known.optimizers:
         return root
-    tensors = {path: node.tensors for path, node in known.modules.items()}
     loose = dict(_loose(root))
     for parent, key, optimizer in known.optimizers:
         path = _joined(parent.path, key)
         _require_unlisted(optimizer, path, known.listed)
-        names = named_parameters_of(optimizer, path, tensors, loose)
-        view = OptimizerView(
-            optimizer, path, names, known.declared, frozenset(known.elsewhere), ties_of(names, tensors)
-        )
-        parent.children[key] = OptimizerNode(path, view)
+        names = named_parameters_of(optimizer, path, known.modules, loose)
+        ties = ties_of(names, known.modules)
+        elsewhere = frozenset(known.elsewhere)
+        parent.children[key] = OptimizerView(optimizer, path, names, known.declared, elsewhere, ties)
     return root
 
 
@@ -135,11 +125,21 @@ class _NamedNodes:
 
     rank_of_global: RankOfGlobal
     optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = field(default_factory=list)
-    modules: dict[str, ModuleNode] = field(default_factory=dict)
+    modules: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Tensors by FQN of each module, by the module's path."""
     declared: dict[int, Sharded] = field(default_factory=dict)
     elsewhere: set[int] = field(default_factory=set)
     listed: dict[int, str] = field(default_factory=dict)
     """Path of the declaration that lists a tensor among several, by the tensor's identity."""
+
+
+def leaves(node: DictNode) -> Iterator[Node]:
+    """Yield every node below a dict at any depth, without the dicts between."""
+    for child in node.children.values():
+        if isinstance(child, DictNode):
+            yield from leaves(child)
+        else:
+            yield child
 
 
 def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
@@ -169,7 +169,8 @@ def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
             # A placeholder that keeps the order of the dict, until every parameter has its name.
             node.children[key] = ValueNode(path, None)
         elif isinstance(value, torch.nn.Module):
-            child = known.modules[path] = module_node(path, value, known.rank_of_global)
+            child = _module_node(path, value, known.rank_of_global)
+            known.modules[path] = child.tensors
             known.declared |= child.declared
             known.elsewhere |= {identity for identity, shard in child.declared.items() if not holds_any(shard)}
             node.children[key] = child
@@ -204,7 +205,7 @@ def _require_own_state(optimizer: torch.optim.Optimizer, path: str) -> None:
             )
 
 
-def module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal) -> ModuleNode:
+def _module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal) -> ModuleNode:
     """Return a module's entries, without the prefixes of DDP, FSDP1 and compile wrappers.
 
     Raises:
