@@ -30,22 +30,12 @@ def steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
     return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
-class FencedObjects:
-    """The modules and optimizers of one state."""
-
-    def __init__(self) -> None:
-        self._objects: list[torch.nn.Module | torch.optim.Optimizer] = []
-
-    def add(self, fenced: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Add a module or optimizer."""
-        self._objects.append(fenced)
-
-    def close(self, settle: Callable[[], None]) -> None:
-        """Call `settle` before any optimizer steps or any of these objects is loaded, until one call has returned."""
-        _hook_every_step()
-        for fenced in self._objects:
-            _hook_loading(fenced)
-        _settling[id(settle)] = settle
+def close_fence(objects: Iterable[torch.nn.Module | torch.optim.Optimizer], settle: Callable[[], None]) -> None:
+    """Call `settle` before any optimizer steps or any of these objects is loaded, until one call has returned."""
+    _hook_every_step()
+    for fenced in objects:
+        _hook_loading(fenced)
+    _settling[id(settle)] = settle
 
 
 def wait_for_all_copies() -> None:

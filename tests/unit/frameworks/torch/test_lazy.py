@@ -22,7 +22,8 @@ from torch import nn
 import holdfast
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.frameworks.torch.fence import FencedObjects
+from holdfast.frameworks.torch.fence import close_fence
+from holdfast.frameworks.torch.state import collect
 from holdfast.frameworks.torch.tensors import TorchSource
 from holdfast.frameworks.torch.tickets import Unsure
 from holdfast.saving.handle import SaveHandle
@@ -265,14 +266,13 @@ def test_ctrl_c_in_the_midst_of_closing_the_fence_holds_nobody_up(
 ) -> None:
     training = Training()
     run = run_at(tmp_path, gate)
-    close = FencedObjects.close
 
-    def interrupted(objects: FencedObjects, settle: Callable[[], None]) -> None:
-        close(objects, settle)
+    def interrupted(objects: list[nn.Module | torch.optim.Optimizer], settle: Callable[[], None]) -> None:
+        close_fence(objects, settle)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(FencedObjects, "close", interrupted)
+        patch.setattr(collect, "close_fence", interrupted)
         run.save(1, training.state)
     training.step()
     gate.opened.set()

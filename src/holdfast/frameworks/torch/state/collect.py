@@ -10,20 +10,12 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
-from holdfast.frameworks.torch.fence import FencedObjects, steps_in_backward
+from holdfast.frameworks.torch.fence import close_fence, steps_in_backward
 from holdfast.frameworks.torch.held import Ranks, memory_of
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
-from holdfast.frameworks.torch.state import rng
+from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.entries import anything_selected, without
-from holdfast.frameworks.torch.state.gradients import (
-    SUFFIX,
-    declared_for_gradient,
-    gradient_of,
-    is_accumulating,
-    require_module_boundary,
-    require_optimizer_boundary,
-)
 from holdfast.frameworks.torch.state.naming import require_fqn
 from holdfast.frameworks.torch.state.selection import selected, selected_whole, takes_all
 from holdfast.frameworks.torch.state.walk import (
@@ -65,7 +57,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         aliases=collector.aliases,
         skipped=collector.skipped,
         per_rank=collector.per_rank,
-        fence=None if unfenced else collector.objects.close,
+        fence=None if unfenced else partial(close_fence, collector.fenced_objects),
         unfenced_because=unfenced,
         pin=next((side.pin for side in collector.sides), None),
     )
@@ -79,7 +71,7 @@ class _Collector:
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
-        self.objects = FencedObjects()
+        self.fenced_objects: list[torch.nn.Module | torch.optim.Optimizer] = []
         self.unfenced: dict[str, None] = {}
         """Why forward or backward may change the state where the fence does not see it."""
         self.sides: dict[SideStream, None] = {}
@@ -130,10 +122,10 @@ class _Collector:
 
     def _module(self, node: ModuleNode) -> Group:
         selection = self._selection
-        require_module_boundary(
+        gradients.require_module_boundary(
             node.module, node.path, node.tensors, lambda name: selected(selection, name), asked=selection.grads
         )
-        self.objects.add(node.module)
+        self.fenced_objects.append(node.module)
         if node.declared:
             self.unfenced["FSDP1 moves its parameters to other memory in forward and backward"] = None
         for fqn, tensor in node.tensors.items():
@@ -150,14 +142,14 @@ class _Collector:
             is_kept = self._tensor(fqn, tensor, Role.OPTIMIZER, declared, fenced=True)
             return TensorRef(fqn) if is_kept else Skipped(fqn)
 
-        if not self._selection.grads and is_accumulating(view.optimizer):
+        if not self._selection.grads and gradients.is_accumulating(view.optimizer):
             names = dict(_named_tensors(self._root))
-            require_optimizer_boundary(
+            gradients.require_optimizer_boundary(
                 view.optimizer,
                 view.path,
-                lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{SUFFIX}"),
+                lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{gradients.SUFFIX}"),
             )
-        self.objects.add(view.optimizer)
+        self.fenced_objects.append(view.optimizer)
         if steps_in_backward(view.names):
             self.unfenced["parameters have hooks that run in backward, and may be stepped there"] = None
         group = collect_optimizer(view, on_state)
@@ -168,10 +160,10 @@ class _Collector:
         return group
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
-        fqn, grad = f"{name}{SUFFIX}", gradient_of(tensor)
+        fqn, grad = f"{name}{gradients.SUFFIX}", gradients.gradient_of(tensor)
         if grad is not None and self._takes_part(fqn):
             self.unfenced["gradients change in backward"] = None
-            grad_declared = declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
+            grad_declared = gradients.declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
             self._tensor(fqn, grad, Role.PARAMETER, grad_declared)
 
     def _named_values(self, path: str, value: object) -> Value:
@@ -195,10 +187,11 @@ class _Collector:
     def _reference(self, fqn: str, tensor: torch.Tensor) -> Value:
         if not self._tensor(fqn, tensor, _loose_role(tensor)):
             return Skipped(fqn)
-        if self._selection.grads and gradient_of(tensor) is not None and selected(self._selection, f"{fqn}{SUFFIX}"):
+        grad_fqn = f"{fqn}{gradients.SUFFIX}"
+        if self._selection.grads and gradients.gradient_of(tensor) is not None and selected(self._selection, grad_fqn):
             raise InvalidError(
-                f"{fqn}{SUFFIX}: the gradient of a tensor that stands in a list or is made by a state_dict() cannot be "
-                f"saved; expected the tensor in a dict or a module. Move it there, or pass skip='*{SUFFIX}'"
+                f"{grad_fqn}: the gradient of a tensor that stands in a list or is made by a state_dict() cannot be "
+                f"saved; expected the tensor in a dict or a module. Move it there, or pass skip='*{gradients.SUFFIX}'"
             )
         return TensorRef(fqn)
 

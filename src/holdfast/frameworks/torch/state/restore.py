@@ -14,15 +14,8 @@ from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
-from holdfast.frameworks.torch.state import rng
+from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.entries import ABSENT, EntryMerge, anything_selected
-from holdfast.frameworks.torch.state.gradients import (
-    SUFFIX,
-    declared_for_gradient,
-    forget_unreduced,
-    give_gradient,
-    room_for_gradient,
-)
 from holdfast.frameworks.torch.state.naming import extra_state_owners
 from holdfast.frameworks.torch.state.selection import selected, selected_whole, takes_all
 from holdfast.frameworks.torch.state.walk import (
@@ -233,7 +226,7 @@ class TorchRestoration:
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         if self._selection.grads and self._takes_part_whole(node.path):
-            self._finishes.append(lambda: forget_unreduced(node.module))
+            self._finishes.append(lambda: gradients.forget_unreduced(node.module))
         items = _children(saved)
         for fqn in node.values:
             path = f"{node.path}.{fqn}"
@@ -249,17 +242,17 @@ class TorchRestoration:
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         """Have a parameter's gradient filled as it was saved, or removed if none was saved."""
-        fqn = f"{name}{SUFFIX}"
+        fqn = f"{name}{gradients.SUFFIX}"
         stored = self._catalog.tensors.get(self._catalog.aliases.get(fqn, fqn))
         if not tensor.is_leaf or (stored is None and tensor.grad is None) or not self.takes_part(fqn):
             return
         if stored is None:
             if id(tensor) not in self._gradients:
-                self._finishes.append(lambda: give_gradient(tensor, None, fqn))
+                self._finishes.append(lambda: gradients.give_gradient(tensor, None, fqn))
             return
-        grad = self._gradients.setdefault(id(tensor), room_for_gradient(tensor, torch_dtype(stored.dtype)))
-        self.want(fqn, grad, declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1))
-        self._finishes.append(lambda: give_gradient(tensor, grad, fqn))
+        grad = self._gradients.setdefault(id(tensor), gradients.room_for_gradient(tensor, torch_dtype(stored.dtype)))
+        self.want(fqn, grad, gradients.declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1))
+        self._finishes.append(lambda: gradients.give_gradient(tensor, grad, fqn))
 
     def _stateful(self, node: StatefulNode, saved: Value) -> None:
         if not self._takes_part_whole(node.path):
