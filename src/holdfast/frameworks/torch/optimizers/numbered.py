@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import InvalidError, first_three
@@ -13,17 +12,6 @@ from holdfast.frameworks.torch.containers import put_together
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.ports.framework import Catalog
 from holdfast.types.values import Group, TensorRef, Value
-
-
-@dataclass(frozen=True, slots=True)
-class ByName:
-    """The same state by FQN."""
-
-    group: Group
-    """The state, as if it had been saved by name."""
-
-    aliases: Mapping[str, str]
-    """FQN of each tensor of the state, and the name under which it is stored, which may be the same."""
 
 
 def numbered(saved: Value) -> dict[str, Value] | None:
@@ -34,17 +22,15 @@ def numbered(saved: Value) -> dict[str, Value] | None:
     groups = items.get("param_groups")
     if not isinstance(groups, list):
         return None
-    return items if all(isinstance(group, dict) and _are_numbers(group.get("params")) for group in groups) else None
-
-
-def _are_numbers(members: Value) -> bool:
-    return isinstance(members, list) and all(type(member) in (int, str) for member in members)
+    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    is_numbered = all(isinstance(numbers, list) and {*map(type, numbers)} <= {int, str} for numbers in members)
+    return items if is_numbered else None
 
 
 def by_name(
     saved: Mapping[str, Value], view: OptimizerView, catalog: Catalog, on_leaf: Callable[[Value], object]
-) -> ByName:
-    """Return an optimizer's state dict with the names of an optimizer's parameters.
+) -> tuple[Group, Mapping[str, str]]:
+    """Return an optimizer's state dict as if it had been saved by name, and the stored name of each of its tensors.
 
     Parameters are matched by position, as torch does, unless the state dict holds their names.
     `torch.distributed.checkpoint.state_dict` writes names instead of numbers.
@@ -76,7 +62,7 @@ def by_name(
     group = {"hyperparameters": hyperparameters, "param_groups": members, "state": values}
     aliases = _aliases(view, names, catalog)
     _require_shapes(view, aliases, catalog)
-    return ByName(Group("optimizer", group), aliases)
+    return Group("optimizer", group), aliases
 
 
 def _names_of(groups: list[Value], view: OptimizerView) -> list[list[str]]:

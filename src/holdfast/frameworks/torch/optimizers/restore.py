@@ -153,20 +153,24 @@ class OptimizerRestoration:
         state: dict[str, object] = {}
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
-            if not self._taker.takes_part(fqn) or self._needs_no_place(fqn, key, present, catalog):
+            if not self._taker.takes_part(fqn):
                 continue
-            spec = catalog.tensors[catalog.aliases.get(fqn, fqn)]
+            stored = catalog.aliases.get(fqn, fqn)
+            if stored in self._masters and key not in present:
+                # This optimizer keeps no master copy.
+                continue
+            spec = catalog.tensors[stored]
             local_shape = view.local_shape(parameter, spec.global_shape)
             tensor = present.get(key)
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != local_shape:
-                catalog.require_stored(catalog.aliases.get(fqn, fqn))
+                catalog.require_stored(stored)
                 tensor = new_state_tensor(parameter, group, key, torch_dtype(spec.dtype), local_shape)
             self._taker.want(fqn, tensor, view.declared_for(parameter, tensor))
             state[key] = tensor
         values = self._values.get(name)
         for key, value in values.items() if isinstance(values, dict) else ():
             if self._taker.takes_part(view.state_fqn(name, key)):
-                state[key] = put_together(value, lambda leaf: self._leaf(leaf, present))
+                state[key] = put_together(value, self._leaf)
         stepped = bool(self._stored.get(name) or values)
         for key, value in present.items():
             if key in state:
@@ -181,11 +185,7 @@ class OptimizerRestoration:
         if id(parameter) not in view.elsewhere:
             self._states.append((parameter, state))
 
-    def _needs_no_place(self, fqn: str, key: str, present: Mapping[str, object], catalog: Catalog) -> bool:
-        """Return whether a stored tensor is a master copy and this optimizer keeps none."""
-        return catalog.aliases.get(fqn, fqn) in self._masters and key not in present
-
-    def _leaf(self, leaf: Value, present: Mapping[str, object]) -> object:
+    def _leaf(self, leaf: Value) -> object:
         return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf
 
 

@@ -7,6 +7,7 @@ state, and apply one group's learning rate to all if groups differ.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -133,10 +134,11 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
     hyperparameters: dict[str, Value] = {}
     members: dict[str, Value] = {}
     state: dict[str, Value] = {}
-    known = set(view.names)
-    further = _by_name(view.ties)
+    aliases: dict[str, list[str]] = defaultdict(list)
+    for alias, name in view.ties.items():
+        aliases[name].append(alias)
     for key in view.optimizer.state:
-        if key not in known:
+        if key not in view.names:
             raise InvalidError(
                 f"{view.path}: state under {str(key)[:80]!r} belongs to no parameter of its groups; "
                 "expected state by parameter only. Remove the entry, or leave it out with skip="
@@ -151,18 +153,11 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
         hyperparameters[content] = values
         for parameter in group["params"]:
             name = view.names[parameter]
-            for alias in (name, *further.get(name, ())):
-                members[alias] = content
-                if kept := _collect_state(view, alias, parameter, on_state):
-                    state[alias] = kept
+            for stored_name in (name, *aliases[name]):
+                members[stored_name] = content
+                if kept := _collect_state(view, stored_name, parameter, on_state):
+                    state[stored_name] = kept
     return Group("optimizer", {"hyperparameters": hyperparameters, "param_groups": members, "state": state})
-
-
-def _by_name(ties: Mapping[str, str]) -> dict[str, list[str]]:
-    further: dict[str, list[str]] = {}
-    for alias, name in ties.items():
-        further.setdefault(name, []).append(alias)
-    return further
 
 
 def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState) -> dict[str, Value]:

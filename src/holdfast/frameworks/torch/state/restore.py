@@ -201,9 +201,8 @@ class TorchRestoration:
             case OptimizerView():
                 tensors = None
                 if (by_number := numbered(saved)) is not None:
-                    named = by_name(by_number, node, self._catalog, self._leaf({}))
-                    self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **named.aliases})
-                    saved, tensors = named.group, named.aliases
+                    saved, tensors = by_name(by_number, node, self._catalog, self._leaf({}))
+                    self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **tensors})
                 if not isinstance(saved, Group) or saved.kind != "optimizer":
                     if self._takes_part_whole(node.path):
                         self.missing.append(node.path)
