@@ -49,6 +49,13 @@ def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) ->
     return value
 
 
+def tensors_in(value: object, path: str) -> dict[str, object]:
+    """Return every tensor in a value, by dotted name."""
+    tensors: dict[str, object] = {}
+    take_apart(value, path, tensors.setdefault)
+    return tensors
+
+
 def put_together(value: Value, on_leaf: Callable[[Value], object]) -> object:
     """Return a value with torch objects for its neutral values; the inverse of `take_apart`.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeGuard
 
-import torch
-
-from holdfast.frameworks.torch.containers import dict_like, is_plain_dict, take_apart
+from holdfast.frameworks.torch.containers import dict_like, is_plain_dict, put_together, tensors_in
 from holdfast.frameworks.torch.state.selection import selected
 from holdfast.ports.framework import Selection
 from holdfast.types.values import Skipped, Value
@@ -40,25 +39,21 @@ def without(value: object, path: str, takes_part: Callable[[str], bool]) -> obje
     return dict_like(value, entries.items())
 
 
+@dataclass(frozen=True, slots=True)
 class EntryMerge:
     """Merges saved and present entries of a plain value: selected ones as saved, all others as they are."""
 
-    def __init__(
-        self,
-        selection: Selection,
-        takes_part: Callable[[str], bool],
-        missing: list[str],
-        built: Callable[[Value, Mapping[str, object]], object],
-    ) -> None:
-        """Prepare.
+    selection: Selection
+    """The selected names."""
 
-        Args:
-            selection: The selected names.
-            takes_part: Returns whether a name is selected; records it as skipped if not.
-            missing: Receives names that the state has and the checkpoint lacks.
-            built: Builds the object of a stored value, given the state's present tensors by name.
-        """
-        self._selection, self._takes_part, self._missing, self._built = selection, takes_part, missing, built
+    takes_part: Callable[[str], bool]
+    """Returns whether a name is selected; records it as skipped if not."""
+
+    missing: list[str]
+    """Receives names that the state has and the checkpoint lacks."""
+
+    leaf_builder: Callable[[Mapping[str, object]], Callable[[Value], object]]
+    """Returns `on_leaf` of `put_together`, given the state's present tensors by name."""
 
     def merged(self, saved: Value, present: object, path: str) -> object:
         """Return the value at `path` after the load; `ABSENT` if there is none.
@@ -70,11 +65,11 @@ class EntryMerge:
         """
         if isinstance(saved, Skipped):
             if present is not ABSENT and self._any_takes_part(present, path):
-                self._missing.append(path)
+                self.missing.append(path)
             return present
         if not _holds_names(saved):
             return self._leaf(saved, present, path)
-        if saved and not anything_selected(self._selection, path, saved):
+        if saved and not anything_selected(self.selection, path, saved):
             # Nothing is loaded here: the present value stays as it is, of whatever type.
             self._any_takes_part(saved, path)
             kept = self._kept(present, path) if is_plain_dict(present) else present
@@ -89,21 +84,13 @@ class EntryMerge:
         return dict_like(saved, ((key, entry) for key, entry in entries.items() if entry is not ABSENT))
 
     def _leaf(self, saved: Value, present: object, path: str) -> object:
-        if not self._takes_part(path):
+        if not self.takes_part(path):
             return present
-        tensors: dict[str, object] = {}
-
-        def on_tensor(name: str, tensor: torch.Tensor) -> Value:
-            tensors.setdefault(name, tensor)
-            return None
-
-        if present is not ABSENT:
-            take_apart(present, path, on_tensor)
-        return self._built(saved, tensors)
+        return put_together(saved, self.leaf_builder(tensors_in(present, path)))
 
     def _any_takes_part(self, value: object, path: str) -> bool:
         # A list first, since any() stops early: every leaf must be recorded.
-        taking_part = [self._takes_part(name) for name, _ in named_leaves(value, path)]
+        taking_part = [self.takes_part(name) for name, _ in named_leaves(value, path)]
         return any(taking_part)
 
     def _kept(self, present: object, path: str) -> object:
@@ -111,10 +98,10 @@ class EntryMerge:
         if present is ABSENT:
             return ABSENT
         leaves = [name for name, _ in named_leaves(present, path)]
-        chosen = [name for name in leaves if self._takes_part(name)]
-        if self._selection.only is not None:
+        chosen = [name for name in leaves if self.takes_part(name)]
+        if self.selection.only is not None:
             # `only` names them explicitly, so their absence is an error, not a deletion.
-            self._missing += chosen
+            self.missing.extend(chosen)
             return present
         if len(chosen) == len(leaves):
             return ABSENT

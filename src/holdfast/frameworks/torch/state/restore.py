@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from holdfast.errors import InvalidError, first_three
-from holdfast.frameworks.torch.containers import put_together, take_apart
+from holdfast.frameworks.torch.containers import put_together, tensors_in
 from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
@@ -231,10 +231,10 @@ class TorchRestoration:
             path = f"{node.path}.{fqn}"
             if not self.takes_part(path):
                 continue
-            if fqn not in items:
+            if fqn in items:
+                made_by_hooks[fqn] = put_together(items[fqn], self._leaf({}))
+            else:
                 self.missing.append(path)
-                continue
-            made_by_hooks[fqn] = put_together(items[fqn], self._leaf({}))
         self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values]
         if made_by_hooks:
             self._finishes.append(lambda: _load_module_entries(node, made_by_hooks))
@@ -265,12 +265,20 @@ class TorchRestoration:
         else:
             self.missing.append(node.path)
             return
-        current: dict[str, object] = {}
-        take_apart(present, node.path, lambda path, tensor: current.setdefault(path, tensor))
-        loaded = put_together(saved, self._leaf(current))
+        loaded = put_together(saved, self._leaf(tensors_in(present, node.path)))
+        self._load_later(node.path, node.stateful, loaded)
+
+    def _load_later(self, path: str, stateful: Stateful, loaded: object) -> None:
         if not isinstance(loaded, dict):
-            raise InvalidError(f"{node.path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
-        self._finishes.append(lambda: _load_stateful(node, loaded))
+            raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
+
+        def load() -> None:
+            try:
+                stateful.load_state_dict(loaded)
+            except Exception as error:
+                raise InvalidError(f"{path}: {type(stateful).__name__}.load_state_dict refused it: {error}") from error
+
+        self._finishes.append(load)
 
     def _with_tensors(self, saved: Value, present: object, path: str) -> dict[object, Value]:
         """Return a saved dict, with references to those listed tensors that the object's present state has too."""
@@ -305,12 +313,7 @@ class TorchRestoration:
         if isinstance(node.value, PerRank | RngState):
             self._value_of_rank(node.path, node.value, saved)
             return
-        merge = EntryMerge(
-            self._selection,
-            self.takes_part,
-            self.missing,
-            lambda value, tensors: put_together(value, self._leaf(tensors)),
-        )
+        merge = EntryMerge(self._selection, self.takes_part, self.missing, self._leaf)
         loaded = merge.merged(saved, node.value, node.path)
         mapping = parent.mapping
         if not isinstance(mapping, MutableMapping):
@@ -359,10 +362,7 @@ class TorchRestoration:
     def _set_value_of_rank(self, path: str, value: PerRank, loaded: object) -> None:
         inner = value.value
         if isinstance(inner, Stateful) and not isinstance(inner, type):
-            if not isinstance(loaded, dict):
-                raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
-            node = StatefulNode(path, inner)
-            self._finishes.append(lambda: _load_stateful(node, loaded))
+            self._load_later(path, inner, loaded)
         else:
             self._finishes.append(lambda: setattr(value, "value", loaded))
 
@@ -446,12 +446,3 @@ def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
             "expected its load_state_dict() to load what state_dict() returns at the same depth. Use "
             "get_extra_state/set_extra_state, or leave it out with skip="
         )
-
-
-def _load_stateful(node: StatefulNode, state: dict[str, object]) -> None:
-    try:
-        node.stateful.load_state_dict(state)
-    except Exception as error:
-        raise InvalidError(
-            f"{node.path}: {type(node.stateful).__name__}.load_state_dict refused it: {error}"
-        ) from error
