@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.fsdp1 import state_entries
 
-_WRAPPER_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPER_SEGMENTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Segments that torch.compile, activation checkpointing and FSDP1 add to names."""
 
 
@@ -63,8 +63,4 @@ def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _unwrapped(name: str) -> str:
-    for segment in _WRAPPER_SEGMENTS:
-        name = name.replace(segment, "")
-        if name == segment[:-1] or name.endswith("." + segment[:-1]):
-            name = name[: -len(segment)] if name != segment[:-1] else ""
-    return name
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
