@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Protocol, SupportsInt
 
 import torch
 
@@ -68,7 +67,7 @@ class SideStream:
         """
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         with torch.cuda.device(self._device):
-            error = int(_runtime().cudaHostRegister(address, memory.nbytes, _PORTABLE))
+            error = int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
         if error:
             self._forget_error()
             raise UnavailableError(f"CUDA error {error} at page-locking {memory.nbytes} bytes of host memory")
@@ -76,7 +75,7 @@ class SideStream:
         def unpin() -> None:
             # If the device is lost, there is nothing to undo.
             with suppress(RuntimeError), torch.cuda.device(self._device):
-                if int(_runtime().cudaHostUnregister(address)):
+                if int(torch.cuda.cudart().cudaHostUnregister(address)):  # type: ignore[no-untyped-call]
                     self._forget_error()
 
         return unpin
@@ -115,19 +114,6 @@ class _Queued:
         """Return once this copy and all earlier ones are complete."""
         with torch.cuda.device(self._device):
             self._event.synchronize()
-
-
-class _Runtime(Protocol):
-    """The functions of the CUDA runtime that are called here; they return an error number, 0 for none."""
-
-    def cudaHostRegister(self, address: int, count: int, flags: int) -> SupportsInt: ...
-
-    def cudaHostUnregister(self, address: int) -> SupportsInt: ...
-
-
-def _runtime() -> _Runtime:
-    runtime: _Runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return runtime
 
 
 _PORTABLE = 1
