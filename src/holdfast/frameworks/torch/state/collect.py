@@ -29,9 +29,8 @@ from holdfast.frameworks.torch.state.walk import (
     leaves,
     walk,
 )
-from holdfast.frameworks.torch.tensors import TorchSource, held_storable, storable_dtype, torch_dtype
+from holdfast.frameworks.torch.tensors import TorchSource, held_storable, storable_dtype
 from holdfast.frameworks.torch.ties import Ties
-from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.sharded import Sharded
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.ports.framework import Collected, LocalShard, Selection
@@ -134,8 +133,12 @@ class _Collector:
             self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=stepped)
         for fqn, tensor in node.tensors.items() if selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
-        values = {fqn: self._value(f"{node.path}.{fqn}", value) for fqn, value in node.values.items()}
-        return Group("module", {fqn: value for fqn, value in values.items() if not isinstance(value, Skipped)})
+        values = {
+            fqn: take_apart(value, f"{node.path}.{fqn}", self._reference)
+            for fqn, value in node.values.items()
+            if self._takes_part(f"{node.path}.{fqn}")
+        }
+        return Group("module", values)
 
     def _optimizer(self, view: OptimizerView) -> Group:
         def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
@@ -145,8 +148,7 @@ class _Collector:
         if not self._selection.grads and gradients.is_accumulating(view.optimizer):
             names = dict(_named_tensors(self._root))
             gradients.require_optimizer_boundary(
-                view.optimizer,
-                view.path,
+                view,
                 lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{gradients.SUFFIX}"),
             )
         self.fenced_objects.append(view.optimizer)
@@ -174,9 +176,6 @@ class _Collector:
             self.per_rank[path] = take_apart(_value_of_rank(value), path, partial(small_tensor, numel_max=16 << 20))
             return PerRankRef(path)
         return take_apart(without(value, path, self._takes_part), path, self._reference)
-
-    def _value(self, path: str, value: object) -> Value:
-        return take_apart(value, path, self._reference) if self._takes_part(path) else Skipped(path)
 
     def _takes_part(self, path: str) -> bool:
         if selected(self._selection, path):
@@ -255,7 +254,4 @@ def _loose_role(tensor: torch.Tensor) -> Role:
     In a module's state dict that is passed as a dict, parameters have lost their type, so copies of floating tensors
     must agree. Other tensors (random states, counters) differ by rank in ordinary runs and count as buffers.
     """
-    return Role.PARAMETER if tensor.dtype in _FLOATING else Role.BUFFER
-
-
-_FLOATING = {torch_dtype(name) for name, dtype in DTYPES.items() if dtype.floating}
+    return Role.PARAMETER if tensor.dtype.is_floating_point or tensor.dtype.is_complex else Role.BUFFER

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.fsdp1 import is_wrapper
+from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.geometry.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -150,23 +151,19 @@ def is_accumulating(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True) is False
 
 
-def require_optimizer_boundary(
-    optimizer: torch.optim.Optimizer, path: str, takes_part: Callable[[torch.Tensor], bool]
-) -> None:
+def require_optimizer_boundary(view: OptimizerView, takes_part: Callable[[torch.Tensor], bool]) -> None:
     """Refuse an optimizer that accumulates gradients which would be lost.
 
     Args:
-        optimizer: One that accumulates.
-        path: Its path in the state.
+        view: An optimizer that accumulates.
         takes_part: Whether `only` and `skip` select a parameter's gradient.
     Raises:
         InvalidError: A gradient would be lost.
     """
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if any(parameter.grad is not None and takes_part(parameter) for parameter in parameters):
+    if any(parameter.grad is not None and takes_part(parameter) for parameter in view.names):
         raise InvalidError(
-            f"{path}: {type(optimizer).__name__} is in the middle of gradient accumulation; a resumed run would lose "
-            f"the gradients so far. {_ADVICE}"
+            f"{view.path}: {type(view.optimizer).__name__} is in the middle of gradient accumulation; a resumed run "
+            f"would lose the gradients so far. {_ADVICE}"
         )
 
 
