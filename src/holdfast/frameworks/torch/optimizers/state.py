@@ -64,7 +64,7 @@ def named_parameters_of(
     optimizer: torch.optim.Optimizer,
     path: str,
     modules: Mapping[str, Mapping[str, torch.Tensor]],
-    loose: Mapping[str, tuple[str, torch.Tensor]],
+    loose: Mapping[int, tuple[str, str]],
 ) -> dict[torch.Tensor, str]:
     """Return the FQN of every parameter of an optimizer.
 
@@ -75,13 +75,11 @@ def named_parameters_of(
         optimizer: The optimizer.
         path: Its path in the state.
         modules: Tensors by FQN of each module of the state, by the module's path.
-        loose: Tensors in dicts of the state, by path: each with its top-level key (empty at the top).
+        loose: Top-level key (empty at the top) and name below it of each tensor in dicts of the state, by identity.
     Raises:
         InvalidError: A parameter is not in the state.
     """
-    known: dict[int, tuple[str, str]] = {}
-    for loose_path, (branch, loose_tensor) in loose.items():
-        known[id(loose_tensor)] = (branch, loose_path.removeprefix(f"{branch}.") if branch else loose_path)
+    known = dict(loose)
     for module_path, tensors in modules.items():
         for fqn, tensor in tensors.items():
             known.setdefault(id(tensor), (module_path, fqn))

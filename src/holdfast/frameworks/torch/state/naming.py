@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,24 +30,26 @@ def require_fqn(fqn: str) -> None:
         raise InvalidError(f"{fqn!r} cannot be the name of a tensor: it is not valid Unicode; rename it") from error
 
 
-def module_entries(module: torch.nn.Module, path: str) -> Iterator[tuple[str, str, object]]:
-    """Yield the entries of a module's state dict: name without wrapper prefixes, key in the state dict, value.
+def module_entries(module: torch.nn.Module, path: str) -> dict[str, tuple[str, object]]:
+    """Return key and value of each entry of a module's state dict, by its name without wrapper prefixes.
 
     Tensors are the module's own objects (parameters, buffers, DTensors), so that filling them fills the module.
     The call of `state_dict` makes FSDP2 reshard its parameters first.
     """
     wrapped = [_unwrapped(name) for name, child in module.named_modules() if isinstance(child, DistributedDataParallel)]
     prefixes = sorted((f"{name}.module." if name else "module." for name in wrapped), key=len, reverse=True)
-    seen: dict[str, str] = {}
+    entries: dict[str, tuple[str, object]] = {}
     for key, value in state_entries(module).items():
         fqn = _unwrapped(key)
         for prefix in prefixes:
             if fqn.startswith(prefix):
                 fqn = prefix.removesuffix("module.") + fqn.removeprefix(prefix)
-        if fqn in seen:
-            raise InvalidError(f"{path}: {seen[fqn]} and {key} are both {fqn} without wrapper prefixes; rename one")
-        seen[fqn] = key
-        yield fqn, key, value
+        if fqn in entries:
+            raise InvalidError(
+                f"{path}: {entries[fqn][0]} and {key} are both {fqn} without wrapper prefixes; rename one"
+            )
+        entries[fqn] = key, value
+    return entries
 
 
 def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -142,11 +142,11 @@ def leaves(node: DictNode) -> Iterator[Node]:
             yield child
 
 
-def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
-    """Yield every tensor in a dict: its path, and its top-level key (empty at the top) with the tensor."""
+def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[int, tuple[str, str]]]:
+    """Yield identity of every tensor in a dict, its top-level key (empty at the top), and its name below that key."""
     for key, child in node.children.items():
         if isinstance(child, TensorNode):
-            yield child.path, (branch, child.tensor)
+            yield id(child.tensor), (branch, child.path.removeprefix(f"{branch}.") if branch else child.path)
         elif isinstance(child, DictNode):
             yield from _loose(child, branch or key)
 
@@ -212,15 +212,10 @@ def _module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGloba
         InvalidError: Two entries have one name, or an FSDP1 wrapper keeps parameters without names.
     """
     declared = declarations(module, path, rank_of_global)
-    tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, object] = {}
-    keys: dict[str, str] = {}
-    for fqn, key, value in module_entries(module, path):
-        keys[fqn] = key
-        if isinstance(value, torch.Tensor):
-            tensors[fqn] = value
-        else:
-            values[fqn] = value
+    entries = module_entries(module, path)
+    tensors = {fqn: value for fqn, (_, value) in entries.items() if isinstance(value, torch.Tensor)}
+    values = {fqn: value for fqn, (_, value) in entries.items() if fqn not in tensors}
+    keys = {fqn: key for fqn, (key, _) in entries.items()}
     return ModuleNode(path, module, tensors, values, keys, declared)
 
 
