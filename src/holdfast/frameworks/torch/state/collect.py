@@ -15,9 +15,8 @@ from holdfast.frameworks.torch.held import Ranks, memory_of
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import gradients, rng
-from holdfast.frameworks.torch.state.entries import anything_selected, without
 from holdfast.frameworks.torch.state.naming import require_fqn
-from holdfast.frameworks.torch.state.selection import selected, selected_whole, takes_all
+from holdfast.frameworks.torch.state.selection import anything_selected, selected, selected_whole, takes_all, without
 from holdfast.frameworks.torch.state.walk import (
     DictNode,
     ModuleNode,

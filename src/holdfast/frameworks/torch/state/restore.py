@@ -15,9 +15,15 @@ from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.state import gradients, rng
-from holdfast.frameworks.torch.state.entries import ABSENT, EntryMerge, anything_selected
 from holdfast.frameworks.torch.state.naming import extra_state_owners
-from holdfast.frameworks.torch.state.selection import selected, selected_whole, takes_all
+from holdfast.frameworks.torch.state.selection import (
+    ABSENT,
+    EntryMerge,
+    anything_selected,
+    selected,
+    selected_whole,
+    takes_all,
+)
 from holdfast.frameworks.torch.state.walk import (
     DictNode,
     ModuleNode,
