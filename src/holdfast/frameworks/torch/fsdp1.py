@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import RankOfGlobal
+from holdfast.frameworks.torch.held import RankOfGlobal, ranks_in_group
 from holdfast.geometry.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -108,17 +108,11 @@ def _replicas(
     wrapper: FullyShardedDataParallel, handle: FlatParamHandle, where: str, rank_of_global: RankOfGlobal
 ) -> tuple[int, ...] | None:
     """Return the ranks that hold the same shard (HYBRID_SHARD), or None for this rank alone."""
-    members = dist.get_process_group_ranks(handle.process_group)
-    hybrid = "HYBRID" in wrapper.sharding_strategy.name
-    copies = dist.get_process_group_ranks(wrapper._inter_node_pg) if hybrid else []
-    ranks = {member: rank_of_global(member) for member in (*members, *copies)}
-    for member, rank in ranks.items():
-        if rank is None:
-            raise InvalidError(
-                f"{where}: FSDP1 shards it over rank {member}, which is not in process_group; "
-                "expected every rank of its groups to take part. Pass the group that holds them all"
-            )
-    return tuple(sorted(rank for copy in copies if (rank := ranks[copy]) is not None)) or None
+    what = f"{where}: the group of FSDP1"
+    ranks_in_group(dist.get_process_group_ranks(handle.process_group), rank_of_global, what)
+    if "HYBRID" not in wrapper.sharding_strategy.name:
+        return None
+    return tuple(sorted(ranks_in_group(dist.get_process_group_ranks(wrapper._inter_node_pg), rank_of_global, what)))
 
 
 def _drop_gathered(wrapper: FullyShardedDataParallel, handle: FlatParamHandle) -> None:

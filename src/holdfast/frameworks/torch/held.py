@@ -173,16 +173,26 @@ def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout
                 f"expected Shard, _StridedShard or Replicate. {advice}"
             )
     mesh = tensor.device_mesh.mesh
+    ranks = ranks_in_group(mesh.flatten().tolist(), rank_of_global, f"{fqn}: its mesh")
+    return Layout(tuple(mesh.shape), ranks, tuple(placements))
+
+
+def ranks_in_group(members: Sequence[int], rank_of_global: RankOfGlobal, what: str) -> tuple[int, ...]:
+    """Return the process group's ranks of global ranks.
+
+    Raises:
+        InvalidError: A rank is not in the process group; `what`, which begins the message, has these ranks.
+    """
     ranks = []
-    for member in mesh.flatten().tolist():
+    for member in members:
         rank = rank_of_global(member)
         if rank is None:
             raise InvalidError(
-                f"{fqn}: its mesh holds rank {member}, which is not in process_group; "
-                "expected every rank of the mesh to take part. Pass the group that holds the whole mesh"
+                f"{what} holds rank {member}, which is not in process_group; expected every rank of it to take part. "
+                "Pass the group that holds all of them"
             )
         ranks.append(rank)
-    return Layout(tuple(mesh.shape), tuple(ranks), tuple(placements))
+    return tuple(ranks)
 
 
 def local_shards_of(tensor: torch.Tensor) -> list[LocalShard] | None:
