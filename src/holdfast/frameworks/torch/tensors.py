@@ -62,15 +62,17 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
     Raises:
         InvalidError: The tensor is of another kind; the message names it.
     """
-    if is_ordinary(tensor):
-        storable_dtype(tensor, fqn)
-        return
+    if not is_ordinary(tensor):
+        _require_dense(tensor, fqn)
+    storable_dtype(tensor, fqn)
+
+
+def _require_dense(tensor: torch.Tensor, fqn: str) -> None:
     kind = type(tensor).__name__
     shards = local_shards_of(tensor)
     if shards is not None:
         for shard in shards:
             require_storable(shard.tensor, fqn)
-        storable_dtype(tensor, fqn)
         return
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")
@@ -86,7 +88,6 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
         raise InvalidError(
             f"{fqn}: {tensor.layout} {kind} cannot be saved; expected a dense tensor. Convert it, or skip= it"
         )
-    storable_dtype(tensor, fqn)
 
 
 def held_storable(
