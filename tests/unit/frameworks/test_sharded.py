@@ -282,3 +282,15 @@ def test_lists_that_share_only_their_first_tensor_are_two(tmp_path: Path) -> Non
     }
     with pytest.raises(InvalidError, match=r"b: .*\ba\b"):
         holdfast.save(tmp_path / "c", state, process_group=False)
+
+
+def test_lists_of_a_target_that_share_only_their_first_tensor_are_refused(tmp_path: Path) -> None:
+    """Taken for a tie, the third tensor would stay as it is."""
+    holdfast.save(tmp_path / "c", {"a": WHOLE.clone(), "b": WHOLE.clone()}, process_group=False)
+    first, second, third = torch.zeros(16), torch.zeros(16), torch.zeros(16)
+    state: State = {
+        "a": declared([first, second], flat_start=[0, 16]),
+        "b": declared([first, third], flat_start=[0, 16]),
+    }
+    with pytest.raises(InvalidError, match=r"b: .*\ba\b"):
+        holdfast.load(tmp_path / "c", state, process_group=False)

@@ -83,6 +83,14 @@ def test_a_child_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     assert sorted(holdfast.open_checkpoint(tmp_path / "c").tensors) == ["model.module.bias", "model.module.weight"]
 
 
+def test_a_child_whose_name_ends_like_a_wrapper_keeps_its_name(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.my_orig_mod = nn.Linear(2, 2)  # type: ignore[assignment]
+    holdfast.save(tmp_path / "c", {"model": model})
+    checkpoint = holdfast.open_checkpoint(tmp_path / "c")
+    assert sorted(checkpoint.tensors) == ["model.my_orig_mod.bias", "model.my_orig_mod.weight"]
+
+
 def test_colliding_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r"a\.b"):
         holdfast.save(tmp_path / "c", {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
