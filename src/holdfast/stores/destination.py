@@ -24,7 +24,7 @@ from holdfast.settings import PAGE_BYTES
 from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import is_page_aligned
-from holdfast.stores.syscalls import UNSUPPORTED, Syscalls, close_quietly, closing, reserve_space, switch_to_direct
+from holdfast.stores.syscalls import UNSUPPORTED, Closing, Syscalls, close_quietly, reserve_space, switch_to_direct
 
 _FILES = "files"
 """In the work: what is renamed to the destination, a folder or a single file."""
@@ -230,7 +230,7 @@ class LocalDestination:
     def _write_small(self, name: str, data: bytes) -> None:
         path = os.path.join(self._work, name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with closing(_SYSCALLS, os.open(path + _NEW, flags, self._mode)) as fd:
+        with Closing(_SYSCALLS, os.open(path + _NEW, flags, self._mode)) as fd:
             _write_all(fd, data)
             os.fsync(fd)
         os.rename(path + _NEW, path)
@@ -238,7 +238,7 @@ class LocalDestination:
 
     def _move(self, files: str) -> None:
         try:
-            with closing(_SYSCALLS, os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY)) as parent:
+            with Closing(_SYSCALLS, os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY)) as parent:
                 _SYSCALLS.rename_noreplace(os.path.relpath(files, self._parent), self._name, dir_fd=parent)
         except OSError as error:
             if error.errno == errno.EEXIST or (error.errno in UNSUPPORTED and self.exists):
@@ -265,7 +265,7 @@ class LocalDestination:
         path = self._file(name)
         os.makedirs(os.path.dirname(path), self._folder_mode, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with closing(_SYSCALLS, os.open(path, flags, self._mode)) as fd:
+        with Closing(_SYSCALLS, os.open(path, flags, self._mode)) as fd:
             reserve_space(_SYSCALLS, fd, size)
             os.ftruncate(fd, size)
             os.fsync(fd)
@@ -372,5 +372,5 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    with closing(_SYSCALLS, os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+    with Closing(_SYSCALLS, os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         os.fsync(fd)

@@ -138,25 +138,28 @@ class _RangeRead:
 
     def take_cached(self, first_read_bytes: int = PAGE_BYTES) -> None:
         """Read the cached bytes at the front of the range."""
-        with translated("read", self._where):
+        try:
             self._position += _take_cached(self._syscalls, self._fd, self._start, [self.view], None, first_read_bytes)
+        except OSError:
+            with translated("read", self._where):
+                raise
 
     def take_rest(self, *, direct: bool) -> bool:
         """Read the remaining bytes; return whether direct I/O still works."""
-        with translated("read", self._where):
-            while not self.whole:
-                start = self._position - self._position % PAGE_BYTES
-                stop = -(-self._stop // PAGE_BYTES) * PAGE_BYTES
-                view = self._buffer[start - self._base : stop - self._base]
-                try:
-                    count = self._syscalls.preadv(self._fd, [view], start)
-                except OSError as error:
-                    if not direct or error.errno not in UNSUPPORTED:
+        while not self.whole:
+            start = self._position - self._position % PAGE_BYTES
+            stop = -(-self._stop // PAGE_BYTES) * PAGE_BYTES
+            view = self._buffer[start - self._base : stop - self._base]
+            try:
+                count = self._syscalls.preadv(self._fd, [view], start)
+            except OSError as error:
+                if not direct or error.errno not in UNSUPPORTED:
+                    with translated("read", self._where):
                         raise
-                    self._syscalls.set_direct(self._fd, False)
-                    direct = False
-                    continue
-                if start + count <= self._position:
-                    raise CorruptError(f"{self._where}: the file ended at {start + count} while it was read")
-                self._position = start + count
+                self._syscalls.set_direct(self._fd, False)
+                direct = False
+                continue
+            if start + count <= self._position:
+                raise CorruptError(f"{self._where}: the file ended at {start + count} while it was read")
+            self._position = start + count
         return direct

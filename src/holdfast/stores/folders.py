@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
 from holdfast.stores.keys import is_part
-from holdfast.stores.syscalls import Syscalls, close_quietly, closing
+from holdfast.stores.syscalls import Closing, Syscalls, close_quietly
 
 TEMPORARY_PREFIX = ".tmp-"
 """Begins names of temporary files. It starts with a dot, so no key can name them."""
@@ -42,9 +42,9 @@ class Folders:
         """Lend a descriptor of the folder named by `parts`; create missing folders if `create`."""
         fd = self._open_root(create=create)
         for name in parts:
-            with closing(self._syscalls, fd):
+            with Closing(self._syscalls, fd):
                 fd = self._enter(fd, name, create=create)
-        return closing(self._syscalls, fd)
+        return Closing(self._syscalls, fd)
 
     def sync(self, parts: Parts) -> None:
         """Make durable the entries of a folder and of every folder above it, up to the root.
@@ -90,7 +90,7 @@ class Folders:
         return True
 
     def _sweep_folder(self, parent: int, name: str) -> bool:
-        with closing(self._syscalls, self._enter(parent, name, create=False)) as fd:
+        with Closing(self._syscalls, self._enter(parent, name, create=False)) as fd:
             empty = self._holds_nothing(fd)
             for entry in self._syscalls.listdir(fd):
                 if entry.startswith(TEMPORARY_PREFIX):
@@ -110,7 +110,7 @@ class Folders:
                 continue
             if not stat.S_ISDIR(mode) or not is_part(name):
                 return False
-            with closing(self._syscalls, self._syscalls.open(name, _SUBFOLDER, dir_fd=fd)) as child:
+            with Closing(self._syscalls, self._syscalls.open(name, _SUBFOLDER, dir_fd=fd)) as child:
                 if not self._holds_nothing(child):
                     return False
         return True
@@ -170,7 +170,7 @@ class Folders:
                 if error.errno in _NOT_OURS_TO_SYNC:
                     return  # A folder that we may not list or write to was created by somebody else before.
                 raise
-            with closing(self._syscalls, fd):
+            with Closing(self._syscalls, fd):
                 if self._syscalls.fstat(fd).st_dev != device:
                     return
                 self.sync_folder(fd)

@@ -12,7 +12,7 @@ from holdfast.ports.store import Entry, Stored
 from holdfast.stores.file_reading import FileReading
 from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
-from holdfast.stores.syscalls import Syscalls, closing
+from holdfast.stores.syscalls import Closing, Syscalls
 
 FILES_MAX = 1 << 20
 """Files that a folder may have; a folder with more is not a checkpoint."""
@@ -131,7 +131,7 @@ class ForeignFiles(FileReading):
         """Open a regular file for reading: its descriptor and its real size in bytes."""
         where = self._where(key)
         path = path_beneath(self._root, key, self.url)
-        with closing(self._syscalls, self._syscalls.open(path, _READ, 0)) as fd:
+        with Closing(self._syscalls, self._syscalls.open(path, _READ, 0)) as fd:
             status = self._syscalls.fstat(fd)
             if stat.S_ISDIR(status.st_mode):
                 raise MissingError(f"{where}: no such file, but a folder of that name")

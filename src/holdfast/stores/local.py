@@ -20,7 +20,7 @@ from holdfast.stores.keys import is_part, split_key, split_prefix
 from holdfast.stores.local_upload import LocalUpload
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import PartLedger
-from holdfast.stores.syscalls import UNSUPPORTED, Syscalls, close_quietly, closing
+from holdfast.stores.syscalls import UNSUPPORTED, Closing, Syscalls, close_quietly
 
 _log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class LocalStore(FileReading):
         parts = split_key(key)
         with self._folders.opened(parts[:-1]) as folder:
             fd = self._syscalls.open(parts[-1], _READ, dir_fd=folder)
-        with closing(self._syscalls, fd):
+        with Closing(self._syscalls, fd):
             status = self._syscalls.fstat(fd)
             _require_regular(status, self._where(key))
             yield fd, status.st_size
