@@ -11,6 +11,7 @@ from holdfast import policies, wiring
 from holdfast.arguments import Globs, patterns_of, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
+from holdfast.checkpoint.verify import Damage
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
@@ -30,7 +31,6 @@ from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.repository.tags import Tag, remove_tag, require_tag_name
-from holdfast.repository.verify import Damage
 from holdfast.runs.garbage_collection import CollectReport, collected
 from holdfast.runs.garbage_collection import planned as collection_planned
 from holdfast.runs.listing import RunRecord, StepRecord, run_record

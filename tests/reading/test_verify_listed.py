@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.verify import Damage
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.repository.verify import Damage
 from holdfast.settings import Settings
 from holdfast.stores.foreign import ForeignFiles
 from holdfast.stores.memory import MemoryStore

@@ -15,12 +15,12 @@ from holdfast.checkpoint.index_loading import index_for, listing_at, split_index
 from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
 from holdfast.checkpoint.per_rank import per_rank_values
 from holdfast.checkpoint.tensor_reader import TensorReader
+from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.checkpoint.verify_foreign import ListedVerification
 from holdfast.clock import Clock, SystemClock
-from holdfast.engine.buffers import allocate_aligned
 from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three
+from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.index.foreign_index import index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
@@ -34,8 +34,7 @@ from holdfast.plan.reads import load_plan
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
 from holdfast.repository.catalog import check_pack, read_file, read_index, stored_bytes
-from holdfast.repository.verify import Damage, Verification
-from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
 from holdfast.types.values import Group, Value
@@ -307,20 +306,7 @@ class Checkpoint:
         if self._listing is not None and self._location.foreign is not None:
             files = self._location.foreign.files
             return ListedVerification(self._listing, self.index, files, self._settings, observer, deep=deep)
-        try:
-            chunk_bytes = self.index.chunk_bytes
-        except CheckpointError:
-            chunk_bytes = 0  # The index is damaged; the verification reports that.
-        buffer = allocate_aligned(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES)
-        return Verification(
-            self._location.store,
-            self._location.folder,
-            self.manifest,
-            self.packs,
-            buffer,
-            lambda index: require_covered(index, self._clock, self.url),
-            observer,
-        )
+        return Verification(self._location, self.manifest, self._settings, self._clock, observer)
 
     def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
         """Yield every damage; nothing if all bytes are as they were saved.

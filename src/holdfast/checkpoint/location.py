@@ -194,8 +194,7 @@ def is_all_there(location: CheckpointLocation) -> bool:
     try:
         manifest = manifest_in(location.folder, manifest_bytes_at(location), f"{location.url}/{MANIFEST_FILE}")
         own = f"{location.folder}{manifest.attempt}/"
-        overview = () if manifest.overview is None else (manifest.overview,)
-        for record in (*manifest.parts, *manifest.indexes, *overview):
+        for record in (*manifest.parts, *manifest.index_files):
             check_size(location.store, own + record.name, record)
     except (CorruptError, MissingError):
         return False

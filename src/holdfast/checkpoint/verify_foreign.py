@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE, TensorReader
+from holdfast.checkpoint.verify import Damage
 from holdfast.engine.casting import can_cast
 from holdfast.engine.compare import Disagreement, disagreement
 from holdfast.engine.parallel_map import ordered_parallel_map
@@ -15,11 +16,9 @@ from holdfast.format.index.index import Index
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.plan.compare import CompareWindow, batches, sampled, windows_of
-from holdfast.ports.observer import Observer
+from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Readable, Stored
-from holdfast.repository.verify import Damage
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.events import Progress
 from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.plan import Piece
 
@@ -51,24 +50,18 @@ class ListedVerification:
             deep: Compare every cast element instead of samples.
         """
         self._listing, self._index, self._files = listing, index, files
-        self._settings, self._observer, self._deep = settings, observer, deep
+        self._settings, self._deep = settings, deep
         self._invalid: list[Damage] = []
         self._incomparable: list[str] = []
         self._copies = list(self._copies_to_compare())
         self._casts = list(self._casts_to_compare())
         self._copy_windows = [list(windows_of(number, copy.piece)) for number, copy in enumerate(self._copies)]
         self._cast_windows = self._windows_of_casts()
-        self._done_bytes = 0
-
-    @property
-    def total_bytes(self) -> int:
+        self.total_bytes = _bytes_in(self._copy_windows) + _bytes_in(self._cast_windows)
         """Bytes that are compared with another copy."""
-        return _bytes_in(self._copy_windows) + _bytes_in(self._cast_windows)
-
-    @property
-    def sampled(self) -> bool:
+        self.sampled = _bytes_in(self._cast_windows) < sum(cast.piece.bytes for cast in self._casts)
         """Whether casts are compared in samples only."""
-        return _bytes_in(self._cast_windows) < sum(cast.piece.bytes for cast in self._casts)
+        self._progress = ByteProgress(self.total_bytes, observer)
 
     @property
     def notes(self) -> Sequence[str]:
@@ -203,9 +196,7 @@ class ListedVerification:
                         damage = None
                     damage = damage or _PieceDamage(window.number, checked[window.number])
                     damage.add(window, outcome)
-                self._done_bytes += window.bytes
-            if self._observer is not None:
-                self._observer.on_event(Progress(self._done_bytes, self.total_bytes))
+            self._progress.add(sum(window.bytes for window, _ in outcomes))
         if damage is not None:
             yield damage.summary()
 

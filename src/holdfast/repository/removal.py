@@ -133,11 +133,10 @@ def is_pack_key(key: str) -> bool:
 def named_files(manifest: Manifest) -> dict[str, int]:
     """Return the size, by key under the root, of every file of the run that a step's manifest names."""
     assert manifest.step is not None, "a manifest of a run has a step"
-    overview = () if manifest.overview is None else (manifest.overview,)
     attempt_folder = f"{step_folder(manifest.step)}{manifest.attempt}/"
     return {
         file.name if step_of_pack(file.name) is not None else attempt_folder + file.name: file.bytes
-        for file in (*manifest.packs, *manifest.parts, *manifest.indexes, *overview)
+        for file in manifest.files
         if not is_file_url(file.name)
     }
 

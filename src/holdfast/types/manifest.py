@@ -124,6 +124,16 @@ class Manifest:
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
 
     @property
+    def index_files(self) -> tuple[FileRecord, ...]:
+        """The files of the merged index, and the overview if there is one."""
+        return self.indexes if self.overview is None else (*self.indexes, self.overview)
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """Every file that it names."""
+        return (*self.packs, *self.parts, *self.index_files)
+
+    @property
     def healthy(self) -> bool | None:
         """Whether nothing was found against it while it was saved; None where nothing was looked at."""
         return is_healthy(self.health)

@@ -122,10 +122,7 @@ def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | No
     start = job.clock.monotonic_seconds()
     report = saved_again(source, CheckpointLocation(store, "", None), job, observer)
     copy = read_manifest(store, "")
-    overviews = () if copy.overview is None else (copy.overview,)
-    files = {
-        f"{copy.attempt}/{file.name}": file.bytes for file in (*copy.packs, *copy.parts, *copy.indexes, *overviews)
-    }
+    files = {f"{copy.attempt}/{file.name}": file.bytes for file in copy.files}
     return ExportReport(
         url=report.url,
         format="holdfast",

@@ -7,14 +7,14 @@ a dry run does the same work, and an interrupted repair leaves the manifest of b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.clock import Clock, utc_now_text
-from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
@@ -38,9 +38,8 @@ from holdfast.repository.catalog import (
 from holdfast.repository.epochs import current_fence, is_valid_manifest
 from holdfast.repository.quarantine import backup, is_quarantined, quarantined, release
 from holdfast.repository.tags import tags_for_new_manifest
-from holdfast.repository.verify import Damage, Verification
 from holdfast.saving.commit import write_index
-from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -168,7 +167,7 @@ class Repair:
         if surplus:
             overlay.delete(surplus)
             done.append("index files that the manifest does not name: removed")
-        damages = list(self._damages(location, manifest))
+        damages = list(Verification(location, manifest, self._settings, self._clock, self._observer).damages())
         fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
         if damages and _ACCEPTED in done:
             return _not_accepted(step, map(_format_damage, damages), fqns)
@@ -274,20 +273,6 @@ class Repair:
     def _require_sound(self, location: CheckpointLocation, manifest: Manifest) -> None:
         require_covered(read_index(location.store, location.folder, manifest), self._clock, location.url)
 
-    def _damages(self, location: CheckpointLocation, manifest: Manifest) -> Sequence[Damage]:
-        chunk_bytes = read_index(location.store, location.folder, manifest).chunk_bytes
-        return list(
-            Verification(
-                location.store,
-                location.folder,
-                manifest,
-                location.packs_of(manifest),
-                allocate_aligned(max(self._settings.window_bytes * 2, chunk_bytes) + 2 * PAGE_BYTES),
-                lambda index: require_covered(index, self._clock, location.url),
-                self._observer,
-            ).damages()
-        )
-
     def _write(self, step: int, overlay: OverlayStore) -> None:
         """Write the overlay's changes; before a file is replaced or removed, keep a backup of its bytes."""
         if self._dry_run:
@@ -320,8 +305,7 @@ class Repair:
 
 def _surplus(location: CheckpointLocation, manifest: Manifest) -> list[str]:
     """Return the keys of index files that the manifest does not name; an earlier repair replaced them."""
-    named = {record.name for record in manifest.indexes}
-    named |= set() if manifest.overview is None else {OVERVIEW_FILE}
+    named = {record.name for record in manifest.index_files}
     prefix = f"{location.folder}{manifest.attempt}/"
     files = [entry.key.removeprefix(prefix) for entry in location.store.list(prefix)]
     return [prefix + name for name in files if (is_index_name(name) or name == OVERVIEW_FILE) and name not in named]
