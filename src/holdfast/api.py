@@ -22,7 +22,7 @@ from holdfast.geometry.sharded import Sharded
 from holdfast.loading.load import LoadRequest, load_checkpoint
 from holdfast.offline.diff.compare import differences
 from holdfast.offline.diff.values import value_document
-from holdfast.offline.export.export import ExportReport, ExportRequest, carry_out_export
+from holdfast.offline.export.export import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
 from holdfast.offline.repair.repair import Repair, RepairReport, StepRepair
@@ -305,9 +305,9 @@ def export(
             return exported(checkpoint, store, job, observer)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
-    planned, destination = wiring.export_of(src, dst, to, options, settings)
+    planned = wiring.export_of(src, dst, to, options, settings)
     pool = wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
-    return carry_out_export(planned, destination, request, SystemClock(), pool, observer)
+    return planned.run(request, pool, observer)
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:

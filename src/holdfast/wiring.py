@@ -130,10 +130,8 @@ def lone_job(settings: Settings) -> Job:
     return Job(AloneComm(), SystemClock(), settings)
 
 
-def export_of(
-    source: object, destination: object, to: object, options: ExportOptions, settings: Settings
-) -> tuple[Export, LocalDestination]:
-    """Return a planned export and its destination.
+def export_of(source: object, destination: object, to: object, options: ExportOptions, settings: Settings) -> Export:
+    """Return a planned export.
 
     Raises:
         InvalidError: The format is unknown or cannot hold the checkpoint, or a path is wrong.
@@ -148,7 +146,7 @@ def export_of(
     files = LocalDestination(store.url.removeprefix("file://"), file_mode=settings.file_mode)
     checkpoint = checkpoint_at(source, settings)
     files.require_outside(checkpoint.url)
-    return Export(checkpoint, files, by_name[to], options, SystemClock()), files
+    return Export(checkpoint, files, by_name[to], options, SystemClock())
 
 
 def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
@@ -168,7 +166,7 @@ WORKER_ENTRY = "holdfast.wiring:export_worker"
 
 def export_worker() -> int:
     """Carry out the share of an export that standard input describes; return an exit status."""
-    return worker_main(sys.stdin.readline(), lambda *arguments: export_of(*arguments)[0])
+    return worker_main(sys.stdin.readline(), export_of)
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:

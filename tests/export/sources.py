@@ -15,7 +15,7 @@ from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.geometry.sharded import Sharded
-from holdfast.offline.export.export import Export, ExportReport, ExportRequest, carry_out_export
+from holdfast.offline.export.export import Export, ExportReport, ExportRequest
 from holdfast.ports.foreign import Writer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stores.destination import LocalDestination
@@ -109,8 +109,7 @@ def exported(
     source: Path, target: Path, options: ExportOptions | None = None, request: ExportRequest = REQUEST
 ) -> ExportReport:
     """Export to safetensors through windows of one page."""
-    export, destination = wiring.export_of(source, target, "safetensors", options or ExportOptions(), SMALL)
-    return carry_out_export(export, destination, request, SystemClock())
+    return wiring.export_of(source, target, "safetensors", options or ExportOptions(), SMALL).run(request)
 
 
 def export_by(
@@ -119,5 +118,4 @@ def export_by(
     """Export with a writer that nobody has registered."""
     checkpoint: Checkpoint = wiring.checkpoint_at(source, SMALL)
     destination = LocalDestination(target)
-    export = Export(checkpoint, destination, writer, options or ExportOptions(), SystemClock())
-    return carry_out_export(export, destination, request, SystemClock())
+    return Export(checkpoint, destination, writer, options or ExportOptions(), SystemClock()).run(request)

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save, save_file
 
 import holdfast
 from holdfast import wiring
-from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
-from holdfast.offline.export.export import ExportReport, ExportRequest, ExportShare, carry_out_export
+from holdfast.offline.export.export import ExportReport, ExportRequest, ExportShare
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.stores.destination import LocalDestination
 from holdfast.types.export import ExportOptions
@@ -58,17 +57,17 @@ def made(
 ) -> ExportReport:
     """Export in files of few tensors."""
     options = ExportOptions(shard_bytes=600_000)
-    export, there = wiring.export_of(source, target, to, options, wiring.DEFAULT_SETTINGS)
-    return carry_out_export(export, destination or there, REQUEST, SystemClock())
+    export = wiring.export_of(source, target, to, options, wiring.DEFAULT_SETTINGS)
+    export.destination = destination or export.destination
+    return export.run(REQUEST)
 
 
 def dead(source: Path, target: Path, to: str = "safetensors", clearing: Callable[[Path], None] = nothing) -> None:
     """Leave an export that died as soon as its files had appeared."""
-    export, _ = wiring.export_of(source, target, to, ExportOptions(shard_bytes=600_000), wiring.DEFAULT_SETTINGS)
-    destination = DiesOnce(target, clearing=clearing)
-    # An export writes through the destination it was laid out for; this one appears through another.
+    export = wiring.export_of(source, target, to, ExportOptions(shard_bytes=600_000), wiring.DEFAULT_SETTINGS)
+    export.destination = DiesOnce(target, clearing=clearing)
     with pytest.raises(Died):
-        carry_out_export(export, destination, REQUEST, SystemClock())
+        export.run(REQUEST)
     assert target.exists()
 
 
@@ -190,9 +189,8 @@ def test_a_file_written_again_under_its_old_times_is_another_source(tmp_path: Pa
 def test_a_worker_refuses_a_source_that_was_written_again(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     save_file({"w": torch.zeros(1000)}, path)
-    export, destination = wiring.export_of(
-        path, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS
-    )
+    export = wiring.export_of(path, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
+    destination = export.destination
     with destination.claimed():
         destination.begin({file.name: file.bytes for file in export.files})
         share = ExportShare(

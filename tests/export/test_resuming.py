@@ -16,10 +16,9 @@ import torch
 
 import holdfast
 from holdfast import api, wiring
-from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.offline.export import workers
-from holdfast.offline.export.export import ExportRequest, carry_out_export
+from holdfast.offline.export.export import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.events import Progress
 from holdfast.types.export import ExportOptions
@@ -32,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = """
 import sys, threading
 from holdfast import wiring
-from holdfast.offline.export.export import Export, ExportRequest, carry_out_export
+from holdfast.offline.export.export import Export, ExportRequest
 from holdfast.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.export import ExportOptions
@@ -55,7 +54,7 @@ source, target, told_max = sys.argv[1:]
 destination = LocalDestination(target)
 export = Export(wiring.checkpoint_at(source, Settings()), destination, OddWriter(), ExportOptions(), Fast())
 request = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=16 * PAGE_BYTES)
-report = carry_out_export(export, destination, request, Fast(), None, Told())
+report = export.run(request, observer=Told())
 print("done", report.resumed_bytes, report.bytes, flush=True)
 """
 
@@ -194,12 +193,10 @@ class StopsAt:
 
 def stopped(source: Path, target: Path, options: ExportOptions | None = None) -> None:
     """Leave half an export."""
-    export, destination = wiring.export_of(
-        source, target, "safetensors", options or ExportOptions(), wiring.DEFAULT_SETTINGS
-    )
+    export = wiring.export_of(source, target, "safetensors", options or ExportOptions(), wiring.DEFAULT_SETTINGS)
     request = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=PAGE_BYTES)
     with pytest.raises(Stopped):
-        carry_out_export(export, destination, request, SystemClock(), None, StopsAt(0.5))
+        export.run(request, observer=StopsAt(0.5))
 
 
 def test_what_was_done_is_not_done_again(tmp_path: Path, source: Path) -> None:
@@ -275,19 +272,17 @@ def test_what_appears_at_the_destination_meanwhile_is_not_touched(tmp_path: Path
         def on_event(self, event: Progress) -> None:
             (tmp_path / "out").mkdir(exist_ok=True)
 
-    export, destination = wiring.export_of(
-        source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS
-    )
+    export = wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
     request = ExportRequest(memory_bytes=64 * MIB, workers=1)
     with pytest.raises(ConflictError, match="appeared there meanwhile; it was not touched"):
-        carry_out_export(export, destination, request, SystemClock(), None, Meanwhile())
+        export.run(request, observer=Meanwhile())
     (tmp_path / "out").rmdir()
     assert exported(source, tmp_path / "out").read_bytes == 0
 
 
 def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path) -> None:
-    _, destination = wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
-    with destination.claimed(), pytest.raises(ConflictError, match="another process is exporting to it"):
+    export = wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
+    with export.destination.claimed(), pytest.raises(ConflictError, match="another process is exporting to it"):
         exported(source, tmp_path / "out")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol
 
 from holdfast.types.events import Event, Progress
@@ -22,7 +21,7 @@ class Observer(Protocol):
 
 
 class ByteProgress:
-    """Counts the bytes that a long operation has done, and reports each count. Any thread may call `add`."""
+    """Counts the bytes that a long operation has done, and reports each count."""
 
     def __init__(self, total_bytes: int, observer: Observer | None) -> None:
         """Report nothing yet.
@@ -31,13 +30,10 @@ class ByteProgress:
             total_bytes: Bytes of the whole operation.
             observer: Receives progress; None: only count.
         """
-        self.total_bytes, self.done_bytes, self._observer = total_bytes, 0, observer
-        # Held while reporting, so that the counts arrive in ascending order.
-        self._lock = threading.Lock()
+        self.total_bytes, self._done_bytes, self._observer = total_bytes, 0, observer
 
     def add(self, count: int) -> None:
-        """Count more bytes as done, and report the new sum."""
-        with self._lock:
-            self.done_bytes += count
-            if self._observer is not None:
-                self._observer.on_event(Progress(self.done_bytes, self.total_bytes))
+        """Count more bytes as done, and report the new sum. One thread at a time."""
+        self._done_bytes += count
+        if self._observer is not None:
+            self._observer.on_event(Progress(self._done_bytes, self.total_bytes))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -23,9 +22,8 @@ from holdfast.offline.export.destination import Destination, OutputFile
 from holdfast.offline.export.window_writer import WINDOWS, DoneWindow, ExportSource, WindowWriter
 from holdfast.offline.export.windows import FilePlan, share_of, windows_of
 from holdfast.ports.foreign import Writer
-from holdfast.ports.observer import Observer
+from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.events import Progress
 from holdfast.types.export import ExportContent, ExportFile, ExportOptions, ExportWindow, WindowPlan
 from holdfast.types.plan import WantedBoxes
 
@@ -118,6 +116,10 @@ class ExportShare:
     """Fingerprint of the export."""
 
 
+WorkerPool = Callable[[Sequence[ExportShare], OnWindow], None]
+"""Executes every share, each in a process of its own."""
+
+
 class Export:
     """The export of one checkpoint to one destination."""
 
@@ -129,12 +131,14 @@ class Export:
         Raises:
             InvalidError: The format cannot hold the checkpoint's content.
         """
-        self._checkpoint, self._destination, self._clock = checkpoint, destination, clock
-        self.format = writer.name
+        self._checkpoint, self._clock, self._format = checkpoint, clock, writer.name
+        self.destination = destination
+        """Where the files go."""
         manifest = checkpoint.manifest
         content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
         self.files: Sequence[ExportFile] = writer.files(content, options)
         """The files to write."""
+        self._bytes = sum(file.bytes for file in self.files)
         self._plans = [FilePlan(file) for file in self.files]
 
     @cached_property
@@ -149,10 +153,74 @@ class Export:
                 digest.update(b"%d %d " % (at, len(data)) + hashlib.sha256(data).digest())
         return digest.hexdigest()
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.bytes for file in self.files)
+    def run(
+        self, request: ExportRequest, pool: WorkerPool | None = None, observer: Observer | None = None
+    ) -> ExportReport:
+        """Write the files, or continue an interrupted call, and publish them.
+
+        Args:
+            request: Memory and workers.
+            pool: Executes shares in processes of their own; None: this process executes them.
+            observer: Receives progress.
+        Raises:
+            ConflictError: The destination exists, another process exports to it, or a file of the source was rewritten
+                meanwhile; nothing was published.
+            UnavailableError: There is no room, or storage failed; durable windows are kept.
+        """
+        started, destination = self._clock.monotonic_seconds(), self.destination
+        window_bytes = self._window_bytes(request)
+        read_bytes = 0
+        with destination.claimed():
+            note = json.dumps({"fingerprint": self.fingerprint}).encode()
+            if destination.exists:
+                published = destination.published()
+                if destination.is_moved:
+                    # An earlier process was interrupted between the move and the removal of notes.
+                    destination.publish()
+                if published == note:
+                    return self._report(started, self._bytes, 0)
+                raise ConflictError(f"{destination.url}: exists already; it was not touched. Export elsewhere")
+            begun_anew = self._begin(note)
+            done, free_number = self._read_journals()
+            resumed_bytes = sum(each.window.bytes for each in done)
+            progress = ByteProgress(self._bytes, observer)
+            progress.add(resumed_bytes)
+
+            def on_window(written: int, read: int) -> None:
+                nonlocal read_bytes
+                read_bytes += read
+                progress.add(written)
+
+            shares = self._shares(request, window_bytes, done, free_number)
+            for share in shares:
+                # Create every journal before a worker starts. A later call numbers its journals above these, so it
+                # shares none with a worker that outlived this process.
+                destination.journal(share.journal).close()
+            if pool is not None:
+                pool(shares, on_window)
+            else:
+                for share in shares:
+                    self.execute(share, on_window)
+            self._write_checksums(self._read_journals()[0])
+            self._checkpoint.require_unchanged()
+            destination.publish()
+        return self._report(started, resumed_bytes, read_bytes, begun_anew=begun_anew)
+
+    def _shares(
+        self, request: ExportRequest, window_bytes: int, done: Sequence[DoneWindow], free_number: int
+    ) -> list[ExportShare]:
+        return [
+            ExportShare(
+                number=number,
+                count=request.workers,
+                window_bytes=window_bytes,
+                memory_bytes=request.memory_bytes // request.workers,
+                done=_ranges(done),
+                journal=f"{_JOURNAL}{free_number + number}",
+                fingerprint=self.fingerprint,
+            )
+            for number in range(request.workers)
+        ]
 
     def execute(self, share: ExportShare, on_window: OnWindow) -> None:
         """Write a share's windows; return once all are durable and in the journal.
@@ -168,7 +236,7 @@ class Export:
         source = ExportSource(dtypes, self._checkpoint.packs, settings, self._read_buffer_bytes(settings))
         if not windows:
             return
-        journal = self._destination.journal(share.journal)
+        journal = self.destination.journal(share.journal)
         try:
             longest = max(window.bytes for window in windows)
             writer = WindowWriter(
@@ -177,18 +245,10 @@ class Export:
             writer.execute(self._window_plans(windows, settings), source)
         finally:
             journal.close()
-        self.require_unchanged()
-
-    def require_unchanged(self) -> None:
-        """Refuse a source whose files were rewritten during the export.
-
-        Raises:
-            ConflictError: Names the file; the same command starts again from nothing.
-        """
         self._checkpoint.require_unchanged()
 
-    def finish(self, done: Sequence[DoneWindow]) -> None:
-        """Write the checksums, which need every window's part."""
+    def _write_checksums(self, done: Sequence[DoneWindow]) -> None:
+        """Write the checksums of the files, which need every window's part."""
         left = windows_of(self.files, MIB, _ranges(done))
         assert not left, f"{len(left)} windows were left out, the first {left[0]}"
         parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -208,7 +268,7 @@ class Export:
             finally:
                 output.close()
 
-    def window_bytes(self, request: ExportRequest) -> int:
+    def _window_bytes(self, request: ExportRequest) -> int:
         """Return the bytes of a window, at most, that keep each worker within its part of the memory budget.
 
         A chunk on a window's edge is read twice, so large windows read less. Small windows overlap reads and writes.
@@ -222,7 +282,7 @@ class Export:
         settings = self._reading(worker_bytes)
         reads = settings.windows_in_flight * self._read_buffer_bytes(settings)
         room = (worker_bytes - reads - _CAST_BYTES) // WINDOWS
-        wanted = max(self.bytes // (8 * request.workers), 16 * MIB)
+        wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES
 
     def _reading(self, memory_bytes: int) -> Settings:
@@ -233,7 +293,7 @@ class Export:
         return max(settings.read_window_bytes, self._checkpoint.index.chunk_bytes) + 2 * PAGE_BYTES
 
     def _open(self, number: int) -> OutputFile:
-        return self._destination.open(self.files[number].name)
+        return self.destination.open(self.files[number].name)
 
     def _window_plans(self, windows: Sequence[ExportWindow], settings: Settings) -> Iterator[WindowPlan]:
         for window in windows:
@@ -243,148 +303,47 @@ class Export:
             reads = self._checkpoint.reads_for(wanted, settings.read_window_bytes)
             yield WindowPlan(window, tuple(plan.literals(start, stop)), fills, reads, tuple(plan.sums(start, stop)))
 
+    def _begin(self, note: bytes) -> bool:
+        """Create the files, unless work with this note can be continued; return whether other work was discarded."""
+        destination, sizes = self.destination, {file.name: file.bytes for file in self.files}
+        known = destination.noted()
+        if known == note and destination.is_begun(sizes):
+            return False
+        if known is not None:
+            why = "has lost files" if known == note else "has another source or other options"
+            logger.warning("%s: the unfinished work %s; it is discarded", destination.work_url, why)
+        destination.clear()
+        destination.begin(sizes)
+        # The note comes last: without it, an interrupted begin is repeated.
+        destination.note(note)
+        return known is not None
 
-WorkerPool = Callable[[Sequence[ExportShare], OnWindow], None]
-"""Executes every share, each in a process of its own."""
+    def _read_journals(self) -> tuple[list[DoneWindow], int]:
+        """Return the durable windows, and a number above that of every journal."""
+        done: list[DoneWindow] = []
+        number = 0
+        for name, data in self.destination.journals().items():
+            try:
+                number = max(number, int(name.removeprefix(_JOURNAL)) + 1)
+                done += _decode(data)
+            except (ValueError, KeyError, TypeError) as error:
+                work_url = self.destination.work_url
+                raise CorruptError(
+                    f"{work_url}/{name}: not a journal of an export ({error}). Remove {work_url}, then run the command "
+                    "again: it starts from nothing"
+                ) from error
+        return done, number
 
-
-def carry_out_export(
-    export: Export,
-    destination: Destination,
-    request: ExportRequest,
-    clock: Clock,
-    pool: WorkerPool | None = None,
-    observer: Observer | None = None,
-) -> ExportReport:
-    """Write the files, or continue an interrupted call, and publish them.
-
-    Args:
-        export: The source and the layout of the files.
-        destination: Where they go.
-        request: Memory and workers.
-        clock: Measures the duration.
-        pool: Executes shares in processes of their own; None: this process executes them.
-        observer: Receives progress.
-    Raises:
-        ConflictError: The destination exists, another process exports to it, or a file of the source was rewritten
-            meanwhile; nothing was published.
-        UnavailableError: There is no room, or storage failed; durable windows are kept.
-    """
-    started = clock.monotonic_seconds()
-    window_bytes = export.window_bytes(request)
-    with destination.claimed():
-        note = json.dumps({"fingerprint": export.fingerprint}).encode()
-        if destination.exists:
-            published = destination.published()
-            if destination.is_moved:
-                destination.publish()  # An earlier process was interrupted between the move and the removal of notes.
-            if published == note:
-                return _report(export, destination, clock.monotonic_seconds() - started, export.bytes, 0)
-            raise ConflictError(f"{destination.url}: exists already; it was not touched. Export elsewhere")
-        begun_anew = _begin(destination, {file.name: file.bytes for file in export.files}, note)
-        done, free_number = _read_journals(destination)
-        progress = _Progress(export.bytes, sum(each.window.bytes for each in done), observer)
-        resumed_bytes = progress.done_bytes
-        shares = _shares(export, request, window_bytes, done, free_number)
-        for share in shares:
-            # Create every journal before a worker starts. A later call numbers its journals above these, so it shares
-            # none with a worker that outlived this process.
-            destination.journal(share.journal).close()
-        if pool is None:
-            for share in shares:
-                export.execute(share, progress.add)
-        else:
-            pool(shares, progress.add)
-        export.finish(_read_journals(destination)[0])
-        export.require_unchanged()
-        destination.publish()
-    seconds = clock.monotonic_seconds() - started
-    return _report(export, destination, seconds, resumed_bytes, progress.read_bytes, begun_anew=begun_anew)
-
-
-def _shares(
-    export: Export, request: ExportRequest, window_bytes: int, done: Sequence[DoneWindow], free_number: int
-) -> list[ExportShare]:
-    return [
-        ExportShare(
-            number=number,
-            count=request.workers,
-            window_bytes=window_bytes,
-            memory_bytes=request.memory_bytes // request.workers,
-            done=_ranges(done),
-            journal=f"{_JOURNAL}{free_number + number}",
-            fingerprint=export.fingerprint,
+    def _report(self, started: float, resumed_bytes: int, read_bytes: int, *, begun_anew: bool = False) -> ExportReport:
+        return ExportReport(
+            url=self.destination.url,
+            format=self._format,
+            files={file.name: file.bytes for file in self.files},
+            resumed_bytes=resumed_bytes,
+            read_bytes=read_bytes,
+            seconds=self._clock.monotonic_seconds() - started,
+            begun_anew=begun_anew,
         )
-        for number in range(request.workers)
-    ]
-
-
-def _begin(destination: Destination, sizes: dict[str, int], note: bytes) -> bool:
-    """Create the files, unless work with this note can be continued; return whether other work was discarded."""
-    known = destination.noted()
-    if known == note and destination.is_begun(sizes):
-        return False
-    if known is not None:
-        why = "has lost files" if known == note else "has another source or other options"
-        logger.warning("%s: the unfinished work %s; it is discarded", destination.work_url, why)
-    destination.clear()
-    destination.begin(sizes)
-    # The note comes last: without it, an interrupted begin is repeated.
-    destination.note(note)
-    return known is not None
-
-
-class _Progress:
-    """Bytes written and read by all workers together."""
-
-    def __init__(self, total_bytes: int, done_bytes: int, observer: Observer | None) -> None:
-        self.done_bytes, self.read_bytes = done_bytes, 0
-        self._total_bytes, self._observer = total_bytes, observer
-        self._lock = threading.Lock()
-        self.add(0, 0)
-
-    def add(self, written_bytes: int, read_bytes: int) -> None:
-        with self._lock:
-            self.done_bytes += written_bytes
-            self.read_bytes += read_bytes
-            if self._observer is not None:
-                self._observer.on_event(Progress(self.done_bytes, self._total_bytes))
-
-
-def _report(
-    export: Export,
-    destination: Destination,
-    seconds: float,
-    resumed_bytes: int,
-    read_bytes: int,
-    *,
-    begun_anew: bool = False,
-) -> ExportReport:
-    return ExportReport(
-        url=destination.url,
-        format=export.format,
-        files={file.name: file.bytes for file in export.files},
-        resumed_bytes=resumed_bytes,
-        read_bytes=read_bytes,
-        seconds=seconds,
-        begun_anew=begun_anew,
-    )
-
-
-def _read_journals(destination: Destination) -> tuple[list[DoneWindow], int]:
-    """Return the durable windows, and a number above that of every journal."""
-    done: list[DoneWindow] = []
-    number = 0
-    for name, data in destination.journals().items():
-        try:
-            number = max(number, int(name.removeprefix(_JOURNAL)) + 1)
-            done += _decode(data)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptError(
-                f"{destination.work_url}/{name}: not a journal of an export ({error}). Remove "
-                f"{destination.work_url}, then run the command again: it starts from nothing"
-            ) from error
-    return done, number
 
 
 def _ranges(done: Sequence[DoneWindow]) -> tuple[tuple[int, int, int], ...]:

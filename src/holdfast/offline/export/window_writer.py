@@ -82,7 +82,7 @@ class WindowWriter:
         Args:
             files: Opens a file by number.
             on_durable: Called with windows once they are durable, in groups.
-            on_window: Called with the bytes of a written window, and the bytes read for it.
+            on_window: Called with the bytes of a written window and the bytes read for it, one call at a time.
             clock: Times the groups.
             window_bytes: Bytes of a window, at most.
         """
@@ -140,7 +140,8 @@ class WindowWriter:
         with self._lock:
             self._waiting.append((done, file))
             due = self._clock.monotonic_seconds() - self._synced_at >= _SYNC_SECONDS
-        self._on_window(window.bytes, read_bytes)
+            # Under the lock: a report takes one call at a time.
+            self._on_window(window.bytes, read_bytes)
         # One writer syncs for all; the others go on writing meanwhile.
         if due and self._syncing.acquire(blocking=False):
             try:

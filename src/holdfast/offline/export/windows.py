@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from itertools import pairwise
 from operator import itemgetter
 from typing import Generic, TypeVar
 
 from holdfast.errors import InvalidError
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import run_boxes
-from holdfast.types.export import Checksum, ExportFile, ExportTensor, ExportWindow, Fill
+from holdfast.types.export import ExportFile, ExportTensor, ExportWindow, Fill
 
 _Part = TypeVar("_Part")
 
@@ -47,28 +46,29 @@ def share_of(windows: Sequence[ExportWindow], number: int, count: int) -> Sequen
     return windows[number::count]
 
 
-@dataclass(frozen=True)
 class FilePlan:
-    """Where the bytes of one file come from, window by window.
+    """Where the bytes of one file come from, window by window."""
 
-    Raises:
-        InvalidError: Two parts of the file overlap, or one is outside it: the format laid it out wrongly.
-    """
+    def __init__(self, file: ExportFile) -> None:
+        """Check the parts of the file.
 
-    file: ExportFile
-    """The file."""
-
-    def __post_init__(self) -> None:
-        parts = [(offset, offset + len(data), "a literal") for offset, data in self.file.literals]
-        parts += [(each.offset, each.offset + each.bytes, each.fqn) for each in self.file.tensors]
-        _require_apart(sorted(parts, key=itemgetter(0, 1)), self.file)
-        if any(a.offset > b.offset for a, b in zip(self.file.tensors, self.file.tensors[1:], strict=False)):
-            raise InvalidError(f"{self.file.name}: tensors are not in the order of their offsets")
-        if any(a[0] > b[0] for a, b in zip(self.file.literals, self.file.literals[1:], strict=False)):
-            raise InvalidError(f"{self.file.name}: literals are not in the order of their offsets")
-        sums = [(each.start, each.stop, "a checksum's range") for each in self.file.checksums]
-        ranges = sums + [(at, at + 4, "a checksum") for each in self.file.checksums for at in each.at]
-        _require_apart(sorted(ranges, key=itemgetter(0, 1)), self.file)
+        Raises:
+            InvalidError: Two parts of the file overlap, one is outside it, or they are out of order: the format laid
+                the file out wrongly.
+        """
+        parts = [(offset, offset + len(data), "a literal") for offset, data in file.literals]
+        parts += [(tensor.offset, tensor.offset + tensor.bytes, tensor.fqn) for tensor in file.tensors]
+        _require_apart(sorted(parts, key=itemgetter(0, 1)), file)
+        if any(a.offset > b.offset for a, b in pairwise(file.tensors)):
+            raise InvalidError(f"{file.name}: tensors are not in the order of their offsets")
+        if any(a[0] > b[0] for a, b in pairwise(file.literals)):
+            raise InvalidError(f"{file.name}: literals are not in the order of their offsets")
+        ranges = [(checksum.start, checksum.stop, "a checksum's range") for checksum in file.checksums]
+        ranges += [(at, at + 4, "a checksum") for checksum in file.checksums for at in checksum.at]
+        _require_apart(sorted(ranges, key=itemgetter(0, 1)), file)
+        self._tensors = _Sorted([(tensor.offset, tensor) for tensor in file.tensors if tensor.bytes])
+        self._literals = _Sorted([(literal[0], literal) for literal in file.literals if literal[1]])
+        self._sums = _Sorted([(checksum.start, (number, checksum)) for number, checksum in enumerate(file.checksums)])
 
     def literals(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield the literal bytes in a run, each with its offset in the run."""
@@ -90,18 +90,6 @@ class FilePlan:
             low, high = max(checksum.start, start), min(checksum.stop, stop)
             if low < high:
                 yield number, low, high
-
-    @cached_property
-    def _tensors(self) -> _Sorted[ExportTensor]:
-        return _Sorted([(each.offset, each) for each in self.file.tensors if each.bytes])
-
-    @cached_property
-    def _literals(self) -> _Sorted[tuple[int, bytes]]:
-        return _Sorted([(each[0], each) for each in self.file.literals if each[1]])
-
-    @cached_property
-    def _sums(self) -> _Sorted[tuple[int, Checksum]]:
-        return _Sorted([(each.start, (number, each)) for number, each in enumerate(self.file.checksums)])
 
 
 class _Sorted(Generic[_Part]):

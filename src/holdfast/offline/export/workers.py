@@ -148,12 +148,10 @@ def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Se
     request = json.loads(line)
     share, options, settings = (request.pop(name) for name in ("share", "options", "settings"))
     share["done"] = tuple(tuple(range_done) for range_done in share["done"])
-    lock = threading.Lock()
 
     def report(**fields: object) -> None:
-        with lock:
-            sys.stdout.write(json.dumps(fields) + "\n")
-            sys.stdout.flush()
+        sys.stdout.write(json.dumps(fields) + "\n")
+        sys.stdout.flush()
 
     try:
         # JSON has lists where settings have tuples.

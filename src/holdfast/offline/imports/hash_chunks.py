@@ -13,10 +13,9 @@ from holdfast.format.digest import digest_of
 from holdfast.format.index.columns import Ints, positions, run_starts
 from holdfast.format.index.index import Index
 from holdfast.geometry.chunking import DIGEST_BYTES
-from holdfast.ports.observer import Observer
+from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Packs
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.types.events import Progress
 
 
 def digested(index: Index, packs: Packs, settings: Settings, observer: Observer | None = None) -> Index:
@@ -48,12 +47,10 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
             digests = [digest_of(data[start - run.start : stop - run.start]) for start, stop in run.chunks]
         return b"".join(digests), run.stop - run.start
 
-    done_bytes, total_bytes, row_digests = 0, int(rows[:, 2].sum()), bytearray()
+    progress, row_digests = ByteProgress(int(rows[:, 2].sum()), observer), bytearray()
     for digests, count in ordered_parallel_map(digests_of, _runs(rows, chunk_bytes, run_bytes_max)):
         row_digests += digests
-        done_bytes += count
-        if observer is not None:
-            observer.on_event(Progress(done_bytes, total_bytes))
+        progress.add(count)
     row_chunks = -(-rows[:, 2] // chunk_bytes)
     # Rows are distinct byte ranges; each piece takes the digests of its row.
     at = positions(run_starts(row_chunks), row_of)

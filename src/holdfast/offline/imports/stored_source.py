@@ -11,10 +11,9 @@ from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import new_digest
 from holdfast.geometry.region import Region
-from holdfast.ports.observer import Observer
+from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.types.events import Progress
 from holdfast.types.plan import Piece
 
 _READ_BYTES = 4 * MIB
@@ -31,9 +30,8 @@ class PieceReader:
             total_bytes: Bytes of all pieces, for the observer.
             observer: Receives progress.
         """
-        self._packs, self._total_bytes, self._observer = packs, total_bytes, observer
+        self._packs, self._progress = packs, ByteProgress(total_bytes, observer)
         self._buffer = allocate_aligned(_READ_BYTES + 2 * PAGE_BYTES)
-        self._done_bytes = 0
         self._digest = new_digest()
         self._checked: tuple[Piece | None, int] = None, 0
 
@@ -58,9 +56,7 @@ class PieceReader:
             ) from missing
         if piece.digests:
             self._check(piece, start, target, stored.url)
-        self._done_bytes += len(target)
-        if self._observer is not None:
-            self._observer.on_event(Progress(self._done_bytes, self._total_bytes))
+        self._progress.add(len(target))
 
     def _check(self, piece: Piece, start: int, data: memoryview, where: str) -> None:
         """Check bytes against the digests of their chunks; a chunk is checked once its last byte has been read."""
