@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.checkpoint.checkpoint import Checkpoint
@@ -10,12 +11,12 @@ from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE
 from holdfast.engine.casting import common_type
 from holdfast.engine.compare import Measure
 from holdfast.engine.parallel_map import ordered_parallel_map
+from holdfast.format.index.index import Index
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.offline.diff.values import value_diffs
 from holdfast.plan.compare import CompareWindow, batches, unsettled
-from holdfast.ports.observer import Observer
+from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.types.diff import Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
-from holdfast.types.events import Progress
 from holdfast.types.values import per_rank_paths
 
 
@@ -39,20 +40,53 @@ def differences(
     Raises:
         CorruptError: Stored bytes differ from what was saved.
     """
-    names = _TensorNames(a, b, chosen)
-    pairs = [_pair(a, b, _PairNames(number, *fqns), cast=cast, full=full) for number, fqns in enumerate(names.pairs())]
+    names_a, names_b = _stored_fqns(a, chosen), _stored_fqns(b, chosen)
+    common = sorted(names_a.keys() & names_b.keys())
+    # A pair of tensors with several common names is compared once, under the first of them.
+    pair_names: dict[tuple[str, str], str] = {}
+    for name in common:
+        pair_names.setdefault((names_a[name], names_b[name]), name)
+    pairs = [
+        _pair(number, name, (a.index, fqn_a), (b.index, fqn_b), cast=cast, full=full)
+        for number, ((fqn_a, fqn_b), name) in enumerate(pair_names.items())
+    ]
     read_bytes = _measure(pairs, a, b, observer)
     return Diff(
         a=a.url,
         b=b.url,
         tensors=tuple(pair.outcome() for pair in pairs),
-        only_a=names.only(a, names.of_a, names.of_b),
-        only_b=names.only(b, names.of_b, names.of_a),
-        ties=tuple(names.ties()),
+        only_a=tuple(_names_only_in(a, names_a, names_b)),
+        only_b=tuple(_names_only_in(b, names_b, names_a)),
+        ties=tuple(_tie_diffs(common, names_a, names_b)),
         values=() if chosen is not None else (*value_diffs(a.objects, b.objects), *_per_rank_diffs(a, b)),
         read_bytes=read_bytes,
         settled_bytes=sum(pair.settled_bytes for pair in pairs),
     )
+
+
+def _stored_fqns(checkpoint: Checkpoint, chosen: Callable[[str], bool] | None) -> dict[str, str]:
+    """Return the stored tensor of every name, tied names included."""
+    names = {**{fqn: fqn for fqn in checkpoint.index.tensors}, **checkpoint.aliases}
+    return {name: fqn for name, fqn in names.items() if chosen is None or chosen(name)}
+
+
+def _names_only_in(checkpoint: Checkpoint, names: Mapping[str, str], others: Mapping[str, str]) -> Iterator[NameOnly]:
+    """Yield the names of a checkpoint that the other lacks."""
+    for name in sorted(names.keys() - others.keys()):
+        spec = checkpoint.index.tensors[names[name]]
+        yield NameOnly(name, spec.dtype, spec.global_shape, names[name] if names[name] != name else None)
+
+
+def _tie_diffs(common: Sequence[str], names_a: Mapping[str, str], names_b: Mapping[str, str]) -> Iterator[TieDiff]:
+    """Yield the common names that are tied to other names in one checkpoint than in the other."""
+    tied_a, tied_b = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for name in common:
+        tied_a[names_a[name]].add(name)
+        tied_b[names_b[name]].add(name)
+    for name in common:
+        fqn_a, fqn_b = names_a[name], names_b[name]
+        if (fqn_a != name or fqn_b != name) and tied_a[fqn_a] != tied_b[fqn_b]:
+            yield TieDiff(name, fqn_a, fqn_b)
 
 
 def _per_rank_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
@@ -69,55 +103,6 @@ def _per_rank_values(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
     return {f"{path}[rank {rank}]": value for path, value in checkpoint.per_rank(rank).items()}
 
 
-class _TensorNames:
-    """Every name of two checkpoints, and the stored tensor that it names in each."""
-
-    def __init__(self, a: Checkpoint, b: Checkpoint, chosen: Callable[[str], bool] | None) -> None:
-        self.of_a, self.of_b = _stored_fqns(a, chosen), _stored_fqns(b, chosen)
-        self._both = sorted(self.of_a.keys() & self.of_b.keys())
-
-    def pairs(self) -> Iterator[tuple[str, str, str]]:
-        """Yield a name and its stored tensor in each, each pair of tensors once."""
-        yielded = set()
-        for name in self._both:
-            pair = self.of_a[name], self.of_b[name]
-            if pair not in yielded:
-                yielded.add(pair)
-                yield name, *pair
-
-    def only(self, checkpoint: Checkpoint, own: Mapping[str, str], other: Mapping[str, str]) -> tuple[NameOnly, ...]:
-        """Return the names that the other checkpoint lacks."""
-        lacking = []
-        for name in sorted(own.keys() - other.keys()):
-            spec = checkpoint.index.tensors[own[name]]
-            lacking.append(NameOnly(name, spec.dtype, spec.global_shape, own[name] if own[name] != name else None))
-        return tuple(lacking)
-
-    def ties(self) -> Iterator[TieDiff]:
-        """Yield the common names that are tied to other names in one checkpoint than in the other."""
-        of_a, of_b = self._tied(self.of_a), self._tied(self.of_b)
-        for name in self._both:
-            a, b = self.of_a[name], self.of_b[name]
-            if (a != name or b != name) and of_a[a] != of_b[b]:
-                yield TieDiff(name, a, b)
-
-    def _tied(self, own: Mapping[str, str]) -> dict[str, set[str]]:
-        """Return the common names of each stored tensor."""
-        names: dict[str, set[str]] = {}
-        for name in self._both:
-            names.setdefault(own[name], set()).add(name)
-        return names
-
-
-@dataclass(frozen=True, slots=True)
-class _PairNames:
-    number: int
-    """Which pair it is; its windows carry this number."""
-    name: str
-    fqn_a: str
-    fqn_b: str
-
-
 @dataclass(slots=True)
 class _Pair:
     """A tensor of both checkpoints, to be compared."""
@@ -127,28 +112,19 @@ class _Pair:
     b: TensorSpec
     verdict: Verdict | None
     """The verdict, if it needs no reading."""
-    common: str
+    common: str = ""
     """The dtype to which both are widened; empty if they have one dtype."""
-    windows: list[CompareWindow]
-    settled_bytes: int
-    measure: Measure | None = field(default=None)
-
-    def take(self, measured: Measure) -> None:
-        """Add the measure of a part."""
-        if self.measure is None:
-            self.measure = measured
-        else:
-            self.measure.merge(measured)
+    windows: list[CompareWindow] = field(default_factory=list)
+    settled_bytes: int = 0
+    measure: Measure | None = None
 
     def outcome(self) -> TensorDiff:
         """Return the verdict and what was measured."""
         change = None if self.measure is None else self.measure.change()
-        verdict = self.verdict
-        if verdict is None:
-            verdict = Verdict.CHANGED if change is not None and change.changed else Verdict.EQUAL
+        measured = Verdict.CHANGED if change is not None and change.changed else Verdict.EQUAL
         return TensorDiff(
             fqn=self.name,
-            verdict=verdict,
+            verdict=self.verdict or measured,
             dtype=(self.a.dtype, self.b.dtype),
             shape=(self.a.global_shape, self.b.global_shape),
             numel=self.a.global_bytes // self.a.itemsize,
@@ -157,22 +133,21 @@ class _Pair:
         )
 
 
-def _stored_fqns(checkpoint: Checkpoint, chosen: Callable[[str], bool] | None) -> dict[str, str]:
-    names = {**{fqn: fqn for fqn in checkpoint.index.tensors}, **checkpoint.aliases}
-    return {name: fqn for name, fqn in names.items() if chosen is None or chosen(name)}
-
-
-def _pair(a: Checkpoint, b: Checkpoint, names: _PairNames, *, cast: bool, full: bool) -> _Pair:
-    spec_a, spec_b = a.index.tensors[names.fqn_a], b.index.tensors[names.fqn_b]
+def _pair(
+    number: int, name: str, stored_a: tuple[Index, str], stored_b: tuple[Index, str], *, cast: bool, full: bool
+) -> _Pair:
+    """Return a pair with the windows that must be read; its windows carry its number."""
+    (index_a, fqn_a), (index_b, fqn_b) = stored_a, stored_b
+    spec_a, spec_b = index_a.tensors[fqn_a], index_b.tensors[fqn_b]
     if spec_a.global_shape != spec_b.global_shape:
-        return _Pair(names.name, spec_a, spec_b, Verdict.SHAPE, "", [], 0)
+        return _Pair(name, spec_a, spec_b, Verdict.SHAPE)
     alike = spec_a.dtype == spec_b.dtype
     common = None if alike or not cast else common_type(spec_a.dtype, spec_b.dtype)
     if not alike and common is None:
-        return _Pair(names.name, spec_a, spec_b, Verdict.DTYPE, "", [], 0)
-    others = b.index.pieces_of(names.fqn_b) if alike and not full else ()
-    windows, settled_bytes = unsettled(names.number, a.index.pieces_of(names.fqn_a), others)
-    return _Pair(names.name, spec_a, spec_b, None, common or "", windows, settled_bytes)
+        return _Pair(name, spec_a, spec_b, Verdict.DTYPE)
+    others = index_b.pieces_of(fqn_b) if alike and not full else ()
+    windows, settled_bytes = unsettled(number, index_a.pieces_of(fqn_a), others)
+    return _Pair(name, spec_a, spec_b, None, common or "", windows, settled_bytes)
 
 
 def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observer | None) -> int:
@@ -192,15 +167,17 @@ def _measure(pairs: list[_Pair], a: Checkpoint, b: Checkpoint, observer: Observe
         pair = pairs[window.number]
         return (window.stop - window.start) * max(pair.a.itemsize, pair.b.itemsize)
 
-    total = sum(window.bytes for pair in pairs for window in pair.windows)
-    done = read_bytes = 0
-    if observer is not None:
-        observer.on_event(Progress(0, total))
+    progress = ByteProgress(sum(window.bytes for pair in pairs for window in pair.windows), observer)
+    progress.add(0)
+    read_bytes = 0
     work = batches((pair.windows for pair in pairs), BATCH_BYTES, bytes_of)
     for measures, read, compared in ordered_parallel_map(compare, work, BATCHES_AT_ONCE):
         for number, measured in measures.items():
-            pairs[number].take(measured)
-        done, read_bytes = done + compared, read_bytes + read
-        if observer is not None:
-            observer.on_event(Progress(done, total))
+            pair = pairs[number]
+            if pair.measure is None:
+                pair.measure = measured
+            else:
+                pair.measure.merge(measured)
+        read_bytes += read
+        progress.add(compared)
     return read_bytes
