@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -15,63 +16,55 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class PrometheusMetrics:
-    """Updates metrics in a registry. Observers of one registry share its metrics; the label `rank` separates them."""
+    """The metrics of one registry. All observers of a registry are this one; the label `rank` separates them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Find the metrics in a registry, or register them there."""
-        self._metrics = _metrics_in(registry)
+        """Register the metrics.
+
+        Raises:
+            ValueError: The registry holds other metrics of the same names.
+        """
+        by_rank = ("verb", "rank")
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.operations = counter(
+            "holdfast_operations", "Saves committed, loads done, and either failed.", (*by_rank, "outcome")
+        )
+        self.under_way = gauge(
+            "holdfast_operations_under_way", "Saves and loads that have begun and not ended.", by_rank
+        )
+        self.bytes = counter("holdfast_bytes", "Bytes of tensors that the rank wrote, or read from storage.", by_rank)
+        self.seconds = histogram(
+            "holdfast_seconds", "From the call until it was committed, or the state filled.", by_rank
+        )
+        self.phase_seconds = counter(
+            "holdfast_phase_seconds", "Time in each phase; docs/observing.md says what they are.", (*by_rank, "phase")
+        )
+        self.held_seconds = histogram(
+            "holdfast_held_seconds",
+            "How long a save blocked training: its call, without the work in the background.",
+            ("rank",),
+        )
+        self.last_step = gauge("holdfast_last_step", "Step that was committed, or loaded, last.", by_rank)
+        self.last_unix_seconds = gauge("holdfast_last_timestamp_seconds", "When that was, by the wall clock.", by_rank)
+        self.bandwidth = gauge(
+            "holdfast_last_bytes_per_second", "Bytes by the time in which they were moved, of the last.", by_rank
+        )
 
     def on_event(self, event: Event) -> None:
         """Update the metrics."""
         if isinstance(event, Began):
-            self._metrics.under_way.labels(event.operation.verb, event.operation.rank).inc()
+            self.under_way.labels(event.operation.verb, event.operation.rank).inc()
         elif isinstance(event, Ended):
-            self._metrics.ended(event.report)
+            self._count_ended(event.report)
         elif isinstance(event, Failed):
-            self._metrics.failed(event)
+            verb, rank = event.operation.verb, event.operation.rank
+            self.operations.labels(verb, rank, "failed").inc()
+            if event.has_begun:
+                self.under_way.labels(verb, rank).dec()
+            self._count_phases(verb, rank, event.phases)
 
-
-class _Metrics:
-    """The metrics of one registry."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        by_rank = ("verb", "rank")
-        self.operations = Counter(
-            "holdfast_operations", "Saves committed, loads done, and either failed.", (*by_rank, "outcome"),
-            registry=registry,
-        )  # fmt: skip
-        self.under_way = Gauge(
-            "holdfast_operations_under_way", "Saves and loads that have begun and not ended.", by_rank,
-            registry=registry,
-        )  # fmt: skip
-        self.bytes = Counter(
-            "holdfast_bytes", "Bytes of tensors that the rank wrote, or read from storage.", by_rank, registry=registry
-        )
-        self.seconds = Histogram(
-            "holdfast_seconds", "From the call until it was committed, or the state filled.", by_rank,
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-        self.phase_seconds = Counter(
-            "holdfast_phase_seconds", "Time in each phase; docs/observing.md says what they are.", (*by_rank, "phase"),
-            registry=registry,
-        )  # fmt: skip
-        self.held_seconds = Histogram(
-            "holdfast_held_seconds", "How long a save blocked training: its call, without the work in the background.",
-            ("rank",), buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-        self.last_step = Gauge(
-            "holdfast_last_step", "Step that was committed, or loaded, last.", by_rank, registry=registry
-        )
-        self.last_unix_seconds = Gauge(
-            "holdfast_last_timestamp_seconds", "When that was, by the wall clock.", by_rank, registry=registry
-        )
-        self.bandwidth = Gauge(
-            "holdfast_last_bytes_per_second", "Bytes by the time in which they were moved, of the last.", by_rank,
-            registry=registry,
-        )  # fmt: skip
-
-    def ended(self, report: RankReport) -> None:
-        """Count a save that committed, or a load that filled its state."""
+    def _count_ended(self, report: RankReport) -> None:
         verb, rank = report.operation.verb, report.operation.rank
         self.operations.labels(verb, rank, "done").inc()
         self.under_way.labels(verb, rank).dec()
@@ -83,17 +76,9 @@ class _Metrics:
             self.last_step.labels(verb, rank).set(report.operation.step)
         if verb == "save":
             self.held_seconds.labels(rank).observe(_held_seconds(report))
-        self._count(verb, rank, report.phases)
+        self._count_phases(verb, rank, report.phases)
 
-    def failed(self, event: Failed) -> None:
-        """Count a save or load that failed."""
-        verb, rank = event.operation.verb, event.operation.rank
-        self.operations.labels(verb, rank, "failed").inc()
-        if event.has_begun:
-            self.under_way.labels(verb, rank).dec()
-        self._count(verb, rank, event.phases)
-
-    def _count(self, verb: str, rank: int, phases: tuple[Phase, ...]) -> None:
+    def _count_phases(self, verb: str, rank: int, phases: tuple[Phase, ...]) -> None:
         for phase in phases:
             self.phase_seconds.labels(verb, rank, phase.name).inc(phase.seconds)
 
@@ -109,28 +94,26 @@ def _held_seconds(report: RankReport) -> float:
 
 
 _lock = threading.Lock()
-_known: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyDictionary()
-
-
-def _metrics_in(registry: CollectorRegistry) -> _Metrics:
-    """Return the metrics of a registry; a registry refuses a name that is registered twice."""
-    with _lock:
-        if registry not in _known:
-            _known[registry] = _Metrics(registry)
-        return _known[registry]
+_known: weakref.WeakKeyDictionary[CollectorRegistry, PrometheusMetrics] = weakref.WeakKeyDictionary()
 
 
 def observer_in(registry: object) -> PrometheusMetrics:
-    """Return an observer for a registry; None is the default registry of prometheus-client.
+    """Return the observer of a registry; None is the default registry of prometheus-client.
 
     Raises:
         InvalidError: It is no registry, or it holds other metrics of the same names.
     """
     checked = _registry(registry)
-    try:
-        return PrometheusMetrics(checked)
-    except ValueError as error:
-        raise InvalidError(f"prometheus: {error}; expected a registry without metrics of these names") from error
+    with _lock:
+        if checked not in _known:
+            try:
+                # One observer for each registry: a registry refuses a name that is registered twice.
+                _known[checked] = PrometheusMetrics(checked)
+            except ValueError as error:
+                raise InvalidError(
+                    f"prometheus: {error}; expected a registry without metrics of these names"
+                ) from error
+        return _known[checked]
 
 
 def serve(port: object, address: object, registry: object) -> None:
