@@ -332,7 +332,7 @@ def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLo
     try:
         if not is_small_transfer(plan.bytes):
             attempt.gc_pause.end()
-        started = trace.enter("exchange" if agreed.exchange is not None else "read")
+        started = trace.begin_phase("exchange" if agreed.exchange is not None else "read")
         moved = read_or_exchange(
             attempt.job,
             plan,
@@ -343,8 +343,8 @@ def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLo
             trace.progress_callback(plan.bytes),
         )
         if moved.exchanging_seconds:
-            trace.note("exchange", started, started + moved.exchanging_seconds)
-        trace.note("read", started + moved.exchanging_seconds, trace.seconds)
+            trace.add_phase("exchange", started, started + moved.exchanging_seconds)
+        trace.add_phase("read", started + moved.exchanging_seconds, trace.seconds)
         return moved
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
         return error

@@ -183,7 +183,7 @@ class SaveAttempt:
         def run() -> None:
             if not self._finisher.acquire(blocking=False):
                 return
-            self.trace.note("queue", queued_seconds, self.trace.seconds)
+            self.trace.add_phase("queue", queued_seconds, self.trace.seconds)
             try:
                 try:
                     finish()

@@ -28,12 +28,15 @@ from holdfast.types.events import (
     RankReport,
     Verb,
 )
-from holdfast.types.reports import SaveReport
+from holdfast.types.reports import LoadReport, SaveReport
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.1
 """Shortest time between two progress events of one operation."""
+
+_NO_FACTS = ("step", "url", "attempt", "phases", "bytes")
+"""Fields of an outcome that a report holds elsewhere, or not at all."""
 
 
 class OperationTrace:
@@ -77,19 +80,19 @@ class OperationTrace:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record a block as a phase, also if it raises."""
-        start = self.enter(name)
+        start = self.begin_phase(name)
         try:
             yield
         finally:
-            self.note(name, start, self.seconds)
+            self.add_phase(name, start, self.seconds)
 
-    def enter(self, name: str) -> float:
+    def begin_phase(self, name: str) -> float:
         """Dispatch the begin of a phase; return its start, in seconds since the operation started."""
         if self._has_begun:
             self._dispatcher.dispatch(Entered(self.operation, name))
         return self.seconds
 
-    def note(self, name: str, start_seconds: float, stop_seconds: float) -> None:
+    def add_phase(self, name: str, start_seconds: float, stop_seconds: float) -> None:
         """Record a phase that has ended; both times are seconds since the operation started."""
         start, stop = round(start_seconds, 6), round(stop_seconds, 6)
         self._phases.append(Phase(name, start, round(max(stop - start, 0.0), 6)))
@@ -112,7 +115,7 @@ class OperationTrace:
         # Outside the lock: dispatching must not serialise the threads that move bytes.
         self._dispatcher.dispatch(event)
 
-    def end(self, outcome: object, id: str, store: Store | None, folder: str) -> None:
+    def end(self, outcome: SaveReport | LoadReport, id: str, store: Store | None, folder: str) -> None:
         """Dispatch the report, and store it beside the checkpoint if possible. Never raises.
 
         Args:
@@ -136,19 +139,16 @@ class OperationTrace:
             )
             logger.log(level, text, self.operation.name, type(error).__name__, error)
 
-    def _report(self, outcome: object, id: str) -> RankReport:
+    def _report(self, outcome: SaveReport | LoadReport, id: str) -> RankReport:
         facts: dict[str, Fact] = {}
-        for field in fields(outcome):  # type: ignore[arg-type]
+        for field in fields(outcome):
             value = getattr(outcome, field.name)
+            if field.name in _NO_FACTS:
+                continue
             if isinstance(value, int | float | str | bool):
                 facts[field.name] = value
             elif isinstance(value, tuple):
                 facts[field.name] = len(value)
-        # These have fields of their own in a report.
-        for name in ("step", "url", "attempt", "phases"):
-            facts.pop(name, None)
-        count = facts.pop("bytes")
-        assert isinstance(count, int), count
         return RankReport(
             operation=self.operation,
             id=id,
@@ -157,21 +157,21 @@ class OperationTrace:
             began_unix_seconds=self._unix_seconds,
             seconds=self.seconds,
             phases=self.phases,
-            bytes=count,
+            bytes=outcome.bytes,
             facts=facts,
         )
 
     def fail(self, error: BaseException) -> None:
         """Dispatch the failure of the operation, unless it has ended."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self._dispatch_failure(error, self.phases)
+        if not self._is_over:
+            self._is_over = True
+            self._dispatch_failure(error, self.phases)
 
     def _dispatch_failure(self, error: BaseException, phases: tuple[Phase, ...]) -> None:
         kind, message = type(error).__name__, str(error)
-        event = Failed(self.operation, kind, message, self._unix_seconds, self.seconds, phases, self._has_begun)
-        self._dispatcher.dispatch(event)
+        self._dispatcher.dispatch(
+            Failed(self.operation, kind, message, self._unix_seconds, self.seconds, phases, self._has_begun)
+        )
 
     def fail_with(self, committed: Future[SaveReport]) -> None:
         """Dispatch the failure of a save if its future holds an error; a done-callback of that future."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.format.names import MANIFEST_FILE, step_folder
@@ -65,19 +66,17 @@ def trace_of(store: Store) -> Trace:
     reports: list[RankReport] = []
     unreadable: list[tuple[str, CheckpointError]] = []
     events, left_out_from = 0, None
-    for folder in reversed(folders):
-        for key, report in reports_in(store, folder):
-            if events > EVENTS_MAX:
-                left_out_from = folder
-                break
-            events += 1
-            if isinstance(report, RankReport):
-                reports.append(report)
-                events += len(report.phases)
-            else:
-                unreadable.append((key, report))
-        if left_out_from is not None:
+    newest_first = ((folder, *stored) for folder in reversed(folders) for stored in reports_in(store, folder))
+    for folder, key, report in newest_first:
+        if events > EVENTS_MAX:
+            left_out_from = folder
             break
+        events += 1
+        if isinstance(report, RankReport):
+            reports.append(report)
+            events += len(report.phases)
+        else:
+            unreadable.append((key, report))
     if not reports:
         damaged = f"; {len(unreadable)} are stored, none can be read: {unreadable[0][1]}" if unreadable else ""
         raise MissingError(
@@ -105,7 +104,7 @@ def trace_document(reports: Sequence[RankReport]) -> Fields:
     ordered = sorted(reports, key=lambda report: (report.operation.rank, report.began_unix_seconds))
     lanes = _Lanes()
     events = [event for report in ordered for event in _events(report, first, lanes)]
-    events.sort(key=_time_of)
+    events.sort(key=itemgetter("ts"))
     ranks = {report.operation.rank: report.host for report in ordered}
     return {
         "displayTimeUnit": "ms",
@@ -178,12 +177,6 @@ class _Lanes:
             for lane in range(len(ends)):
                 suffix = f" ({lane + 1})" if lane else ""
                 yield rank, f"{verb}: {phase}{suffix}", self._numbers[verb, phase] + 1000 * lane
-
-
-def _time_of(event: Fields) -> float:
-    time = event["ts"]
-    assert isinstance(time, float)
-    return time
 
 
 def _microseconds(seconds: float) -> float:
