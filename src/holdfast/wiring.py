@@ -8,10 +8,11 @@ import weakref
 from functools import cache
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation, ForeignPath, is_step_folder
+from holdfast.checkpoint.location import CheckpointLocation, ForeignPath
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
+from holdfast.format.names import step_of_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.offline.export.export import Export, WorkerPool
 from holdfast.offline.export.workers import worker_main, worker_pool
@@ -107,7 +108,7 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
         foreign = foreign_at(path_text)
         # A step may refer to packs of others beside it; a link to it, such as people make, leads there too.
         parent, name = os.path.split(os.path.realpath(path_text))
-        root = LocalStore(parent, settings=settings) if is_step_folder(name) else None
+        root = LocalStore(parent, settings=settings) if step_of_folder(name) is not None else None
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
 
 

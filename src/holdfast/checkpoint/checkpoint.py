@@ -64,8 +64,11 @@ class Checkpoint:
     def __init__(
         self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None
     ) -> None:
-        self._location, self._settings, self._to_torch = location, settings, to_torch
-        self._clock = clock or SystemClock()
+        self._location, self._to_torch, self._clock = location, to_torch, clock or SystemClock()
+        self.settings = settings
+        """How its bytes are read."""
+        self.url = location.url
+        """Where it is stored."""
         self._pack_bytes: dict[str, int] = {}
         self._split: SplitIndex | None = None
         self._split_read_bytes = 0
@@ -77,21 +80,12 @@ class Checkpoint:
             self.manifest, index = index_foreign(self._listing, location.url)
             require_covered(index, self._clock, location.url)
             self.__dict__["index"] = index
-
-    @property
-    def url(self) -> str:
-        """Where it is stored."""
-        return self._location.url
-
-    @property
-    def step(self) -> int | None:
+        self.step = self.manifest.step
         """Its step; None if it was saved by path."""
-        return self.manifest.step
-
-    @property
-    def origin(self) -> str | None:
+        self.origin = self.manifest.origin
         """The system that wrote it or its source, with a version if known; None for Holdfast."""
-        return self.manifest.origin
+        self.aliases: Mapping[str, str] = self.manifest.aliases
+        """Tied names: alias to stored FQN. `read` takes either."""
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -133,11 +127,6 @@ class Checkpoint:
             for fqn, spec in sorted(self.index.tensors.items())
         }
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied names: alias to stored FQN. `read` takes either."""
-        return self.manifest.aliases
-
     @cached_property
     def objects(self) -> dict[str, object]:
         """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
@@ -174,11 +163,11 @@ class Checkpoint:
             raise MissingError(f"{self.url}: no tensor {fqn!r}; {hint}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
         plan = load_plan(
-            [WantedBoxes(stored, (box,))], self._index_of(stored, box).pieces_near, self._settings.read_window_bytes
+            [WantedBoxes(stored, (box,))], self._index_of(stored, box).pieces_near, self.settings.read_window_bytes
         )
         self._require_stored(plan)
         target = HostTarget(spec.dtype, box)
-        execute(plan, self.packs, [target], self._settings)
+        execute(plan, self.packs, [target], self.settings)
         # The Ellipsis keeps a 0-d result an array; numpy would return a scalar.
         array = target.array[(*rest, ...)]
         return array if framework == "numpy" else self._to_torch(array, spec.dtype)
@@ -186,7 +175,7 @@ class Checkpoint:
     @property
     def source(self) -> TensorReader:
         """Reads windows of its tensors."""
-        return TensorReader(self.index.pieces_near, self.packs, self._settings)
+        return TensorReader(self.index.pieces_near, self.packs, self.settings)
 
     def _loaded_index(self) -> Index | SplitIndex:
         """Return the index; of an index in several files, the overview, which lists every tensor."""
@@ -223,11 +212,6 @@ class Checkpoint:
                 known = self._pack_bytes[run.pack] = stored_bytes(stored.files, stored.key)
             if run.stop > known or (not is_pack_name(run.pack) and known != records[run.pack].bytes):
                 check_pack(stored, records[run.pack], self.step)
-
-    @property
-    def settings(self) -> Settings:
-        """How its bytes are read."""
-        return self._settings
 
     @cached_property
     def identity(self) -> str:
@@ -296,7 +280,7 @@ class Checkpoint:
         if absent:
             raise MissingError(f"{self.url}: no tensor {absent[0]!r}. See .tensors")
         return forecast(
-            described, [stored[fqn] for fqn in names], self.index.pieces_near, self._settings.read_window_bytes
+            described, [stored[fqn] for fqn in names], self.index.pieces_near, self.settings.read_window_bytes
         )
 
     def verification(
@@ -305,8 +289,8 @@ class Checkpoint:
         """Return a verification that reads everything back; for another system's checkpoint, what is stored twice."""
         if self._listing is not None and self._location.foreign is not None:
             files = self._location.foreign.files
-            return ListedVerification(self._listing, self.index, files, self._settings, observer, deep=deep)
-        return Verification(self._location, self.manifest, self._settings, self._clock, observer)
+            return ListedVerification(self._listing, self.index, files, self.settings, observer, deep=deep)
+        return Verification(self._location, self.manifest, self.settings, self._clock, observer)
 
     def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
         """Yield every damage; nothing if all bytes are as they were saved.
@@ -329,19 +313,14 @@ def _box_of(
     dots = [at for at, selector in enumerate(selectors) if selector is Ellipsis]
     if len(dots) > 1:
         raise InvalidError(f"{fqn}: an index may hold one Ellipsis, not {len(dots)}")
-    for at in dots:
-        middle = (slice(None),) * (len(shape) - len(selectors) + 1)
-        selectors = (*selectors[:at], *middle, *selectors[at + 1 :])
-    if len(selectors) > len(shape):
-        raise InvalidError(f"{fqn}: index of {len(selectors)} dimensions; the tensor has {len(shape)}")
-    start, stop = [], []
-    rest: list[Selector] = []
-    for length, selector in zip(shape, (*selectors, *(slice(None),) * (len(shape) - len(selectors))), strict=True):
-        first, last, left = _run_of(selector, length, fqn)
-        start.append(first)
-        stop.append(last)
-        rest.append(left)
-    return Box(tuple(start), tuple(stop)), tuple(rest)
+    at = dots[0] if dots else len(selectors)
+    first, last = selectors[:at], selectors[at + 1 :]
+    if len(first) + len(last) > len(shape):
+        raise InvalidError(f"{fqn}: index of {len(first) + len(last)} dimensions; the tensor has {len(shape)}")
+    middle = (slice(None),) * (len(shape) - len(first) - len(last))
+    runs = [_run_of(selector, length, fqn) for length, selector in zip(shape, (*first, *middle, *last), strict=True)]
+    box = Box(tuple(start for start, _, _ in runs), tuple(stop for _, stop, _ in runs))
+    return box, tuple(rest for _, _, rest in runs)
 
 
 def _run_of(selector: object, length: int, fqn: str) -> tuple[int, int, int | slice]:

@@ -64,7 +64,7 @@ def resolved_frames(frames: Sequence[bytes], location: CheckpointLocation) -> tu
     manifest = decode_manifest(frames[0], f"{location.url}/manifest.json")
     where = f"{location.store.url}/{location.folder}"
     if manifest.overview is None:
-        return manifest, index_from(manifest, list(frames[1:]), where)
+        return manifest, index_from(manifest, frames[1:], where)
     return manifest, split_index_at(location, manifest, frames[1])
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
-from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_folder, step_of_pack
+from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_pack
 from holdfast.ports.store import Packs, Readable, Store, Stored, packs_under
 from holdfast.repository.catalog import (
     check_size,
@@ -124,23 +124,15 @@ class CheckpointLocation:
             ConflictError: A checkpoint is there; it was not touched.
             InvalidError: The path is the root of a run.
         """
-        if self._holds_checkpoint():
+        if exists(self.store, self.manifest_key) and (
+            self.step is None or is_valid(self.store, current_fence(self.store), self.step)
+        ):
             raise ConflictError(
                 f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
                 "Save elsewhere, or remove it first if it is not needed"
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")
-
-    def _holds_checkpoint(self) -> bool:
-        if not exists(self.store, self.manifest_key):
-            return False
-        return self.step is None or is_valid(self.store, current_fence(self.store), self.step)
-
-
-def is_step_folder(name: str) -> bool:
-    """Return whether a folder's name is that of a step; the folder above is then the root of its run."""
-    return step_of_folder(name) is not None
 
 
 def require_no_run(store: Store, purpose: str) -> None:

@@ -11,7 +11,7 @@ from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.format.digest import digest_of
-from holdfast.format.index.index_checks import index_from, overview_from
+from holdfast.format.index.index_checks import index_from
 from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
 from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.format.part import decode_part, require_part_of
@@ -87,10 +87,8 @@ class Verification:
             self._progress.add(record.bytes)
         if len(files) < len(manifest.index_files):
             return
-        where = f"{store.url}/{folder}"
         try:
-            overview = None if manifest.overview is None else overview_from(manifest, files.pop(), where)
-            index = index_from(manifest, files, where, overview)
+            index = index_from(manifest, files, f"{store.url}/{folder}")
             require_covered(index, self._clock, self._location.url)
         except CheckpointError as error:
             # Every index file has the digest of the manifest, so the two contradict each other.

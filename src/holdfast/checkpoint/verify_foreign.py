@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE, TensorReader
 from holdfast.checkpoint.verify import Damage
@@ -14,12 +15,11 @@ from holdfast.errors import CheckpointError
 from holdfast.format.index.foreign_index import CHUNK_BYTES, require_within
 from holdfast.format.index.index import Index
 from holdfast.geometry.box import Box
-from holdfast.geometry.tensor import TensorSpec
 from holdfast.plan.compare import CompareWindow, batches, sampled, windows_of
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Readable, Stored
+from holdfast.ports.store import Readable, packs_under
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.listing import ForeignListing, ListedPiece
+from holdfast.types.listing import ForeignListing
 from holdfast.types.plan import Piece
 
 SAMPLED_BYTES = 8 * MIB
@@ -50,6 +50,7 @@ class ListedVerification:
             deep: Compare every cast element instead of samples.
         """
         self._listing, self._index, self._files = listing, index, files
+        self._packs = packs_under(files, "")
         self._settings, self._deep = settings, deep
         self._invalid: list[Damage] = []
         self._incomparable: list[str] = []
@@ -110,7 +111,8 @@ class ListedVerification:
                 except CheckpointError as error:
                     self._invalid.append(Damage(copy.file, None, None, fqn, str(error)))
                     continue
-                yield _ExpectedPiece(_piece(spec, copy), spec.fqn, "")
+                piece = Piece(spec, copy.region, copy.file, copy.offset, b"", CHUNK_BYTES)
+                yield _ExpectedPiece(piece, spec.fqn, "")
 
     def _casts_to_compare(self) -> Iterator[_ExpectedPiece]:
         listing = self._listing
@@ -187,21 +189,13 @@ class ListedVerification:
                 for window, piece, wanted_parts, actual_parts in zip(batch, expected, wanted, actual, strict=True)
             ]
 
-        damage: _PieceDamage | None = None
-        for outcomes in ordered_parallel_map(compare, batches(windows, BATCH_BYTES), BATCHES_AT_ONCE):
-            for window, outcome in outcomes:
-                if outcome is not None:
-                    if damage is not None and damage.number != window.number:
-                        yield damage.summary()
-                        damage = None
-                    damage = damage or _PieceDamage(window.number, checked[window.number])
-                    damage.add(window, outcome)
-            self._progress.add(sum(window.bytes for window, _ in outcomes))
-        if damage is not None:
-            yield damage.summary()
+        def differences() -> Iterator[tuple[CompareWindow, Disagreement | str]]:
+            for outcomes in ordered_parallel_map(compare, batches(windows, BATCH_BYTES), BATCHES_AT_ONCE):
+                yield from ((window, outcome) for window, outcome in outcomes if outcome is not None)
+                self._progress.add(sum(window.bytes for window, _ in outcomes))
 
-    def _packs(self, name: str) -> Stored:
-        return Stored(self._files, name)
+        for number, of_piece in groupby(differences(), key=lambda difference: difference[0].number):
+            yield _damage_of(checked[number], of_piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,39 +210,30 @@ class _ExpectedPiece:
     """Dtype of that tensor, if the piece should be a cast of it; empty if it should be a copy."""
 
 
-class _PieceDamage:
-    """The differences in one piece, from all of its windows."""
+def _damage_of(expected: _ExpectedPiece, differences: Iterable[tuple[CompareWindow, Disagreement | str]]) -> Damage:
+    """Return the damage of a whole piece.
 
-    def __init__(self, number: int, expected: _ExpectedPiece) -> None:
-        self.number, self._expected = number, expected
-        self._count, self._start, self._stop, self._text = 0, -1, -1, ""
-
-    def add(self, window: CompareWindow, outcome: Disagreement | str) -> None:
-        """Add a window with differences, or with the error of reading it; windows come in order."""
-        piece, itemsize = self._expected.piece, self._expected.piece.tensor.itemsize
+    Args:
+        expected: The piece.
+        differences: Its windows, in order, each with what differs in it or with the error of reading it.
+    """
+    piece, itemsize = expected.piece, expected.piece.tensor.itemsize
+    count, start, stop, text = 0, -1, -1, ""
+    for window, outcome in differences:
         if isinstance(outcome, str):
-            first, last, text = 0, window.stop - window.start - 1, outcome
+            first, last, description = 0, window.stop - window.start - 1, outcome
         else:
-            self._count += outcome.count
+            count += outcome.count
             first, last = outcome.first, outcome.last
-            text = f"the first is {outcome.found}, expected {outcome.expected} (hex, as in the file)"
-        if self._start < 0:
-            self._start, self._text = piece.offset + (window.start + first) * itemsize, text
-        self._stop = piece.offset + (window.start + last + 1) * itemsize
-
-    def summary(self) -> Damage:
-        """Return the damage of the whole piece."""
-        expected, piece = self._expected, self._expected.piece
-        if expected.cast_from:
-            what = f"{self._count} elements looked at are not {expected.against} cast to {piece.tensor.dtype}"
-        else:
-            what = f"{self._count} elements differ from the copy that loads read"
-        text = f"{what}; {self._text}" if self._count else self._text
-        return Damage(piece.pack, self._start, self._stop, piece.tensor.fqn, text)
-
-
-def _piece(spec: TensorSpec, listed: ListedPiece) -> Piece:
-    return Piece(spec, listed.region, listed.file, listed.offset, b"", CHUNK_BYTES)
+            description = f"the first is {outcome.found}, expected {outcome.expected} (hex, as in the file)"
+        if start < 0:
+            start, text = piece.offset + (window.start + first) * itemsize, description
+        stop = piece.offset + (window.start + last + 1) * itemsize
+    if count and expected.cast_from:
+        text = f"{count} elements looked at are not {expected.against} cast to {piece.tensor.dtype}; {text}"
+    elif count:
+        text = f"{count} elements differ from the copy that loads read; {text}"
+    return Damage(piece.pack, start, stop, piece.tensor.fqn, text)
 
 
 def _cut_to(piece: Piece, chunk_bytes: int) -> Piece:

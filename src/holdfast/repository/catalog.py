@@ -10,7 +10,7 @@ import msgspec
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
-from holdfast.format.index.index_checks import index_from, overview_from
+from holdfast.format.index.index_checks import index_from
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import (
@@ -88,18 +88,15 @@ def read_run_id(store: Store) -> str | None:
 
 def ensure_run(store: Store, run_id: str, created: str) -> str:
     """Begin a run at a root if there is none; return the id of the run at the root."""
-    existing = read_run_id(store)
-    if existing is not None:
-        return existing
-    try:
-        publish(store, RUN_FILE, sealed({**header("run", minor=0), "run_id": run_id, "created": created}))
-    except ConflictError:
-        # Another process began the run meanwhile. Join it: epochs decide which of the two may write.
-        existing = read_run_id(store)
-        if existing is None:
-            raise
-        return existing
-    return run_id
+    if (existing := read_run_id(store)) is None:
+        try:
+            publish(store, RUN_FILE, sealed({**header("run", minor=0), "run_id": run_id, "created": created}))
+            return run_id
+        except ConflictError:
+            # Another process began the run meanwhile. Join it: epochs decide which of the two may write.
+            if (existing := read_run_id(store)) is None:
+                raise
+    return existing
 
 
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
@@ -256,9 +253,5 @@ def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> 
 
 def read_index(store: Store, folder: str, manifest: Manifest) -> Index:
     """Return the whole index of a checkpoint."""
-    where = f"{store.url}/{folder}"
-    overview = None
-    if manifest.overview is not None:
-        overview = overview_from(manifest, read_file(store, folder, manifest.attempt, manifest.overview), where)
-    files = [read_file(store, folder, manifest.attempt, record) for record in manifest.indexes]
-    return index_from(manifest, files, where, overview)
+    files = [read_file(store, folder, manifest.attempt, record) for record in manifest.index_files]
+    return index_from(manifest, files, f"{store.url}/{folder}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from holdfast.errors import ConflictError, MissingError
 from holdfast.format.names import is_pack_name, step_of_pack, step_pack_name
-from holdfast.ports.store import Store
+from holdfast.ports.store import Readable, Store
 from holdfast.types.manifest import Manifest
 
 
@@ -28,7 +28,7 @@ def publish(store: Store, key: str, data: bytes) -> None:
             ) from conflict
 
 
-def holds(store: Store, key: str, data: bytes) -> bool:
+def holds(store: Readable, key: str, data: bytes) -> bool:
     """Return whether exactly `data` is stored at `key`."""
     try:
         return store.size(key) == len(data) and store.get(key, len(data)) == data

@@ -34,7 +34,7 @@ class QuarantineRecord:
     """Its step."""
 
     identity: str
-    """Its `manifest_identity`: a step that is saved again has another one."""
+    """Its `identity_at` the step: a step that is saved again has another one."""
 
     why: str
     """The damage."""
@@ -48,47 +48,35 @@ class QuarantineRecord:
     @property
     def key(self) -> str:
         """Key of the record."""
-        return f"{_stem(self.step, self.identity)}.json"
+        return _key(self.step, self.identity)
 
 
-def _stem(step: int, identity: str) -> str:
-    return f"{QUARANTINE}{step_folder(step).rstrip('/')}.{identity}"
+def _key(step: int, identity: str, name: str = "json") -> str:
+    """Return the key of a record, or of the backup of the file `name`."""
+    return f"{QUARANTINE}{step_folder(step).rstrip('/')}.{identity}.{name}"
 
 
-def backup_key(step: int, identity: str, name: str) -> str:
-    """Return the key of the backup of a replaced file; `name` is the file's name without folders."""
-    return f"{_stem(step, identity)}.{name}"
+def identity_at(store: Store, step: int) -> str:
+    """Return 16 hex digits that distinguish the manifests of one step, damaged ones included.
+
+    Raises:
+        MissingError: The step has no manifest.
+    """
+    return _identify(store, step)[0]
 
 
-def manifest_identity(data: bytes) -> str:
-    """Return 16 hex digits that distinguish manifests of one step, damaged ones included."""
-    return _identify(data)[0]
-
-
-def _identify(data: bytes) -> tuple[str, Mapping[str, object]]:
-    """Return the identity of a manifest and its document, which is empty if the manifest is damaged."""
+def _identify(store: Store, step: int) -> tuple[str, Mapping[str, object]]:
+    """Return the identity of the manifest at a step, and its document, which is empty if the manifest is damaged."""
+    key = step_folder(step) + MANIFEST_FILE
+    try:
+        data = store.get(key, MANIFEST_BYTES_MAX)
+    except CorruptError:  # Too large for a manifest.
+        return hex_digest_of(str(store.size(key)).encode())[:16], {}
     try:
         document, digest = unsealed(data, MANIFEST_FILE)
     except CheckpointError:
         return hex_digest_of(data)[:16], {}
     return digest[:16], document
-
-
-def identity_at(store: Store, step: int) -> str:
-    """Return the identity of the manifest at a step.
-
-    Raises:
-        MissingError: The step has no manifest.
-    """
-    return _identify_at(store, step)[0]
-
-
-def _identify_at(store: Store, step: int) -> tuple[str, Mapping[str, object]]:
-    key = step_folder(step) + MANIFEST_FILE
-    try:
-        return _identify(store.get(key, MANIFEST_BYTES_MAX))
-    except CorruptError:  # Too large for a manifest.
-        return hex_digest_of(str(store.size(key)).encode())[:16], {}
 
 
 def quarantined(store: Store) -> Mapping[int, Mapping[str, QuarantineRecord]]:
@@ -98,8 +86,7 @@ def quarantined(store: Store) -> Mapping[int, Mapping[str, QuarantineRecord]]:
     """
     records: dict[int, dict[str, QuarantineRecord]] = {}
     for step, identity in list_records(store):
-        key = f"{_stem(step, identity)}.json"
-        records.setdefault(step, {})[identity] = _read(store, key, step, identity)
+        records.setdefault(step, {})[identity] = _read(store, step, identity)
     return records
 
 
@@ -112,8 +99,8 @@ def list_records(store: Store) -> list[tuple[int, str]]:
 
 def is_quarantined(store: Store, step: int) -> bool:
     """Return whether the manifest at a step is under quarantine."""
-    records = quarantined(store).get(step, {})
-    return bool(records) and identity_at(store, step) in records
+    identities = {identity for number, identity in list_records(store) if number == step}
+    return bool(identities) and identity_at(store, step) in identities
 
 
 def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> None:
@@ -131,7 +118,7 @@ def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> 
         CheckpointError: The root cannot be written to.
     """
     folder = step_folder(step)
-    current, document = _identify_at(store, step)
+    current, document = _identify(store, step)
     if current != identity:
         raise ConflictError(
             f"{store.url}/{folder}{MANIFEST_FILE}: manifest {current}; expected {identity}, which was checked. "
@@ -143,17 +130,16 @@ def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> 
     else:
         # A damaged manifest does not say which attempt it commits, so the record protects all of them.
         attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
-    key = f"{_stem(step, identity)}.json"
     fields = {"step": step, "why": why[:_WHY_MAX], "found": found, "attempts": attempts}
     try:
-        store.put_if_absent(key, sealed(header("quarantine") | fields))
+        store.put_if_absent(_key(step, identity), sealed(header("quarantine") | fields))
     except ConflictError:
         logger.debug("step %d is under quarantine already", step)
 
 
 def release(store: Store, step: int) -> None:
     """Remove the records of a step. Backups of its files stay."""
-    store.delete([record.key for record in quarantined(store).get(step, {}).values()])
+    store.delete([_key(step, identity) for number, identity in list_records(store) if number == step])
 
 
 def supersede(store: Store, step: int) -> bool:
@@ -197,7 +183,7 @@ def backup(store: Store, step: int, key: str, bytes_max: int) -> str:
         CorruptError: It is larger than any file of its kind.
     """
     data = store.get(key, bytes_max)
-    copy_key = backup_key(step, hex_digest_of(data)[:16], key.rpartition("/")[2])
+    copy_key = _key(step, hex_digest_of(data)[:16], key.rpartition("/")[2])
     try:
         store.put_if_absent(copy_key, data)
     except ConflictError:
@@ -205,7 +191,8 @@ def backup(store: Store, step: int, key: str, bytes_max: int) -> str:
     return copy_key
 
 
-def _read(store: Store, key: str, step: int, identity: str) -> QuarantineRecord:
+def _read(store: Store, step: int, identity: str) -> QuarantineRecord:
+    key = _key(step, identity)
     # Lenient on purpose: a record with a wrong field still protects the step, so no field may raise.
     try:
         document, _ = unsealed(store.get(key, _RECORD_BYTES_MAX), f"{store.url}/{key}")

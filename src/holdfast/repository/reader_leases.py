@@ -62,20 +62,15 @@ def leases(store: Store) -> list[Lease]:
     """Return all leases under a root."""
     listed = []
     for entry in store.list(READERS_FOLDER):
-        if _KEY.fullmatch(entry.key):
-            try:
-                data = store.get(entry.key, _LEASE_BYTES_MAX)
-            except MissingError:
-                continue  # The reader finished after we listed it.
-            except (CorruptError, InvalidError):
-                data = b""
-            listed.append(_decode(entry.key, data, f"{store.url}/{entry.key}"))
+        if not _KEY.fullmatch(entry.key):
+            continue
+        data = b""
+        try:
+            data = store.get(entry.key, _LEASE_BYTES_MAX)
+            document, _ = decode_sealed(data, "reader", _LeaseDocument, f"{store.url}/{entry.key}")
+            listed.append(Lease(entry.key, data, document.step, decode_holder(document.holder)))
+        except MissingError:
+            continue  # The reader finished after we listed it.
+        except (CorruptError, InvalidError):
+            listed.append(Lease(entry.key, data, None, None))
     return listed
-
-
-def _decode(key: str, data: bytes, where: str) -> Lease:
-    try:
-        document, _ = decode_sealed(data, "reader", _LeaseDocument, where)
-        return Lease(key, data, document.step, decode_holder(document.holder))
-    except (CorruptError, InvalidError):
-        return Lease(key, data, None, None)

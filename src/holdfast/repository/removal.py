@@ -171,21 +171,17 @@ def marks(store: Store) -> list[Mark]:
     Unreadable marks are skipped. A mark only closes a short race, so a damaged one must not block a run for ever.
     """
     listed = []
-    for key in sorted(entry.key for entry in store.list(MARKS_FOLDER)):
-        if not _MARK.fullmatch(key):
-            continue
+    for key in sorted(mark_keys(store)):
         try:
-            listed.append(_decode(key, store.get(key, _MARK_BYTES_MAX), f"{store.url}/{key}"))
+            data = store.get(key, _MARK_BYTES_MAX)
+            document, _ = decode_sealed(data, "collecting", _MarkDocument, f"{store.url}/{key}")
+            steps = dict(document.steps)
+            listed.append(Mark(key, document.run_id, document.epoch, document.carried_out, steps))
         except MissingError:
             continue  # The collector finished after we listed it.
         except (CorruptError, InvalidError) as error:
             logger.debug("an unreadable mark is skipped: %s", error)
     return listed
-
-
-def _decode(key: str, data: bytes, where: str) -> Mark:
-    document, _ = decode_sealed(data, "collecting", _MarkDocument, where)
-    return Mark(key, document.run_id, document.epoch, document.carried_out, dict(document.steps))
 
 
 def remove_marks(store: Store, keys: Iterable[str]) -> None:

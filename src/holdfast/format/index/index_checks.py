@@ -15,20 +15,20 @@ from holdfast.format.names import MANIFEST_FILE, OVERVIEW_FILE, is_file_url
 from holdfast.types.manifest import Manifest
 
 
-def index_from(manifest: Manifest, files: list[bytes], where: str, overview: Overview | None = None) -> Index:
+def index_from(manifest: Manifest, files: Sequence[bytes], where: str) -> Index:
     """Return the index of a checkpoint from its index files, checked against the manifest.
 
     Args:
         manifest: The commit record.
-        files: Content of the index files that it names.
+        files: Content of its `index_files`.
         where: Folder of the checkpoint, for messages.
-        overview: The overview of the files, if the manifest names one.
     Raises:
         CorruptError: A file is not an index, two files list one tensor, or a piece is outside its pack.
     """
+    overview = None if manifest.overview is None else overview_from(manifest, files[-1], where)
     indexes = [
         decode_index(data, f"{where}{manifest.attempt}/{record.name}")
-        for data, record in zip(files, manifest.indexes, strict=True)
+        for data, record in zip(files[: len(manifest.indexes)], manifest.indexes, strict=True)
     ]
     if not indexes:
         raise CorruptError(f"{where}: the manifest names no index. Read another copy")

@@ -83,7 +83,30 @@ class CopyRequest:
 
     def collect(self) -> Collected:
         """Return the stored tensors and values as a state."""
-        return _collected(self._source, self._observer)
+        source, manifest = self._source, self._source.manifest
+        per_rank = sorted(per_rank_paths(manifest.tree))
+        if per_rank and manifest.world_size > 1:
+            raise InvalidError(
+                f"{source.url}: {manifest.world_size} ranks saved it, with per-rank values under "
+                f"{first_three(per_rank)}; expected none, since one process copies it. Copy its folder, or load it on "
+                "as many ranks and save it there"
+            )
+        for pack in manifest.packs:
+            check_pack(source.packs(pack.name), pack, manifest.step)
+        tensors = source.index.tensors.values()
+        reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), self._observer)
+        shards = []
+        for spec in tensors:
+            regions = _regions(spec, [piece for piece in source.index.pieces_of(spec.fqn) if piece.bytes])
+            shard = Shard(spec, None, (0,), Role.PARAMETER, tuple(regions))
+            shards.append(LocalShard(shard, StoredSource(reader, regions)))
+        return Collected(
+            shards=shards,
+            tree=manifest.tree,
+            aliases=manifest.aliases,
+            skipped=[],
+            per_rank=source.per_rank(0) if per_rank else {},
+        )
 
     def claim(self) -> SaveContext:
         """Claim the location, and carry over the source's origin, master copies, metrics and health."""
@@ -132,33 +155,6 @@ def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | No
         seconds=job.clock.monotonic_seconds() - start,
         begun_anew=False,
     )
-
-
-def _collected(source: Checkpoint, observer: Observer | None) -> Collected:
-    manifest = source.manifest
-    per_rank = sorted(per_rank_paths(manifest.tree))
-    if per_rank and manifest.world_size > 1:
-        raise InvalidError(
-            f"{source.url}: {manifest.world_size} ranks saved it, with per-rank values under {first_three(per_rank)}; "
-            "expected none, since one process copies it. Copy its folder, or load it on as many ranks and save it there"
-        )
-    for pack in manifest.packs:
-        check_pack(source.packs(pack.name), pack, manifest.step)
-    tensors = source.index.tensors.values()
-    reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), observer)
-    return Collected(
-        shards=[_shard(spec, source.index.pieces_of(spec.fqn), reader) for spec in tensors],
-        tree=manifest.tree,
-        aliases=manifest.aliases,
-        skipped=[],
-        per_rank=source.per_rank(0) if per_rank else {},
-    )
-
-
-def _shard(spec: TensorSpec, pieces: Sequence[Piece], reader: PieceReader) -> LocalShard:
-    regions = _regions(spec, [piece for piece in pieces if piece.bytes])
-    shard = Shard(spec, None, (0,), Role.PARAMETER, tuple(regions))
-    return LocalShard(shard, StoredSource(reader, regions))
 
 
 def _regions(spec: TensorSpec, pieces: Sequence[Piece]) -> dict[Region, Sequence[Piece]]:

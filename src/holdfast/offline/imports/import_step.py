@@ -68,9 +68,7 @@ def import_step(
         CheckpointError: As `referenced` and `saved_again`.
     """
     start = job.clock.monotonic_seconds()
-    if step is None:
-        step = source.step
-    if step is None:
+    if step is None and (step := source.step) is None:
         raise InvalidError(f"{source.url}: has no step number; pass --step N (step=N)")
     require_step(step)
     location = CheckpointLocation(store, step_folder(step), step)
@@ -80,7 +78,7 @@ def import_step(
             attempt = saved_again(source, location, job, observer, writer_lease).attempt
             roots: set[str] = set()
         else:
-            attempt = referenced(source, location, writer_lease, job.clock, job.settings, observer)
+            attempt = referenced(source, location, writer_lease, job, observer)
             roots = {source.packs(pack.name).files.url.removeprefix("file://") for pack in source.manifest.packs}
     finally:
         writer_lease.release()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.clock import Clock
+from holdfast.coordination.job import Job
 from holdfast.coordination.outcome import OutcomeKind
 from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
@@ -21,7 +22,6 @@ from holdfast.ports.observer import Observer
 from holdfast.repository.catalog import check_size
 from holdfast.runs.step_request import claim_step
 from holdfast.saving.commit import installed_versions, publish_manifest, sweep, write_index
-from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,7 @@ def referenced(
     source: Checkpoint,
     location: CheckpointLocation,
     writer_lease: WriterLease,
-    clock: Clock,
-    settings: Settings,
+    job: Job,
     observer: Observer | None = None,
 ) -> str:
     """Publish a step whose tensors stay in another system's files; return the attempt's id.
@@ -43,8 +42,7 @@ def referenced(
         source: Another system's checkpoint.
         location: The step.
         writer_lease: The run's; taken once everything is read.
-        clock: Time and randomness.
-        settings: Bytes of a chunk, and reads in flight.
+        job: This process alone.
         observer: Receives progress.
     Raises:
         ConflictError: The step exists; it was not touched. Or another job writes to the run, or a file of the source
@@ -62,14 +60,14 @@ def referenced(
     location.require_empty()
     name = f"import of step {location.step}"
     _require_plain_paths(source)
-    index = digested(source.index, source.packs, settings, observer)
+    index = digested(source.index, source.packs, job.settings, observer)
     files = _file_records(source, index)
     # With an overview, tensors may not have more bytes than the files. Tied tensors share bytes, so they may.
     is_tied = source.manifest.tensor_bytes > sum(file.bytes for file in files)
-    attempt, written = clock.random_bytes(8).hex(), list[str]()
+    attempt, written = job.clock.random_bytes(8).hex(), list[str]()
     try:
-        context = claim_step(location, writer_lease, clock)
-        index_records = write_index(location, attempt, index, settings, written, whole=is_tied)
+        context = claim_step(location, writer_lease, job.clock)
+        index_records = write_index(location, attempt, index, job.settings, written, whole=is_tied)
         manifest = _manifest(source, location, context, attempt, files, index_records)
         # All bytes have been read by now: a file that changed meanwhile has digests of a mixture.
         source.require_unchanged()
@@ -116,27 +114,17 @@ def _manifest(
     files: tuple[FileRecord, ...],
     index_records: tuple[tuple[FileRecord, ...], FileRecord | None],
 ) -> Manifest:
-    listed = source.manifest
     indexes, overview = index_records
-    return Manifest(
+    return replace(
+        source.manifest,
         run_id=context.run_id,
         step=location.step,
         attempt=attempt,
         created=context.created,
-        parent=None,
-        world_size=listed.world_size,
-        layouts=(),
         software=installed_versions(),
-        tensors=listed.tensors,
-        tensor_bytes=listed.tensor_bytes,
-        aliases=listed.aliases,
-        tree=listed.tree,
         packs=files,
-        parts=(),
         indexes=indexes,
         overview=overview,
-        origin=listed.origin,
-        masters=listed.masters,
         epoch=context.epoch,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from holdfast.errors import CorruptError, MissingError
 from holdfast.ports.store import Entry, ForwardingStore, Store, Upload
+from holdfast.repository.publish import holds
 
 
 class OverlayStore(ForwardingStore):
@@ -24,12 +25,8 @@ class OverlayStore(ForwardingStore):
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Replace an object, unless it has this content already."""
         self.pending.pop(key, None)
-        try:
-            if self._inner.size(key) == len(data) and self._inner.get(key, len(data)) == data:
-                return
-        except MissingError:
-            pass
-        self.pending[key] = data
+        if not holds(self._inner, key, data):
+            self.pending[key] = data
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Replace an object as `put` does: a repair replaces what is damaged."""

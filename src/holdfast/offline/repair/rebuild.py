@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
@@ -23,22 +22,11 @@ from holdfast.geometry.region import Region
 from holdfast.ports.store import Stored
 from holdfast.repository.catalog import read_file
 from holdfast.saving.commit import build_manifest, write_index
-from holdfast.saving.merge import MergedParts, merge_parts
+from holdfast.saving.merge import merge_parts
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 
 _CHUNK_BYTES_MAX = 4 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """A rebuilt index, and its sources."""
-
-    index: Index
-    """Every tensor and piece."""
-
-    from_packs: tuple[int, ...]
-    """Ranks whose part is damaged, so that their packs were read instead."""
 
 
 class Unprovable(Exception):
@@ -50,8 +38,10 @@ class Unprovable(Exception):
         """FQNs of tensors that are lost with it."""
 
 
-def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
-    """Return the index of a checkpoint with a valid manifest: from its parts, and from the packs of ranks without one.
+def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> tuple[Index, tuple[int, ...]]:
+    """Return the index of a checkpoint with a valid manifest, and the ranks whose packs were read for it.
+
+    The parts list the pieces of their ranks. The packs of a rank are read if its part is damaged.
 
     Raises:
         Unprovable: A pack differs from its record, and the part that could locate the damage is damaged too.
@@ -88,10 +78,9 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> Rebuilt:
     try:
         for part_index in indexes:
             merger.add(part_index, location.url)
-        index = merger.merged()
+        return merger.merged(), from_packs
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
-    return Rebuilt(index, from_packs)
 
 
 def _index_of_packs(
@@ -190,7 +179,7 @@ def rebuilt_manifest(
     if run_id is None:
         raise Unprovable("neither holdfast.json nor the damaged manifest has a readable run id")
     try:
-        merged_parts: MergedParts = merge_parts(location, attempt, votes, chunk_bytes)
+        merged_parts = merge_parts(location, attempt, votes, chunk_bytes)
         index = write_index(location, attempt, merged_parts.index, settings, [])
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
@@ -203,13 +192,14 @@ def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote
     A sealed part proves itself by its own digest. Another part is proven if the damaged manifest still names its size
     and digest.
     """
-    attempts = _attempts(location, damaged)
+    attempts = [name for name in location.store.folders(location.folder) if re.fullmatch("[0-9a-f]{16}", name)]
+    if (named := _line(damaged, "attempt")) in attempts:
+        attempts = [named]
     if len(attempts) != 1:
         raise Unprovable(f"the damaged manifest names no attempt, and {len(attempts)} attempts exist; expected one")
     (attempt,) = attempts
     votes: dict[int, Vote] = {}
-    line = _line(damaged, "world_size")
-    world_size = int(line) if line is not None else 0
+    world_size = int(_line(damaged, "world_size") or 0)
     prefix = f"{location.folder}{attempt}/"
     names = (entry.key.removeprefix(prefix) for entry in location.store.list(f"{prefix}parts/"))
     for name in sorted(filter(is_part_name, names)):
@@ -228,13 +218,6 @@ def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote
         why = f"the parts of ranks {first_three(absent)} are missing" if absent else "the count of ranks is lost"
         raise Unprovable(f"{why}; values that are not tensors may be lost too")
     return attempt, [votes[rank] for rank in range(world_size)]
-
-
-def _attempts(location: CheckpointLocation, damaged: bytes) -> list[str]:
-    """Return the attempt that the damaged manifest names, or all attempts if it names none that exists."""
-    existing = [name for name in location.store.folders(location.folder) if re.fullmatch("[0-9a-f]{16}", name)]
-    named = _line(damaged, "attempt")
-    return [named] if named in existing else existing
 
 
 def _line(damaged: bytes, name: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -183,21 +184,17 @@ class Repair:
         data = b""
         try:
             data = read_manifest_bytes(self._store, location.folder)
-            if not is_valid_manifest(data, current_fence(self._store), where):
-                if not self._unfinished:
-                    return None
-                manifest = manifest_in(location.folder, data, where)
-                return self._put_manifest(location, overlay, manifest, done, _ACCEPTED)
-            return manifest_in(location.folder, data, where)
+            is_valid = is_valid_manifest(data, current_fence(self._store), where)
+            if not is_valid and not self._unfinished:
+                return None
+            manifest = manifest_in(location.folder, data, where)
+            return manifest if is_valid else self._put_manifest(location, overlay, manifest, done, _ACCEPTED)
         except MissingError:
             return None
         except CorruptError as error:
             damage = error
-        try:
+        with suppress(CorruptError):
             other = decode_manifest(data, where).step
-        except CorruptError:
-            pass
-        else:
             raise Unprovable(f"{damage}; the manifest is undamaged, but of step {other}") from damage
         corrected = correct_bit_flip(data)
         if corrected is not None:
@@ -223,16 +220,16 @@ class Repair:
             return manifest
         except CorruptError as error:
             logger.info("%s: the index is rebuilt: %s", location.url, error)
-        rebuilt = rebuilt_index(location, manifest)
+        index, from_packs = rebuilt_index(location, manifest)
         before = dict(overlay.pending)
-        records = write_index(location, manifest.attempt, rebuilt.index, self._settings, [])
-        source = f"from the packs of ranks {list(rebuilt.from_packs)} and the parts of the others"
-        action = f"index: rebuilt {source if rebuilt.from_packs else 'from parts'}"
+        records = write_index(location, manifest.attempt, index, self._settings, [])
+        source = f"from the packs of ranks {list(from_packs)} and the parts of the others"
+        action = f"index: rebuilt {source if from_packs else 'from parts'}"
         if records != (manifest.indexes, manifest.overview):
             # The manifest names other files, so it must change too: one new file, then a manifest that names it.
             overlay.pending = before
             action += ", as one file"
-            record = self._one_file(location, manifest, rebuilt.index)
+            record = self._one_file(location, manifest, index)
             manifest = replace(manifest, indexes=(record,), overview=None)
             manifest = self._put_manifest(location, overlay, manifest, done, action)
         else:
