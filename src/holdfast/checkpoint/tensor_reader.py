@@ -47,14 +47,10 @@ class TensorReader:
         Raises:
             CorruptError: Stored bytes differ from what was saved.
         """
-        boxes: list[WantedBoxes] = []
-        targets: list[HostTarget] = []
-        window_parts: list[list[HostTarget]] = []
-        for (name, window), dtype in zip(wanted, dtypes, strict=True):
-            parts = [(WantedBoxes(name, (box,)), HostTarget(dtype, box)) for box in window.boxes]
-            boxes += [box for box, _ in parts]
-            targets += [target for _, target in parts]
-            window_parts.append([target for _, target in parts])
+        window_parts = [
+            [HostTarget(dtype, box) for box in window.boxes] for (_, window), dtype in zip(wanted, dtypes, strict=True)
+        ]
+        boxes = [WantedBoxes(name, (box,)) for name, window in wanted for box in window.boxes]
         plan = load_plan(boxes, self.pieces_near, min(self.settings.read_window_bytes, _RUN_BYTES_MAX))
-        execute(plan, self.packs, targets, self.settings)
+        execute(plan, self.packs, [part for parts in window_parts for part in parts], self.settings)
         return window_parts, plan.bytes

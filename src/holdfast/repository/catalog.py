@@ -25,7 +25,7 @@ from holdfast.format.names import (
 from holdfast.format.sealed_json import decode_sealed, header, sealed, stated_digest
 from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.epochs import current_fence, is_valid
-from holdfast.repository.publish import publish
+from holdfast.repository.publish import get_or_none, publish
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -78,12 +78,8 @@ def read_run_id(store: Store) -> str | None:
         CorruptError: `holdfast.json` is damaged.
         InvalidError: It is of another format version.
     """
-    where = f"{store.url}/{RUN_FILE}"
-    try:
-        data = store.get(RUN_FILE, _RUN_BYTES_MAX)
-    except MissingError:
-        return None
-    return decode_sealed(data, "run", _RunDocument, where)[0].run_id
+    data = get_or_none(store, RUN_FILE, _RUN_BYTES_MAX)
+    return None if data is None else decode_sealed(data, "run", _RunDocument, f"{store.url}/{RUN_FILE}")[0].run_id
 
 
 def ensure_run(store: Store, run_id: str, created: str) -> str:

@@ -31,7 +31,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.sealed_json import EpochNumber, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
-from holdfast.repository.publish import publish
+from holdfast.repository.publish import get_or_none, publish
 from holdfast.settings import MIB
 from holdfast.types.epoch import Epoch, Fence
 
@@ -82,12 +82,10 @@ def read_epoch(store: Store, number: int) -> Epoch | None:
         InvalidError: It is of another major version.
     """
     key = epoch_key(number)
-    where = f"{store.url}/{key}"
-    try:
-        data = store.get(key, _RECORD_BYTES_MAX)
-    except MissingError:
+    data = get_or_none(store, key, _RECORD_BYTES_MAX)
+    if data is None:
         return None
-    document = _decode(data, "epoch", _EpochDocument, number, where)
+    document = _decode(data, "epoch", _EpochDocument, number, f"{store.url}/{key}")
     return Epoch(number, document.run_id, decode_holder(document.holder))
 
 
@@ -111,10 +109,7 @@ def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, 
 
 def read_heartbeat(store: Store, number: int) -> bytes | None:
     """Return the last heartbeat of an epoch, or None before the first one."""
-    try:
-        return store.get(beat_key(number), _BEAT_BYTES_MAX)
-    except MissingError:
-        return None
+    return get_or_none(store, beat_key(number), _BEAT_BYTES_MAX)
 
 
 def put_heartbeat(store: Store, number: int, beat: bytes) -> None:

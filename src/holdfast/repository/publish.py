@@ -28,6 +28,14 @@ def publish(store: Store, key: str, data: bytes) -> None:
             ) from conflict
 
 
+def get_or_none(store: Readable, key: str, bytes_max: int) -> bytes | None:
+    """Return a small object whole; None if it does not exist."""
+    try:
+        return store.get(key, bytes_max)
+    except MissingError:
+        return None
+
+
 def holds(store: Readable, key: str, data: bytes) -> bool:
     """Return whether exactly `data` is stored at `key`."""
     try:

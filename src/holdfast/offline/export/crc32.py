@@ -10,9 +10,6 @@ from holdfast.errors import CorruptError
 _POLYNOMIAL = 0xEDB88320
 """The polynomial of zip and gzip, bits reversed."""
 
-_Matrix = tuple[int, ...]
-"""32 columns over GF(2)."""
-
 
 def joined_crc32(parts: Iterable[tuple[int, int, int]], start: int, stop: int) -> int:
     """Return the CRC-32 of bytes `[start, stop)`.
@@ -36,30 +33,28 @@ def joined_crc32(parts: Iterable[tuple[int, int, int]], start: int, stop: int) -
 def _append_zeros(crc: int, zeros: int) -> int:
     """Return the CRC-32 of data followed by that many zero bytes, from the CRC-32 of the data.
 
-    Source: zlib's `crc32_combine`, as first written by Mark Adler: each zero bit is a linear step over GF(2).
+    Source: zlib's `crc32_combine` by Mark Adler: a CRC is a polynomial over GF(2), and n zero bits multiply it by x**n.
     """
-    power = 3  # A zero byte is 2**3 bit steps.
+    power = 3  # A zero byte is 2**3 bits.
     while zeros:
         if zeros & 1:
-            crc = _times(_steps(power), crc)
+            crc = _product(_power_of_x(power), crc)
         zeros >>= 1
         power += 1
     return crc
 
 
 @cache
-def _steps(power: int) -> _Matrix:
-    """Return 2**power steps as one matrix."""
-    if not power:
-        return (_POLYNOMIAL, *(1 << bit for bit in range(31)))
-    half = _steps(power - 1)
-    return tuple(_times(half, column) for column in half)
+def _power_of_x(power: int) -> int:
+    """Return x**(2**power), modulo the polynomial of the CRC. The highest bit is the coefficient of x**0."""
+    return 1 << 30 if not power else _product(_power_of_x(power - 1), _power_of_x(power - 1))
 
 
-def _times(matrix: _Matrix, vector: int) -> int:
+def _product(a: int, b: int) -> int:
+    """Return the product of two polynomials, modulo the polynomial of the CRC."""
     product = 0
-    for column in matrix:
-        if vector & 1:
-            product ^= column
-        vector >>= 1
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return product

@@ -6,7 +6,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -142,30 +142,25 @@ class WindowWriter:
             due = self._clock.monotonic_seconds() - self._synced_at >= _SYNC_SECONDS
             # Under the lock: a report takes one call at a time.
             self._on_window(window.bytes, read_bytes)
-        # One writer syncs for all; the others go on writing meanwhile.
-        if due and self._syncing.acquire(blocking=False):
-            try:
-                self._sync_waiting()
-            finally:
-                self._syncing.release()
+        if due:
+            self._sync(blocking=False)
 
-    def _sync(self) -> None:
-        with self._syncing:
-            self._sync_waiting()
-
-    def _sync_waiting(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        try:
+    def _sync(self, *, blocking: bool = True) -> None:
+        """Make the written windows durable. One writer syncs for all; if not `blocking`, the others go on writing."""
+        if not self._syncing.acquire(blocking=blocking):
+            return
+        with ExitStack() as cleanup:
+            cleanup.callback(self._syncing.release)
+            with self._lock:
+                waiting, self._waiting = self._waiting, []
+            for _, file in waiting:
+                cleanup.callback(file.close)
             for _, file in waiting:
                 file.sync()
-        finally:
-            for _, file in waiting:
-                file.close()
-        if waiting:
-            self._on_durable([done for done, _ in waiting])
-        with self._lock:
-            self._synced_at = self._clock.monotonic_seconds()
+            if waiting:
+                self._on_durable([done for done, _ in waiting])
+            with self._lock:
+                self._synced_at = self._clock.monotonic_seconds()
 
 
 def _fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, read_buffers: BufferPool) -> DoneWindow:
@@ -219,7 +214,7 @@ class WindowTarget(Target):
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`."""
         stored = np.frombuffer(source, DTYPES[self._stored].numpy).reshape(source_box.shape)
-        into, elements = self._part(part), _within(stored, part, source_box)
+        into, elements = _within(self._array, part, self._box), _within(stored, part, source_box)
         if self._stored == self._dtype:
             into[...] = elements
         else:
@@ -227,13 +222,10 @@ class WindowTarget(Target):
 
     def memory(self, part: Box) -> memoryview | None:
         """Return the memory of `part` if it is one run of the window and needs no cast."""
-        run = self._part(part)
+        run = _within(self._array, part, self._box)
         if self._stored != self._dtype or not run.flags.c_contiguous:
             return None
         return run.reshape(-1).view(np.uint8).data
-
-    def _part(self, part: Box) -> NDArray[np.generic]:
-        return _within(self._array, part, self._box)
 
 
 def _within(array: NDArray[np.generic], part: Box, box: Box) -> NDArray[np.generic]:
