@@ -1,4 +1,4 @@
-"""One checkpoint, read-only: its location, its manifest and index, the proof that pieces cover every tensor.
+"""One checkpoint, read-only: location, manifest and index, the proof of coverage, verification.
 
 `loading/`, `runs/`, `offline/` and `open_checkpoint` call it. Read `checkpoint.py` first.
 It writes nothing and needs no torch.

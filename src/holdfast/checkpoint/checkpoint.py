@@ -13,11 +13,10 @@ from types import EllipsisType
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.index_loading import index_for, listing_at, split_index_at
 from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
-from holdfast.checkpoint.per_rank import per_rank_values
 from holdfast.checkpoint.tensor_reader import TensorReader
 from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.checkpoint.verify_foreign import ListedVerification
-from holdfast.clock import Clock, SystemClock
+from holdfast.clock import SystemClock
 from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
 from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
@@ -33,7 +32,7 @@ from holdfast.plan.forecast import Forecast, forecast
 from holdfast.plan.reads import load_plan
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
-from holdfast.repository.catalog import check_pack, read_file, read_index, stored_bytes
+from holdfast.repository.catalog import check_pack, read_file, read_index, read_per_rank, stored_bytes
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
@@ -61,10 +60,8 @@ class TensorInfo:
 class Checkpoint:
     """A committed checkpoint. Opening it reads the manifest. Later calls read the parts of the index that they need."""
 
-    def __init__(
-        self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework, *, clock: Clock | None = None
-    ) -> None:
-        self._location, self._to_torch, self._clock = location, to_torch, clock or SystemClock()
+    def __init__(self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework) -> None:
+        self._location, self._to_torch, self._clock = location, to_torch, SystemClock()
         self.settings = settings
         """How its bytes are read."""
         self.url = location.url
@@ -249,7 +246,7 @@ class Checkpoint:
         Raises:
             MissingError: Fewer ranks saved it.
         """
-        return per_rank_values(self._location.store, self._location.folder, self.manifest, rank)
+        return read_per_rank(self._location.store, self._location.folder, self.manifest, rank)
 
     def pieces(self, fqn: str) -> list[Piece]:
         """Return the stored pieces of a tensor: the box and the pack of each. The pack's name includes its rank."""

@@ -27,7 +27,6 @@ from functools import partial
 
 from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint.per_rank import per_rank_values
 from holdfast.coordination.job import Job, error_text
 from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
@@ -45,6 +44,7 @@ from holdfast.loading.same_content import same_content
 from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
 from holdfast.plan.reads import load_plan
 from holdfast.ports.framework import Catalog, Restoration, Selection
+from holdfast.repository.catalog import read_per_rank
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.operation import OperationTrace
@@ -266,7 +266,7 @@ def _catalog(resolved: Resolved, settings: Settings) -> Catalog:
         run_id=manifest.run_id,
         step=manifest.step,
         world_size=manifest.world_size,
-        per_rank=lambda rank: per_rank_values(location.store, location.folder, manifest, rank),
+        per_rank=lambda rank: read_per_rank(location.store, location.folder, manifest, rank),
         same_content=partial(same_content, index, location.packs_of(manifest), settings),
         masters=manifest.masters,
         drops_ties=manifest.origin is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -18,15 +19,19 @@ from holdfast.format.names import (
     RUN_FILE,
     is_file_url,
     is_pack_name,
+    part_name,
     step_folder,
     step_of_folder,
     step_of_pack,
 )
+from holdfast.format.part import decode_part, require_part_of
 from holdfast.format.sealed_json import decode_sealed, header, sealed, stated_digest
+from holdfast.format.values import values
 from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.epochs import current_fence, is_valid
 from holdfast.repository.publish import get_or_none, publish
 from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.types.values import Value
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +176,26 @@ def read_file(store: Store, folder: str, attempt: str, record: FileRecord) -> by
             f"{store.url}/{key}: bytes 0–{record.bytes} hash to {digest}; expected {record.digest}. Read another copy"
         )
     return data
+
+
+def read_per_rank(store: Store, folder: str, manifest: Manifest, rank: int) -> Mapping[str, Value]:
+    """Return the per-rank values of one of the ranks that saved, by path.
+
+    Raises:
+        MissingError: Fewer ranks saved the checkpoint.
+        CorruptError: The rank's part differs from what was saved.
+    """
+    record = next((part for part in manifest.parts if part.name == part_name(rank)), None)
+    if record is None:
+        raise MissingError(f"{store.url}/{folder}: no part of rank {rank}; {manifest.world_size} ranks saved it")
+    part = decode_part(read_file(store, folder, manifest.attempt, record), record.name)
+    require_part_of(part, rank, manifest.attempt, f"{store.url}/{folder}{record.name}")
+    by_path = values.decode(values.loads(part.per_rank), "") if part.per_rank is not None else {}
+    if not isinstance(by_path, dict):
+        raise CorruptError(
+            f"{store.url}/{folder}{record.name}: per-rank values are {type(by_path).__name__}; expected a dict"
+        )
+    return {str(path): value for path, value in by_path.items()}
 
 
 def stored_bytes(store: Readable, key: str) -> int:

@@ -77,7 +77,7 @@ class _ObserverQueue:
     """One observer, its queue of events in order, and the thread that calls it."""
 
     def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+        self._observer, self._name = observer, f"observer {type(observer).__name__}"
         # SimpleQueue: a signal handler may put an event while the interrupted code is inside another put.
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class _ObserverQueue:
             # The queue also holds the end marker.
             dropped += max(self._events.qsize() - 1, 0)
         if dropped:
-            logger.warning("%s was too slow: %d events were dropped", _name(self._observer), dropped)
+            logger.warning("%s was too slow: %d events were dropped", self._name, dropped)
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -119,7 +119,7 @@ class _ObserverQueue:
             thread.start()
         except RuntimeError as error:
             # The thread limit is reached, or the interpreter is exiting. The next event tries again.
-            logger.debug("%s: no thread could be started: %s", _name(self._observer), error)
+            logger.debug("%s: no thread could be started: %s", self._name, error)
         else:
             self._thread = thread
 
@@ -131,12 +131,8 @@ class _ObserverQueue:
                 if not self._has_failed:
                     logger.warning(
                         "%s failed and still gets later events; this warning is given once: %s: %s",
-                        _name(self._observer),
+                        self._name,
                         type(error).__name__,
                         error,
                     )
                 self._has_failed = True
-
-
-def _name(observer: Observer) -> str:
-    return f"observer {type(observer).__name__}"
