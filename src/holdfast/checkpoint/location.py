@@ -99,23 +99,22 @@ class CheckpointLocation:
 
     def packs_in(self, attempt: str) -> Packs:
         """Return a function that locates the packs that an attempt wrote or references."""
-        own = packs_under(self.store, f"{self.folder}{attempt}/")
+        attempt_folder = f"{self.folder}{attempt}/"
 
         def packs(name: str) -> Stored:
             if is_file_url(name):
                 return self.references(name)
-            return own(name) if step_of_pack(name) is None else self._of_other_step(name)
+            if step_of_pack(name) is None:
+                return Stored(self.store, attempt_folder + name)
+            if self.root is None:
+                raise InvalidError(
+                    f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it; "
+                    "expected the root in which it was saved. Open it there, or copy it from there with `holdfast "
+                    "export --to holdfast`"
+                )
+            return Stored(self.root, name)
 
         return packs
-
-    def _of_other_step(self, name: str) -> Stored:
-        if self.root is None:
-            raise InvalidError(
-                f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it; "
-                "expected the root in which it was saved. Open it there, or copy it from there with `holdfast export "
-                "--to holdfast`"
-            )
-        return Stored(self.root, name)
 
     def require_empty(self) -> None:
         """Refuse to save over a checkpoint.
@@ -185,9 +184,9 @@ def is_all_there(location: CheckpointLocation) -> bool:
     """Return whether every file that the manifest names exists now in its full size."""
     try:
         manifest = manifest_in(location.folder, manifest_bytes_at(location), f"{location.url}/{MANIFEST_FILE}")
-        own = f"{location.folder}{manifest.attempt}/"
+        attempt_folder = f"{location.folder}{manifest.attempt}/"
         for record in (*manifest.parts, *manifest.index_files):
-            check_size(location.store, own + record.name, record)
+            check_size(location.store, attempt_folder + record.name, record)
     except (CorruptError, MissingError):
         return False
     return not short_packs(location.store, location.folder, manifest, location.packs_of(manifest))

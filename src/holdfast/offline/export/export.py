@@ -182,7 +182,7 @@ class Export:
                 raise ConflictError(f"{destination.url}: exists already; it was not touched. Export elsewhere")
             begun_anew = self._begin(note)
             done, free_number = self._read_journals()
-            resumed_bytes = sum(each.window.bytes for each in done)
+            resumed_bytes = sum(durable.window.bytes for durable in done)
             progress = ByteProgress(self._bytes, observer)
             progress.add(resumed_bytes)
 
@@ -347,11 +347,11 @@ class Export:
 
 
 def _ranges(done: Sequence[DoneWindow]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((each.window.file, each.window.start, each.window.stop) for each in done)
+    return tuple((durable.window.file, durable.window.start, durable.window.stop) for durable in done)
 
 
 def _encode(done: Sequence[DoneWindow]) -> bytes:
-    return b"".join(json.dumps(asdict(each)).encode() + b"\n" for each in done)
+    return b"".join(json.dumps(asdict(durable)).encode() + b"\n" for durable in done)
 
 
 def _decode(data: bytes) -> Iterator[DoneWindow]:
