@@ -1,4 +1,4 @@
-"""Builds what the face needs from implementations: stores, jobs, formats, checkpoints, exports."""
+"""Chooses and makes the implementations for the public functions: stores, jobs, formats, checkpoints, exports."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def store_at(path: object, settings: Settings) -> Store:
 
 @cache
 def formats() -> tuple[Format, ...]:
-    """Return other systems' checkpoints that are read in place; the first that knows one lists it.
+    """Return the formats of other systems. The first that recognises a checkpoint reads it.
 
-    Imported when something is there that is not ours: they take as long as all else that a command needs.
+    Imported at the first checkpoint of another system: the import takes as long as the rest of a command.
     """
     from holdfast.foreign.dcp.reader import DcpFormat
     from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
@@ -79,7 +79,7 @@ def formats() -> tuple[Format, ...]:
 
 
 def foreign_at(path: str) -> ForeignPath:
-    """Return the files at a path of a file system, whoever wrote them."""
+    """Return the files at a path of a file system, for the format that recognises them."""
     name = os.path.basename(path) if os.path.isfile(path) else ""
     files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if name else path)
 
@@ -96,17 +96,17 @@ def foreign_at(path: str) -> ForeignPath:
 
 
 def location_at(path: object, settings: Settings) -> CheckpointLocation:
-    """Return the place of one checkpoint to be read: of Holdfast's, or of another system's.
+    """Return the location of one checkpoint to read: of Holdfast, or of another system.
 
     Raises:
-        InvalidError: It is no path, or of a scheme not supported.
+        InvalidError: It is not a path, or its scheme is not supported.
     """
     store = store_at(path, settings)
     foreign, root = None, None
     if isinstance(store, LocalStore):
         path_text = store.url.removeprefix("file://")
         foreign = foreign_at(path_text)
-        # A step may refer to packs of others beside it; a link to it, such as people make, leads there too.
+        # A step may refer to packs of the steps beside it. Resolve links: they may point to a step of a run.
         parent, name = os.path.split(os.path.realpath(path_text))
         root = LocalStore(parent, settings=settings) if step_of_folder(name) is not None else None
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
@@ -151,10 +151,10 @@ def export_of(source: object, destination: object, to: object, options: ExportOp
 
 
 def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
-    """Return what carries out an export in several processes; arguments as `export_of`.
+    """Return the worker processes of an export; arguments as `export_of`.
 
     Raises:
-        InvalidError: The source is in this process's memory, where no other process sees it.
+        InvalidError: The source is in the memory of this process, which no other process can read.
     """
     if isinstance(store_at(source, settings), MemoryStore):
         raise InvalidError(f"{source}: is in the memory of this process; expected workers=1")

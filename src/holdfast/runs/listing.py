@@ -1,4 +1,4 @@
-"""What lies under the root of a run, for people to look at: committed, damaged and unfinished steps."""
+"""Lists the steps under the root of a run: committed, damaged and unfinished."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class StepRecord:
     """One step folder of a run."""
 
     step: int
-    """The training iteration it is named after."""
+    """The training iteration in the name of the folder."""
 
     manifest: Manifest | None
-    """The commit record; None if there is none, or if it cannot be read."""
+    """The manifest; None if the step has none, or if it cannot be read."""
 
     error: CheckpointError | None
-    """Why a manifest that is there cannot be read; None if it can, or if there is none."""
+    """Why the manifest cannot be read; None if it can be read, or if the step has none."""
 
     leftovers: tuple[str, ...]
-    """Folders of attempts that did not commit: under way, or failed. Where the manifest cannot be read, of all."""
+    """Folders of attempts that did not commit: under way, or failed. All attempts if the manifest cannot be read."""
 
     tags: tuple[str, ...] = ()
-    """Names it was given."""
+    """Tags of the step."""
 
     quarantined: str | None = None
-    """What was found damaged, if the step is under quarantine: no run resumes from it by itself."""
+    """The damage, if the step is under quarantine: a resume skips it. None otherwise."""
 
     fenced: bool = False
-    """Whether the manifest was published by a writer that another one had replaced: no reader takes it."""
+    """Whether a writer published the manifest after another one had replaced it: no reader accepts it."""
 
     @property
     def committed(self) -> bool:
-        """Whether there is a manifest that counts, whole or not."""
+        """Whether the step has a manifest, readable or damaged, that is not fenced."""
         return (self.manifest is not None or self.error is not None) and not self.fenced
 
 
@@ -52,10 +52,10 @@ class RunRecord:
     """The root of a run."""
 
     url: str
-    """Where it lies."""
+    """URL of the root."""
 
     run_id: str | None
-    """The run it belongs to; None if it says none, or its `holdfast.json` is damaged."""
+    """The run id in `holdfast.json`; None if the file is absent or damaged."""
 
     error: CheckpointError | None
     """Why `holdfast.json` cannot be read, or None."""
@@ -64,18 +64,18 @@ class RunRecord:
     """Every step folder, ascending."""
 
     tags: Sequence[Tag] = ()
-    """Every tag that can be read, by name; its step may be gone."""
+    """Every readable tag, by name; its step may be gone."""
 
     tag_errors: Mapping[str, CheckpointError] = field(default_factory=dict)
     """Why other tags cannot be read, by name."""
 
 
 def run_record(store: Store) -> RunRecord:
-    """Return what lies under a root; damage is reported, not raised.
+    """Return the steps and tags under a root; damage is reported, not raised.
 
     Raises:
-        MissingError: Nothing of a run lies there.
-        InvalidError: It is one checkpoint, not the root of a run.
+        MissingError: The path holds no run.
+        InvalidError: The path is one checkpoint, not the root of a run.
     """
     if exists(store, MANIFEST_FILE):
         raise InvalidError(
@@ -108,7 +108,7 @@ def _step_record(
     try:
         manifest = read_manifest(store, folder)
     except MissingError:
-        pass  # No manifest, no checkpoint: what lies there is unfinished.
+        pass  # Without a manifest the step is unfinished.
     except CheckpointError as found:
         error = found
     committed_attempt = None if manifest is None else manifest.attempt

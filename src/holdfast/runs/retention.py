@@ -1,4 +1,4 @@
-"""Which steps of a run are kept, and why: a pure function of what their manifests and tags say."""
+"""Which steps of a run are kept, and why: a pure function of their manifests and tags."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from holdfast.errors import InvalidError
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, SavePolicy, Tagged
 
 NEWEST = "newest"
-"""Why the newest step is kept, whatever the policy says."""
+"""Reason of the newest step, which every policy keeps."""
 
 LAST_HEALTHY = "last healthy"
-"""Why the newest step without a mark is kept, once the health of some step is known."""
+"""Reason of the newest step that is not marked unhealthy, once the health of a step is known."""
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:", re.ASCII)
 _PERIOD_CHARACTERS = {"day": len("2026-01-31"), "hour": len("2026-01-31T23")}
 
 Reasons = dict[int, tuple[str, ...]]
-"""Why each step is kept; steps that are not are absent."""
+"""The reasons of each step that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptFacts:
-    """What retention knows of a valid step."""
+    """The facts about a valid step that retention uses."""
 
     step: int
     """The step."""
@@ -44,18 +44,18 @@ class KeptFacts:
 
 
 def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
-    """Return the steps that are kept, ascending, each with the reasons; the newest is always among them,
-    and so is the last healthy one where some step carries a mark or the lack of one.
+    """Return the steps that are kept, ascending, each with the reasons.
 
-    What was decided stands: once the other steps are gone, the same are kept.
+    The newest step is always kept. So is the last healthy one, once the health of a step is known. The decision is
+    stable: after the other steps are removed, the same steps are kept.
 
     Args:
         policy: What to keep; None for everything.
-        steps: The whole steps of the run, in any order. A damaged one counts for nothing, so that it takes no place
-            from one that can be loaded.
+        steps: The complete steps of the run, in any order. Leave out damaged steps: they must not take the place of a
+            step that can be loaded.
     Raises:
-        InvalidError: The policy ranks by a metric that no step has; the message names it. Nothing is decided then, for
-            a misspelt name must not remove the best step.
+        InvalidError: The policy ranks by a metric that no step has; the message names it. A misspelt name must not
+            remove the best step.
     """
     if not steps:
         return {}
@@ -69,7 +69,7 @@ def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
 
 
 def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
-    """Return the newest step known to be healthy; where none is, that of which nothing is known beside marked ones."""
+    """Return the newest healthy step; if no step is, the newest unchecked one. None if no step was checked."""
     known = [each for each in steps if each.healthy is not None]
     unmarked = [each.step for each in known if each.healthy] or [each.step for each in steps if each.healthy is None]
     return max(unmarked) if known and unmarked else None
@@ -111,7 +111,7 @@ def _best(policy: BestN, steps: Sequence[KeptFacts]) -> Reasons:
 def _newest_per(policy: NewestPer, steps: Sequence[KeptFacts]) -> Reasons:
     newest: dict[str, int] = {}
     for each in steps:
-        # One whose time is told otherwise belongs to no period, and is kept rather than lost.
+        # A step whose time has another format forms a period of its own, so that it is kept.
         period = each.created[: _PERIOD_CHARACTERS[policy.period]] if _TIME.match(each.created) else f"? {each.step}"
         newest[period] = max(each.step, newest.get(period, -1))
     return {step: (f"newest of {period}",) for period, step in newest.items()}
