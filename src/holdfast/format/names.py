@@ -13,8 +13,7 @@ EPOCHS_FOLDER = "epochs/"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
-_PACK = re.compile(r"(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
-_STEP_PACK = re.compile(r"step-(\d{12})/[0-9a-f]{16}/(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
+_PACK = re.compile(r"(?:step-(\d{12})/[0-9a-f]{16}/)?(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
 _PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
 _EPOCH = re.compile(r"(\d{12})(\.json|\.accepted\.json|\.beat)", re.ASCII)
 _INDEX = re.compile(r"index-\d{5}\.msgpack", re.ASCII)
@@ -78,7 +77,8 @@ def index_name(number: int) -> str:
 
 def is_pack_name(name: str) -> bool:
     """Return whether a name is that of a pack inside an attempt's folder."""
-    return _PACK.fullmatch(name) is not None
+    match = _PACK.fullmatch(name)
+    return match is not None and match[1] is None
 
 
 def step_pack_name(step: int, attempt: str, name: str) -> str:
@@ -88,8 +88,8 @@ def step_pack_name(step: int, attempt: str, name: str) -> str:
 
 def step_of_pack(name: str) -> int | None:
     """Return the step in a pack's path from the root; None if the name is no such path."""
-    match = _STEP_PACK.fullmatch(name)
-    return int(match[1]) if match else None
+    match = _PACK.fullmatch(name)
+    return int(match[1]) if match and match[1] else None
 
 
 def is_file_url(name: str) -> bool:
@@ -123,9 +123,6 @@ def is_attempt_file(name: str) -> bool:
 def rank_of_pack(name: str) -> int:
     """Return the rank that wrote a pack of this or another step, from its name."""
     match = _PACK.fullmatch(name)
-    if match is not None:
-        return int(match[1])
-    match = _STEP_PACK.fullmatch(name)
     assert match is not None, name
     return int(match[2])
 

@@ -14,7 +14,7 @@ from holdfast.format.sealed_json import convert
 from holdfast.format.values.json_text import loads
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import BY_SAFETENSORS, DTYPES
-from holdfast.geometry.region import FlatRange, Region
+from holdfast.geometry.region import FlatRange, Region, corners
 from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import PackItem, PackPlan
 
@@ -73,7 +73,7 @@ def header_body(pack: PackPlan) -> HeaderBody:
     if pack.apart:
         metadata["holdfast.pieces"] = _compact({item.tensor.fqn: _piece_note(item) for item in pack.items})
     else:
-        offsets = {item.tensor.fqn: {"saved_offsets": _start(item.region)} for item in pack.items}
+        offsets = {item.tensor.fqn: {"saved_offsets": list(corners(item.region)[0])} for item in pack.items}
         metadata["DCP_SHARDING_INFO"] = _compact(offsets)
     entries: dict[str, object] = {}
     for item in pack.items:
@@ -101,11 +101,6 @@ def _piece_note(item: PackItem) -> dict[str, object]:
     region = item.region
     kind = "flat" if isinstance(region, FlatRange) else "box"
     return {"dtype": item.tensor.dtype, kind: [region.start, region.stop]}
-
-
-def _start(region: Region) -> list[int]:
-    assert isinstance(region, Box), "flat ranges are stored in opaque packs"
-    return list(region.start)
 
 
 def _compact(document: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.pack import entries_of
@@ -43,16 +43,16 @@ def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]
     Raises:
         CorruptError: It is not the header of a pack, or has an impossible value.
     """
+    is_opaque = pack.startswith(OPAQUE_FOLDER)
     try:
-        metadata: dict[str, Any] = cast(Any, loads(header[8:]))["__metadata__"]
-        shapes = cast(Any, loads(metadata["holdfast.global_shapes"].encode()))
-        notes = cast(
-            Any, loads(metadata["holdfast.pieces" if pack.startswith(OPAQUE_FOLDER) else "DCP_SHARDING_INFO"].encode())
-        )
+        document: Any = loads(header[8:])
+        metadata = document["__metadata__"]
+        shapes: Any = loads(metadata["holdfast.global_shapes"].encode())
+        notes: Any = loads(metadata["holdfast.pieces" if is_opaque else "DCP_SHARDING_INFO"].encode())
         pieces = []
         for entry in entries_of(header, where):
             note = notes[entry.fqn]
-            if pack.startswith(OPAQUE_FOLDER):
+            if is_opaque:
                 dtype, region = note["dtype"], _region_of(note)
             else:
                 start = tuple(note["saved_offsets"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
 from holdfast.geometry.placement import coordinate_of, held_boxes_in_shard_order
+from holdfast.geometry.region import coordinate_at, row_major
 from holdfast.geometry.tensor import Layout, Placement
 
 RANKS_MAX = 65_536
@@ -47,11 +48,11 @@ class DescribedMesh:
 
     def layout_of(self, global_shape: tuple[int, ...]) -> Layout:
         """Return the layout of a tensor; it is whole on a mesh dimension that splits a dimension it does not have."""
-        placements = tuple(
-            Placement(None) if each.dim is not None and each.dim >= len(global_shape) else each
-            for each in self.placements
+        placements = (
+            Placement(None) if placement.dim is not None and placement.dim >= len(global_shape) else placement
+            for placement in self.placements
         )
-        return Layout(self.shape, tuple(range(self.ranks)), placements)
+        return Layout(self.shape, tuple(range(self.ranks)), tuple(placements))
 
     def boxes_on(self, rank: int, global_shape: tuple[int, ...]) -> tuple[Box, ...]:
         """Return what a rank holds of a tensor, global coordinates."""
@@ -60,13 +61,8 @@ class DescribedMesh:
 
     def twin_of(self, rank: int) -> int:
         """Return the lowest rank that holds the same of every tensor."""
-        first = 0
-        stride = 1
-        for length, placement in zip(reversed(self.shape), reversed(self.placements), strict=True):
-            if placement.dim is not None:
-                first += rank // stride % length * stride
-            stride *= length
-        return first
+        own = zip(coordinate_at(rank, self.shape), self.placements, strict=True)
+        return row_major(tuple(0 if placement.dim is None else position for position, placement in own), self.shape)
 
 
 def described_mesh(text: str) -> DescribedMesh:
@@ -78,11 +74,11 @@ def described_mesh(text: str) -> DescribedMesh:
     names: list[str] = []
     shape: list[int] = []
     stated: list[str] = []
-    for each in text.split(","):
-        found = _DIMENSION.fullmatch(each)
-        if found is None:
-            raise _refusal(text, f"{each[:40]!r} is no mesh dimension")
-        name, size, placement = found[1], int(found[2]), found[3] or ""
+    for dimension in text.split(","):
+        match = _DIMENSION.fullmatch(dimension)
+        if match is None:
+            raise _refusal(text, f"{dimension[:40]!r} is no mesh dimension")
+        name, size, placement = match[1], int(match[2]), match[3] or ""
         if name in names:
             raise _refusal(text, f"{name} is named twice")
         if not placement and name not in (*_WHOLE, *_SPLIT, "fsdp"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import accumulate, product
 
 from holdfast.geometry.box import Box
+from holdfast.geometry.region import coordinate_at, row_major
 from holdfast.geometry.tensor import Layout, Placement
 
 Run = tuple[int, int]
@@ -15,12 +15,7 @@ Run = tuple[int, int]
 
 def coordinate_of(layout: Layout, rank: int) -> tuple[int, ...]:
     """Return a rank's coordinate on the mesh of `layout`; the rank must be on it."""
-    number = layout.mesh_ranks.index(rank)
-    coordinate = []
-    for length in reversed(layout.mesh_shape):
-        number, at = divmod(number, length)
-        coordinate.append(at)
-    return tuple(reversed(coordinate))
+    return coordinate_at(layout.mesh_ranks.index(rank), layout.mesh_shape)
 
 
 def held_boxes(
@@ -103,9 +98,7 @@ def replica_ranks(layout: Layout, coordinate: tuple[int, ...]) -> tuple[int, ...
         range(ranks) if placement.dim is None else (at,)
         for ranks, at, placement in zip(layout.mesh_shape, coordinate, layout.placements, strict=True)
     ]
-    strides = [math.prod(layout.mesh_shape[d + 1 :]) for d in range(len(layout.mesh_shape))]
-    numbers = (sum(at * stride for at, stride in zip(where, strides, strict=True)) for where in product(*choices))
-    return tuple(sorted(layout.mesh_ranks[number] for number in numbers))
+    return tuple(sorted(layout.mesh_ranks[row_major(position, layout.mesh_shape)] for position in product(*choices)))
 
 
 def _taken(runs: list[Run], placement: Placement, ranks: int, at: int) -> list[Run]:

@@ -89,6 +89,15 @@ def elements_spanned(region: Region, global_shape: tuple[int, ...], wanted: Box)
     return (first - region.start, last - region.start) if first < last else (0, 0)
 
 
+def coordinate_at(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the coordinate of a row-major number; the inverse of `row_major`."""
+    coordinate = []
+    for length in reversed(shape):
+        number, position = divmod(number, length)
+        coordinate.append(position)
+    return tuple(reversed(coordinate))
+
+
 def corners(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the first coordinates of a region and those past the last. A flat range has one coordinate."""
     if isinstance(region, FlatRange):

@@ -43,8 +43,10 @@ class CompareWindow:
 
 def windows_of(number: int, piece: Piece) -> Iterator[CompareWindow]:
     """Yield the chunks of a piece as windows."""
+    itemsize = piece.tensor.itemsize
     for chunk in range(chunk_count(piece.bytes, piece.chunk_bytes)):
-        yield _window(number, piece, chunk)
+        start, stop = chunk_range(piece.bytes, piece.chunk_bytes, chunk)
+        yield CompareWindow(number, piece, start // itemsize, stop // itemsize)
 
 
 def sampled(number: int, piece: Piece, blocks: int, block_bytes: int) -> Iterator[CompareWindow]:
@@ -85,7 +87,7 @@ def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list
                 settled_bytes += window.bytes
             else:
                 windows.append(window)
-    windows.sort(key=_first)
+    windows.sort(key=lambda window: window.boxes[0].start)
     return windows, settled_bytes
 
 
@@ -117,24 +119,12 @@ def batches(
         yield tuple(batch)
 
 
-def _window(number: int, piece: Piece, chunk: int) -> CompareWindow:
-    start, stop = chunk_range(piece.bytes, piece.chunk_bytes, chunk)
-    itemsize = piece.tensor.itemsize
-    return CompareWindow(number, piece, start // itemsize, stop // itemsize)
-
-
 def _digests(piece: Piece) -> Iterator[tuple[Spot, bytes]]:
     """Yield the elements and the digest of each chunk; nothing if the piece has no digests."""
     run = flat_run(piece.region, piece.tensor.global_shape)
-    for chunk in range(len(piece.digests) // DIGEST_BYTES):
-        window = _window(0, piece, chunk)
-        digest = piece.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
+    for window, at in zip(windows_of(0, piece), range(0, len(piece.digests), DIGEST_BYTES), strict=False):
+        digest = piece.digests[at : at + DIGEST_BYTES]
         if run is not None:
             yield (run.start + window.start, run.start + window.stop), digest
         else:
             yield (piece.region, window.start, window.stop), digest
-
-
-def _first(window: CompareWindow) -> tuple[int, ...]:
-    boxes = run_boxes(window.piece.region, window.piece.tensor.global_shape, window.start, window.stop)
-    return next(boxes).start

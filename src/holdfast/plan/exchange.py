@@ -27,7 +27,7 @@ from holdfast.types.exchange import (
     give_slot_bytes,
     take_slot_bytes,
 )
-from holdfast.types.plan import ChunkRead, LoadPlan, ReadRun
+from holdfast.types.plan import LoadPlan, ReadRun
 
 Ints = NDArray[np.int64]
 
@@ -177,41 +177,28 @@ class JobExchange:
             segments = np.searchsorted(self.bounds, starts, side="right") - 1
             divided = np.flatnonzero(stops > self.bounds[segments + 1])
             if len(divided):
-                raise _overlap(run, run.chunks[int(divided[0])])
-            unshared: list[ChunkRead] = []
+                chunk = run.chunks[int(divided[0])]
+                raise CorruptError(
+                    f"{chunk.piece.tensor.fqn}: {run.pack}: another piece begins or ends inside the chunk at bytes "
+                    f"{chunk.offset}–{chunk.offset + chunk.bytes}; expected pieces that do not overlap. Read another "
+                    "copy or another step"
+                )
+            # Adjacent chunks of unshared segments stay one run.
+            segments = np.where(self.readers[segments] < 0, -1, segments)
             cuts = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(run.chunks)]
             for first, last in pairwise(cuts):
-                segment, chunks = int(segments[first]), run.chunks[first:last]
+                segment, part = int(segments[first]), ReadRun.of(run.pack, run.chunks[first:last])
                 reader = int(self.readers[segment])
-                if reader < 0:
-                    unshared += chunks
-                    continue
-                _move_to_run(unshared, run.pack, alone)
-                part = ReadRun.of(run.pack, chunks)
-                if reader == rank:
+                if segment < 0:
+                    alone.append(part)
+                elif reader == rank:
                     ranks = self.groups[self.group_of[segment]]
                     others = tuple(ranks[ranks != rank].tolist())
                     gives[self.rounds[segment]].append(Give(part, others))
                 else:
                     takes[self.rounds[segment]].append(Take(part, reader))
-            _move_to_run(unshared, run.pack, alone)
         rounds = (ExchangeRound(tuple(give), tuple(take)) for give, take in zip(gives, takes, strict=True))
         return ExchangePlan(tuple(rounds), LoadPlan(tuple(alone)))
-
-
-def _overlap(run: ReadRun, chunk: ChunkRead) -> CorruptError:
-    return CorruptError(
-        f"{chunk.piece.tensor.fqn}: {run.pack}: another piece begins or ends inside the chunk at bytes "
-        f"{chunk.offset}–{chunk.offset + chunk.bytes}; expected pieces that do not overlap. Read another copy or "
-        "another step"
-    )
-
-
-def _move_to_run(chunks: list[ChunkRead], pack: str, runs: list[ReadRun]) -> None:
-    """Move adjacent chunks, if there are any, to a new run."""
-    if chunks:
-        runs.append(ReadRun.of(pack, tuple(chunks)))
-        chunks.clear()
 
 
 def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: bool) -> JobExchange | None:
