@@ -25,8 +25,16 @@ from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
-from holdfast.types.exchange import ExchangePlan, ExchangeRound, Take, Throughput, give_slot_bytes, take_slot_bytes
-from holdfast.types.plan import LoadPlan, ReadRun
+from holdfast.types.plan import (
+    ExchangePlan,
+    ExchangeRound,
+    LoadPlan,
+    ReadRun,
+    Take,
+    Throughput,
+    give_slot_bytes,
+    take_slot_bytes,
+)
 
 _STATUS = struct.Struct("<?qdqd")
 """Status word of a rank: whether it failed, then its `Throughput`."""

@@ -20,9 +20,8 @@ from holdfast.plan.exchange import (
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
-from holdfast.types.exchange import ExchangePlan
 from holdfast.types.manifest import Manifest
-from holdfast.types.plan import LoadPlan
+from holdfast.types.plan import ExchangePlan, LoadPlan
 
 
 @dataclass(frozen=True, slots=True)

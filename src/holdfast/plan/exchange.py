@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 from holdfast.errors import CorruptError
 from holdfast.plan.balance import water_fill
 from holdfast.settings import MIB
-from holdfast.types.exchange import (
+from holdfast.types.plan import (
     ExchangePlan,
     ExchangeRound,
     Give,
+    LoadPlan,
+    ReadRun,
     Take,
     Throughput,
     give_slot_bytes,
     take_slot_bytes,
 )
-from holdfast.types.plan import LoadPlan, ReadRun
 
 Ints = NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Frozen plans: what will be written and what will be read, before a byte moves."""
+"""Frozen plans: what will be written, read and exchanged, before a byte moves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.geometry.value_class import value_class
+from holdfast.settings import PAGE_BYTES
 
 OPAQUE_FOLDER = "enc/"
 """Folder, inside an attempt's, of packs whose entries are bytes to stock readers (U8): flat ranges, foreign dtypes."""
@@ -196,3 +197,74 @@ class LoadPlan:
     def bytes(self) -> int:
         """Bytes read."""
         return sum(run.stop - run.start for run in self.runs)
+
+
+def take_slot_bytes(count: int) -> int:
+    """Return the memory that so many bytes are taken into: whole pages."""
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
+
+
+def give_slot_bytes(count: int) -> int:
+    """Return the memory that so many bytes are read into: whole pages, and one more at either end, as stores need."""
+    return take_slot_bytes(count) + 2 * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """A run that this rank reads and passes on."""
+
+    run: ReadRun
+    """What is read; this rank wants all of it too."""
+
+    receivers: tuple[int, ...]
+    """The other ranks that want it, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A run that another rank reads and passes to this one."""
+
+    run: ReadRun
+    """What comes, with what this rank wants of it."""
+
+    reader: int
+    """Who reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRound:
+    """What one rank gives and takes in one collective, both in the order of the checkpoint's packs and offsets."""
+
+    gives: tuple[Give, ...]
+    """Runs it reads."""
+
+    takes: tuple[Take, ...]
+    """Runs it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """Everything one rank does in a load in which ranks pass bytes to each other."""
+
+    rounds: tuple[ExchangeRound, ...]
+    """As many on every rank; a round may be empty here."""
+
+    alone: LoadPlan
+    """What nobody else wants: read as in any load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """How fast one rank was in the best of the rounds that were measured."""
+
+    read_bytes: int
+    """Bytes it read from storage."""
+
+    read_seconds: float
+    """How long that took, every chunk checked and placed."""
+
+    moved_bytes: int
+    """Bytes it sent or received, whichever is more."""
+
+    moved_seconds: float
+    """How long that took, every chunk that came checked again and placed."""

@@ -31,9 +31,8 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks, run_ranks
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.exchange import ExchangePlan, Throughput
 from holdfast.types.manifest import Manifest
-from holdfast.types.plan import LoadPlan, WantedBoxes
+from holdfast.types.plan import ExchangePlan, LoadPlan, Throughput, WantedBoxes
 from holdfast.types.reports import LoadReport
 from tests.tuned import tuned
 from tests.unit.ranks import PATIENT, fresh_store, run_of, sharded

@@ -27,8 +27,16 @@ from holdfast.plan.exchange import (
     job_exchange,
 )
 from holdfast.plan.reads import load_plan
-from holdfast.types.exchange import ExchangePlan, Throughput, give_slot_bytes, take_slot_bytes
-from holdfast.types.plan import LoadPlan, Piece, ReadRun, WantedBoxes
+from holdfast.types.plan import (
+    ExchangePlan,
+    LoadPlan,
+    Piece,
+    ReadRun,
+    Throughput,
+    WantedBoxes,
+    give_slot_bytes,
+    take_slot_bytes,
+)
 
 CHUNK = 1 << 16
 ROUND = 1 << 20

@@ -14,8 +14,7 @@ import numpy as np
 
 from holdfast.errors import InvalidError
 from holdfast.format.index.columns import Ints
-from holdfast.format.index.piece_columns import PieceColumns, joined
-from holdfast.format.index.piece_lookup import PieceIntervals
+from holdfast.format.index.piece_columns import PieceColumns, PieceIntervals, joined
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES

@@ -15,8 +15,7 @@ from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.names import is_pack_name, is_part_name, part_name, rank_of_pack, rank_of_part, step_of_pack
-from holdfast.format.pack import HEADER_BYTES_MAX, pack_digest
-from holdfast.format.pack_recovery import StatedPiece, stated_pieces
+from holdfast.format.pack import HEADER_BYTES_MAX, StatedPiece, pack_digest, stated_pieces
 from holdfast.format.part import decode_part, is_sealed, require_part_of
 from holdfast.geometry.region import Region
 from holdfast.ports.store import Stored

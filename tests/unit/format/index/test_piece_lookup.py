@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_builder import IndexBuilder
-from holdfast.format.index.piece_lookup import PieceIntervals
+from holdfast.format.index.piece_columns import PieceIntervals
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import region_boxes
 from holdfast.geometry.tensor import TensorSpec
