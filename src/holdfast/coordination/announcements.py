@@ -49,7 +49,8 @@ class Announcements:
     """The announcements of a run, on one rank: rank 0 stores them, every rank reads them."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job, self._key_value_store = job, job.key_value_store
+        self._timeout_seconds = job.settings.commit_timeout_seconds
         self._generation = -1
         self._is_patient = True
         self.restart()
@@ -74,14 +75,13 @@ class Announcements:
 
     def request(self, step: int) -> None:
         """Ask rank 0 for a save of `step` or of one soon after it."""
-        job = self._job
-        if job.comm.rank == 0:
+        if self._job.comm.rank == 0:
             self._requested = max(step, self._requested or 0)
             return
         try:
             # The count first: rank 0 finds requests by their numbers.
-            number = job.key_value_store.add(self._key("asks"), 1, job.settings.commit_timeout_seconds)
-            job.key_value_store.set(self._key("ask", number), str(step).encode(), job.settings.commit_timeout_seconds)
+            number = self._key_value_store.add(self._key("asks"), 1, self._timeout_seconds)
+            self._key_value_store.set(self._key("ask", number), str(step).encode(), self._timeout_seconds)
         except (CheckpointError, TimeoutError) as error:
             logger.warning("step %d: the requested save cannot be announced: %s. Request it again", step, error)
 
@@ -139,8 +139,7 @@ class Announcements:
 
     def _read_next(self) -> None:
         """Put the next announcement in force; wait for it if rank 0 has not stored it."""
-        job = self._job
-        if job.comm.rank == 0:
+        if self._job.comm.rank == 0:
             if not self._ahead:
                 raise UnavailableError(
                     "rank 0 could not store its next announcement; expected to. See the warning before"
@@ -148,25 +147,24 @@ class Announcements:
             self.in_force = self._ahead.popleft()
             return
         key = self._key("told", self._count)
-        if not self._is_patient and not job.key_value_store.present(key):
+        if not self._is_patient and not self._key_value_store.present(key):
             raise TimeoutError(f"{key}: not set; expected an announcement of rank 0")
-        (data,) = job.key_value_store.get_many([key], job.settings.commit_timeout_seconds)
+        (data,) = self._key_value_store.get_many([key], self._timeout_seconds)
         self.in_force = decode_message(data, Announcement)
         self._count += 1
         if self._count % _BLOCK == 0:
             block = self._count // _BLOCK - 1
             # A failed count does no harm: a rank that counts a later block has read this one.
             with suppress(CheckpointError, TimeoutError):
-                job.key_value_store.add(self._key("read", block), 1, job.settings.commit_timeout_seconds)
+                self._key_value_store.add(self._key("read", block), 1, self._timeout_seconds)
 
     def _publish(self, announcement: Announcement) -> None:
         """Store an announcement, or take the one that an earlier try stored although it seemed to fail.
 
         A rank may have decided by the earlier one already.
         """
-        job = self._job
         key, value = self._key("told", self._count), encode_message(announcement)
-        stored = job.key_value_store.compare_set(key, b"", value, job.settings.commit_timeout_seconds)
+        stored = self._key_value_store.compare_set(key, b"", value, self._timeout_seconds)
         announcement = decode_message(stored, Announcement)
         self._count += 1
         self._until = announcement.until
@@ -176,33 +174,31 @@ class Announcements:
                 self._remove_read()
 
     def _read_requests(self) -> None:
-        job = self._job
-        total = job.key_value_store.add(self._key("asks"), 0, job.settings.commit_timeout_seconds)
+        total = self._key_value_store.add(self._key("asks"), 0, self._timeout_seconds)
         if total == self._requests_read:
             return
         keys = [self._key("ask", number) for number in range(self._requests_read + 1, total + 1)]
         with suppress(TimeoutError):
-            job.key_value_store.wait(keys, _REQUEST_SECONDS)
+            self._key_value_store.wait(keys, _REQUEST_SECONDS)
         # A rank that failed between count and step has logged it.
-        keys = [key for key in keys if job.key_value_store.present(key)]
-        steps = [int(data) for data in job.key_value_store.get_many(keys, _REQUEST_SECONDS)]
+        keys = [key for key in keys if self._key_value_store.present(key)]
+        steps = [int(data) for data in self._key_value_store.get_many(keys, _REQUEST_SECONDS)]
         self._requests_read = total
         if steps:
             self._requested = max(*steps, self._requested or 0)
-        job.key_value_store.delete(keys)
+        self._key_value_store.delete(keys)
 
     def _remove_read(self) -> None:
         """Delete the keys of announcements that every rank has read, so that the key-value store stays small."""
-        job = self._job
         blocks = range(self._blocks_removed, self._count // _BLOCK)
         for newest in reversed(blocks):
-            readers = job.key_value_store.add(self._key("read", newest), 0, job.settings.commit_timeout_seconds)
-            if readers < job.comm.world_size - 1:
+            readers = self._key_value_store.add(self._key("read", newest), 0, self._timeout_seconds)
+            if readers < self._job.comm.world_size - 1:
                 continue
             # Ranks read in order: all of them have read every earlier block too.
             for block in range(self._blocks_removed, newest + 1):
                 numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
-                job.key_value_store.delete(
+                self._key_value_store.delete(
                     [*(self._key("told", number) for number in numbers), self._key("read", block)]
                 )
             self._blocks_removed = newest + 1
