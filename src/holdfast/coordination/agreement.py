@@ -16,6 +16,7 @@ States of a numbered save (its `sequence`), and who moves it from one to the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from holdfast.coordination.job import Job, error_from, error_text
@@ -97,15 +98,13 @@ class SaveAgreement:
         job = self._job
         if self._refused is not None:
             return
-        try:
+        with suppress(CheckpointError, TimeoutError):
             key = self._key("open", self._sequence, job.comm.rank)
             job.key_value_store.set(key, encode_refusal(error_text(error)), job.seconds_left(self._deadline))
             job.record_keys(self._sequence, [key])
             if job.comm.rank == 0:
                 text = error_text(error)
                 self._set_verdict("verdict", self._refusal(error_from(text, f"{self._name}: rank 0 refused: ")))
-        except (CheckpointError, TimeoutError):
-            return
 
     def agree(
         self,
@@ -128,13 +127,13 @@ class SaveAgreement:
             raise error_from(self._refused)
         job = self._job
         rank = job.comm.rank
-        key = self._key("open", self._sequence, rank)
+        key, details_key = self._key("open", self._sequence, rank), self._key("details", self._sequence, rank)
         job.key_value_store.set(key, statement.encode(), job.seconds_left(self._deadline))
-        job.record_keys(self._sequence, [key, self._key("details", self._sequence, rank)])
+        job.record_keys(self._sequence, [key, details_key])
         verdict = self._set_verdict("verdict", self._decide(claim)) if rank == 0 else self._await_verdict("verdict")
         if verdict.describe is not None:
             if rank in ranks_in(verdict.describe):
-                self._publish(details())
+                job.key_value_store.set(details_key, encode_message(details()), job.seconds_left(self._deadline))
             if rank == 0:
                 verdict = self._set_verdict("final", self._decide_on_details(verdict, claim))
             else:
@@ -263,10 +262,6 @@ class SaveAgreement:
 
     def _refusal(self, error: Exception) -> SaveVerdict:
         return SaveVerdict(self._save_id, refused=error_text(error))
-
-    def _publish(self, details: Details) -> None:
-        key = self._key("details", self._sequence, self._job.comm.rank)
-        self._job.key_value_store.set(key, encode_message(details), self._job.seconds_left(self._deadline))
 
     def _read_details(self, ranks: Sequence[int]) -> list[Details]:
         keys = [self._key("details", self._sequence, rank) for rank in ranks]

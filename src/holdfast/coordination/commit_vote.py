@@ -15,6 +15,7 @@ wakes the waiting ranks.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.coordination.job import Job
@@ -100,10 +101,8 @@ class CommitVote:
 
     def announce(self, outcome: Outcome) -> None:
         """Announce the outcome of publishing to the waiting ranks. Never raises: they can read the manifest instead."""
-        try:
+        with suppress(CheckpointError, TimeoutError):
             self._announce(outcome, self._job.deadline())
-        except (CheckpointError, TimeoutError):
-            return
 
     def await_outcome(self) -> Outcome:
         """Wait for the outcome of the attempt. Never raises.
