@@ -29,11 +29,11 @@ class BackgroundQueue:
     def __init__(self, thread_name: str) -> None:
         """Start no thread yet: the first call does."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=thread_name)
-        self._last: weakref.ref[Future[None]] | None = None
+        self._last: weakref.ref[Future[object]] | None = None
 
-    def submit(self, work: Callable[..., object], *arguments: object) -> Future[None]:
+    def submit(self, work: Callable[[], object]) -> Future[object]:
         """Run a call after all calls submitted earlier."""
-        future: Future[None] = self._executor.submit(work, *arguments)  # type: ignore[arg-type]
+        future = self._executor.submit(work)
         # A weak reference: the exception of a failed call would keep the objects in its frames alive.
         self._last = weakref.ref(future)
         return future
