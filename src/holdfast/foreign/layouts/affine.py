@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 from typing import Annotated
 
 import msgspec
@@ -120,13 +121,12 @@ def _box(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], whole: t
         return None
     if 0 in shape:
         return Box((0,) * len(shape), (0,) * len(shape))
-    # Split the offset into coordinates, as in mixed radix; a remainder means that no element starts there.
-    start, left = [], offset
-    for step in steps:
-        start.append(left // step if step else 0)
-        left -= start[-1] * step
-    box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape, strict=True)))
-    return box if not left and Box.whole(whole).contains(box) else None
+    if offset >= math.prod(whole):
+        return None
+    # Split the offset into coordinates, as in mixed radix.
+    start = tuple(offset // step % length for step, length in zip(steps, whole, strict=True))
+    box = Box(start, tuple(map(add, start, shape)))
+    return box if Box.whole(whole).contains(box) else None
 
 
 def _unfit(where: str, stated: str) -> InvalidError:

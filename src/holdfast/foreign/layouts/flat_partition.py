@@ -60,19 +60,14 @@ def parts_of_each_cut(shapes: Shapes, ranks: int) -> Iterator[tuple[str, list[Fl
     at = 0
     for name, shape in shapes.items():
         yield name, parts_of_one(math.prod(shape), ranks, at)
-        at += share_of_one(math.prod(shape), ranks)
+        at += -(-math.prod(shape) // ranks)
 
 
 def parts_of_one(numel: int, ranks: int, at: int = 0) -> list[FlatPart]:
     """Return the parts of one parameter that is cut by itself. Each share starts at element `at` of its rank."""
-    share = share_of_one(numel, ranks)
+    share = -(-numel // ranks)  # Padding included.
     held = -(-numel // share) if share else 0
     return [FlatPart(rank, at, rank * share, min((rank + 1) * share, numel)) for rank in range(held)]
-
-
-def share_of_one(numel: int, ranks: int) -> int:
-    """Return the elements of one rank's share of a parameter that is cut by itself, padding included."""
-    return -(-numel // ranks)
 
 
 def numel_of(shapes: Shapes, paddings: Sequence[int]) -> int:

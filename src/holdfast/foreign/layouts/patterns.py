@@ -71,10 +71,9 @@ class Patterns:
                 f"{self._where}: pattern {shown(pattern)} for the name {name[:100]!r}; expected text of at most "
                 f"{CHARACTERS_MAX} characters. {CONVERT}"
             )
-        node = self._known.get(pattern)
-        if node is None:
-            node = self._known[pattern] = _Parser(pattern, self._where, self._spend).whole()
-        return bool(node(_named(name), 1))
+        if pattern not in self._known:
+            self._known[pattern] = _Parser(pattern, self._where, self._spend).whole()
+        return bool(self._known[pattern](_named(name), 1))
 
     def _spend(self) -> None:
         self._steps += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from operator import add
+from operator import add, sub
 
 from holdfast.errors import InvalidError
 from holdfast.foreign.pickles.tensors import StoredTensor, row_major_strides
@@ -51,9 +51,8 @@ class Slice:
 
     def place(self, box: Box) -> Box:
         """Return a box of the local tensor, inside this slice, in coordinates of the whole tensor."""
-        shift = [to - local for to, local in zip(self.start, self.local.start, strict=True)]
-        start, stop = ((tuple(map(add, corner, shift))) for corner in (box.start, box.stop))
-        return Box(start, stop)
+        shift = tuple(map(sub, self.start, self.local.start))
+        return Box(tuple(map(add, box.start, shift)), tuple(map(add, box.stop, shift)))
 
 
 def runs_of(tensor: StoredTensor, where: str) -> list[ElementRun]:
