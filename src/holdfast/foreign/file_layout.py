@@ -58,8 +58,7 @@ class FileLayout:
         self._literals += [(self.at + at, data) for at, data in file.literals]
         self._tensors += [ExportTensor(fqn, part.dtype, part.box, self.at + part.offset) for part in file.tensors]
         for checksum in file.checksums:
-            places = tuple(self.at + at for at in checksum.at)
-            self.put_sum(self.at + checksum.start, self.at + checksum.stop, places)
+            self.put_sum(self.at + checksum.start, self.at + checksum.stop, tuple(self.at + at for at in checksum.at))
         self.at += file.bytes
 
     def put_tensor(self, leaf: TensorLeaf) -> None:

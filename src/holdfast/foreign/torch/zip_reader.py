@@ -96,11 +96,16 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
         records, places, [*places[1:], directory], headers, strict=True
     ):
         name = name_bytes.decode("utf-8", "backslashreplace")
-        offset = place + _header_bytes(header, len(name_bytes), f"{where}, entry {name[:200]!r}")
+        entry = f"{where}, entry {name[:200]!r}"
+        signature, _, flags, method, *_, header_name_bytes, extra_bytes = LOCAL.unpack(header)
+        is_stored = method == _STORED and not flags & _ENCRYPTED
+        if signature != b"PK\3\4" or not is_stored or header_name_bytes != len(name_bytes):
+            raise CorruptError(f"{entry}: its header contradicts the directory. Read another copy")
+        offset = place + LOCAL.size + len(name_bytes) + extra_bytes
         # Overlapping entries would let a small file state any number of tensors.
         if offset + size > bound:
             raise CorruptError(
-                f"{where}, entry {name[:200]!r}: bytes {offset}–{offset + size} reach beyond byte {bound}, "
+                f"{entry}: bytes {offset}–{offset + size} reach beyond byte {bound}, "
                 "where the next entry or the directory begins; expected separate entries. Read another copy"
             )
         if name in entries:
@@ -233,21 +238,3 @@ def _headers(files: Readable, key: str, places: Sequence[int], stop: int, where:
         ranges = [(span[0], span[-1] + LOCAL.size) for span in batch]
         for span, data in zip(batch, read_ranges(files, key, ranges), strict=True):
             yield from (data[place - span[0] : place - span[0] + LOCAL.size] for place in span)
-
-
-def _header_bytes(header: bytes, name_length: int, where: str) -> int:
-    """Return the bytes from the start of a local header to the content of its entry.
-
-    Args:
-        header: The local header.
-        name_length: Bytes of the name in the directory.
-        where: File and entry, for messages.
-    Raises:
-        CorruptError: The header contradicts the directory.
-    """
-    fields = LOCAL.unpack(header)
-    signature, _, flags, method = fields[:4]
-    name_bytes, extra_bytes = fields[-2:]
-    if signature != b"PK\3\4" or method != _STORED or flags & _ENCRYPTED or name_bytes != name_length:
-        raise CorruptError(f"{where}: its header contradicts the directory. Read another copy")
-    return LOCAL.size + int(name_bytes) + int(extra_bytes)
