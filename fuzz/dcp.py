@@ -15,10 +15,10 @@ from holdfast.errors import CheckpointError, MissingError
 from holdfast.foreign.dcp.metadata import saved_of
 from holdfast.foreign.dcp.nesting import nested_of, tree_of
 from holdfast.foreign.dcp.reader import METADATA, DcpFormat
-from holdfast.foreign.pickles.objects import DTypeRef, OpaqueObject
+from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.format.index.foreign_index import index_foreign
 from holdfast.ports.store import Buffers, Entry, OnBytes
-from holdfast.types.values import TensorRef
+from holdfast.types.values import FrameworkValue, TensorRef
 
 DATA = "__0_0.distcp"
 
@@ -138,7 +138,9 @@ def _metadata(draw: Iterator[int]) -> OpaqueObject:
             chunks.append(_instance("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
             storage[_instance("MetadataIndex", {"fqn": key, "offset": offsets})] = _info(draw)
         layout = OpaqueObject("torch.serialization._get_layout", ("torch.strided" if next(draw) % 16 else "torch.csr",))
-        properties = _instance("TensorProperties", (DTypeRef("float32"), layout, False, None, False))
+        properties = _instance(
+            "TensorProperties", (FrameworkValue("torch.dtype", "float32"), layout, False, None, False)
+        )
         tensor = {"properties": properties, "size": shape, "chunks": chunks}
         if next(draw) % 3:
             stated[key] = _instance("TensorStorageMetadata", tensor)

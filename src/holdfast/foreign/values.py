@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import InvalidError
-from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, OpaqueObject
+from holdfast.foreign.pickles.objects import GlobalName, OpaqueObject
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value
 
@@ -44,8 +44,6 @@ def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) 
     """
     if isinstance(value, StoredTensor):
         return on_tensor(path, value)
-    if isinstance(value, DTypeRef):
-        return FrameworkValue("torch.dtype", value.name)
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "V":
         return _left_out(value, path, remarks)
     if isinstance(value, dict | list | tuple):
@@ -117,9 +115,8 @@ def is_key(key: object) -> bool:
 def _set(value: set[Any] | frozenset[Any], path: str, remarks: list[str]) -> Value:
     kept = []
     for member in value:
-        neutral = FrameworkValue("torch.dtype", member.name) if isinstance(member, DTypeRef) else member
-        if is_key(neutral) or (isinstance(neutral, _LEAVES) and not isinstance(neutral, np.ndarray)):
-            kept.append(neutral)
+        if is_key(member) or (isinstance(member, _LEAVES) and not isinstance(member, np.ndarray)):
+            kept.append(member)
         else:
             _left_out(member, path, remarks)
     return type(value)(kept)

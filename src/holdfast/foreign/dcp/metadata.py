@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar, cast
 import msgspec
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.foreign.pickles.objects import DTypeRef, OpaqueObject
+from holdfast.foreign.pickles.objects import OpaqueObject, is_dtype
 from holdfast.foreign.typed_values import COUNT_MAX, Count, Shape, typed
 from holdfast.foreign.wording import shown
 from holdfast.geometry.box import Box
@@ -166,13 +166,13 @@ def _tensor(key: str, entry: object, where: str) -> tuple[TensorSpec, Sequence[B
     properties = tensor.properties.state if isinstance(tensor.properties, OpaqueObject) else None
     # Five fields since torch 1.13: dtype, layout, requires_grad, memory format, pin_memory.
     dtype, layout = properties[:2] if isinstance(properties, tuple) and len(properties) >= 2 else (None, None)
-    if not isinstance(dtype, DTypeRef):
+    if not is_dtype(dtype):
         raise CorruptError(f"{where}: its properties are {shown(properties)}; expected dtype and layout")
     name = layout.args[0] if isinstance(layout, OpaqueObject) and layout.args else layout
     if name != "torch.strided":
         raise InvalidError(f"{where}: has layout {shown(name)}; expected a dense tensor. Convert it, or leave it out")
     shape = tensor.size
-    spec = TensorSpec(key, dtype_named(dtype.name, where).name, shape)
+    spec = TensorSpec(key, dtype_named(str(dtype.value), where).name, shape)
     if math.prod(shape) >= COUNT_MAX:
         raise CorruptError(f"{where}: has shape {list(shape)}; expected fewer elements. Read another copy")
     boxes: dict[Box, None] = {}

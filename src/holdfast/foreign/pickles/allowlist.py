@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 from holdfast.foreign.pickles.constructors import CALLS, STORAGE_DTYPES
 from holdfast.foreign.pickles.numpy_constructors import NUMPY_CALLS
-from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, UnsupportedPickle
+from holdfast.foreign.pickles.objects import GlobalName, UnsupportedPickle
+from holdfast.types.values import FrameworkValue
 
 KNOWN_CALLS = {**CALLS, **NUMPY_CALLS}
 """Substitutes for functions and classes, by module and name."""
@@ -71,7 +72,7 @@ _REFUSED = {
 }
 
 
-def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTypeRef:
+def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | FrameworkValue:
     """Return the substitute for a global of a pickle.
 
     Args:
@@ -89,7 +90,7 @@ def resolved(module: str, name: str, also: Collection[str]) -> GlobalName | DTyp
     if module.startswith("numpy.core."):
         module = "numpy._core." + module.removeprefix("numpy.core.")
     if module == "torch" and _SHORT_DTYPES.get(name, name) in _DTYPES:
-        return DTypeRef(_SHORT_DTYPES.get(name, name))
+        return FrameworkValue("torch.dtype", _SHORT_DTYPES.get(name, name))
     qualname = f"{module}.{name}"
     if qualname in _REFUSED:
         raise UnsupportedPickle(f"{qualname}: {_REFUSED[qualname]}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.foreign.pickles.objects import DTypeRef, GlobalName, OpaqueObject, UnsupportedPickle
+from holdfast.foreign.pickles.objects import GlobalName, OpaqueObject, UnsupportedPickle, is_dtype
 from holdfast.foreign.pickles.tensors import StoredTensor, view_of
 from holdfast.types.values import FrameworkValue
 
@@ -147,10 +147,10 @@ def _tensor(args: tuple[Any, ...], charge: Charge) -> StoredTensor:
 
 def _typed_tensor(args: tuple[Any, ...], charge: Charge) -> StoredTensor:
     """Substitute `_rebuild_tensor_v3`, for types whose storage is untyped."""
-    if not 7 <= len(args) <= 8 or not isinstance(args[6], DTypeRef):
+    if not 7 <= len(args) <= 8 or not is_dtype(args[6]):
         raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape, strides and dtype")
     _require_plain_bits(args[7] if len(args) == 8 else None)
-    return view_of(args[0], args[1], args[2], args[3], args[6].name)
+    return view_of(args[0], args[1], args[2], args[3], args[6].value)
 
 
 def _require_plain_bits(marks: object) -> None:
@@ -239,9 +239,9 @@ def _require_key(key: object) -> None:
 
 
 _KEY_TYPES = {
-    float, complex, type(None), OpaqueObject, GlobalName, DTypeRef, datetime.datetime, datetime.date,
-    datetime.time, datetime.timedelta, datetime.timezone, pathlib.PosixPath, pathlib.PurePosixPath,
-    pathlib.PureWindowsPath, FrameworkValue,
+    float, complex, type(None), OpaqueObject, GlobalName, datetime.datetime, datetime.date, datetime.time,
+    datetime.timedelta, datetime.timezone, pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath,
+    FrameworkValue,
 }  # fmt: skip
 
 _TENSORS: Mapping[str, Call] = {

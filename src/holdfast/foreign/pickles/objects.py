@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
+
+from holdfast.types.values import FrameworkValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,14 +14,6 @@ class GlobalName:
 
     qualname: str
     """Module and name, e.g. `torch.FloatStorage`."""
-
-
-@dataclass(frozen=True, slots=True)
-class DTypeRef:
-    """An element type of torch."""
-
-    name: str
-    """Name without a module, e.g. `float32`. `holdfast.geometry.dtype.DTYPES` lists those that Holdfast stores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +41,11 @@ class OpaqueObject:
 
     def __repr__(self) -> str:
         return f"OpaqueObject({self.qualname})"
+
+
+def is_dtype(value: object) -> TypeGuard[FrameworkValue]:
+    """Return whether a value is an element type of torch."""
+    return isinstance(value, FrameworkValue) and value.kind == "torch.dtype"
 
 
 class UnsupportedPickle(Exception):

@@ -66,9 +66,7 @@ class StoredTensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements are stored in row-major order without gaps."""
-        if 0 in self.shape:
-            return True
-        return all(
+        return 0 in self.shape or all(
             length == 1 or stride == wanted
             for length, stride, wanted in zip(self.shape, self.strides, row_major_strides(self.shape), strict=True)
         )
