@@ -46,9 +46,7 @@ class SafetensorsFormat:
 
     def recognises(self, files: Readable, name: str) -> bool:
         """Return whether a safetensors file, an index, or a folder that holds either was named."""
-        if name:
-            return name.endswith((SUFFIX, INDEX_SUFFIX))
-        return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in names_in(files))
+        return any(key.endswith((SUFFIX, INDEX_SUFFIX)) for key in ([name] if name else names_in(files)))
 
     def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return every tensor of the named file, or of the files that the index of the folder names."""
@@ -75,18 +73,17 @@ class SafetensorsFormat:
             for entry in stated:
                 if weights is not None and not whole and weights.get(entry.name) != key:
                     remark(remarks, f"{key}: {entry.name} is left out; {index} does not assign it to this file")
-                    continue
-                entries.setdefault(prefix + entry.name, []).append((key, entry))
+                else:
+                    entries.setdefault(prefix + entry.name, []).append((key, entry))
         if weights is not None:
             require_all_there(files, index, weights, entries)
         tensors = {fqn: _spec(files, fqn, parts) for fqn, parts in entries.items()}
-        pieces = {
-            fqn: [ListedPiece(entry.box, key, entry.start) for key, entry in parts] for fqn, parts in entries.items()
-        }
         return ForeignListing(
             format="safetensors",
             tensors=tensors,
-            pieces=pieces,
+            pieces={
+                fqn: [ListedPiece(part.box, key, part.start) for key, part in parts] for fqn, parts in entries.items()
+            },
             files=sizes,
             aliases={alias: fqn for alias, fqn in aliases.items() if fqn in tensors and alias not in tensors},
             tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),

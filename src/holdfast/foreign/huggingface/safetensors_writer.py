@@ -71,8 +71,7 @@ def _shards(stem: str, tensors: Tensors, shard_bytes: int) -> Mapping[str, Tenso
         filled += leaf.bytes
     if len(shards) == 1:
         return {f"{stem}.safetensors": shards[0]}
-    total = len(shards)
-    return {f"{stem}-{number:05d}-of-{total:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    return {f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 def _file(name: str, tensors: Tensors, metadata: Mapping[str, str], aliases: Mapping[str, str]) -> ExportFile:

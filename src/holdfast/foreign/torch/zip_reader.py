@@ -98,8 +98,7 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
         name = name_bytes.decode("utf-8", "backslashreplace")
         entry = f"{where}, entry {name[:200]!r}"
         signature, _, flags, method, *_, header_name_bytes, extra_bytes = LOCAL.unpack(header)
-        is_stored = method == _STORED and not flags & _ENCRYPTED
-        if signature != b"PK\3\4" or not is_stored or header_name_bytes != len(name_bytes):
+        if signature != b"PK\3\4" or method != _STORED or flags & _ENCRYPTED or header_name_bytes != len(name_bytes):
             raise CorruptError(f"{entry}: its header contradicts the directory. Read another copy")
         offset = place + LOCAL.size + len(name_bytes) + extra_bytes
         # Overlapping entries would let a small file state any number of tensors.
