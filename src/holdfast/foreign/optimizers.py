@@ -25,13 +25,12 @@ def optimizer_group(
     members: dict[str, Value] = {}
     known: dict[int, str] = {}
     for fqn, shared in hyperparameters.items():
-        content = known.get(id(shared))
-        if content is None:
+        if id(shared) not in known:
             plain = {name: value for name, value in shared.items() if name != _NOT_A_HYPERPARAMETER}
             # The key is a hash of the content, so groups need no numbers and equal groups are stored once.
             text = repr(plain).encode("utf-8", "backslashreplace")
             content = known[id(shared)] = hashlib.blake2b(text, digest_size=8).hexdigest()
             by_content.setdefault(content, plain)
-        members[fqn] = content
+        members[fqn] = known[id(shared)]
     state: dict[str, Value] = {fqn: dict(entries) for fqn, entries in values.items() if entries}
     return Group("optimizer", {"hyperparameters": by_content, "param_groups": members, "state": state})

@@ -44,37 +44,28 @@ def put_archive(layout: FileLayout, value: object) -> None:
     Raises:
         InvalidError: The value holds an object that torch cannot load.
     """
-    storages = _Storages()
+    tensors: dict[object, tuple[int, TensorLeaf | SmallTensor]] = {}
+
+    def stand_in(part: object) -> object:
+        """Return the pickle call that builds a tensor, or a value of a class of torch."""
+        if isinstance(part, TensorLeaf | SmallTensor):
+            # Leaves of one tensor share a storage; a small tensor has its own.
+            key: object = (part.fqn, part.dtype) if isinstance(part, TensorLeaf) else len(tensors)
+            number, _ = tensors.setdefault(key, (len(tensors), part))
+            return _tensor(part, number)
+        if isinstance(part, FrameworkValue):
+            return _framework_value(part)
+        raise InvalidError(f"a {type(part).__name__} is not a value that torch.load accepts; leave it out")
+
     archive = _Archive(layout, layout.at)
-    archive.add("data.pkl", pickled(value, storages.stand_in))
+    archive.add("data.pkl", pickled(value, stand_in))
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
-    for number, tensor in enumerate(storages.tensors):
+    for number, tensor in tensors.values():
         archive.add(f"data/{number}", tensor.data if isinstance(tensor, SmallTensor) else tensor)
     archive.add("version", b"3\n")
     archive.close()
-
-
-class _Storages:
-    """The storages of one archive, by number."""
-
-    def __init__(self) -> None:
-        self.tensors: list[TensorLeaf | SmallTensor] = []
-        self._numbers: dict[object, int] = {}
-
-    def stand_in(self, value: object) -> object:
-        """Return the pickle call that builds a tensor, or a value of a class of torch."""
-        if isinstance(value, TensorLeaf | SmallTensor):
-            # Leaves of one tensor share a storage; a small tensor has its own.
-            new = len(self.tensors)
-            number = self._numbers.setdefault((value.fqn, value.dtype) if isinstance(value, TensorLeaf) else new, new)
-            if number == new:
-                self.tensors.append(value)
-            return _tensor(value, number)
-        if isinstance(value, FrameworkValue):
-            return _framework_value(value)
-        raise InvalidError(f"a {type(value).__name__} is not a value that torch.load accepts; leave it out")
 
 
 def _tensor(tensor: TensorLeaf | SmallTensor, number: int) -> Made:
