@@ -150,7 +150,7 @@ def _typed_tensor(args: tuple[Any, ...], charge: Charge) -> StoredTensor:
     if not 7 <= len(args) <= 8 or not is_dtype(args[6]):
         raise ValueError(f"a tensor of {len(args)} arguments; expected storage, offset, shape, strides and dtype")
     _require_plain_bits(args[7] if len(args) == 8 else None)
-    return view_of(args[0], args[1], args[2], args[3], args[6].value)
+    return view_of(args[0], args[1], args[2], args[3], str(args[6].value))
 
 
 def _require_plain_bits(marks: object) -> None:
