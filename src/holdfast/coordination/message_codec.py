@@ -17,10 +17,24 @@ def encode_message(value: object) -> bytes:
 
     ASCII, because the compare-and-set of c10d's stores passes text only. The JSON of the standard library, because
     names in another system's checkpoint may contain lone surrogates, which msgspec's encoders refuse.
+
+    Raises:
+        TypeError: The value holds something that no other rank can decode.
     """
-    return json.dumps(msgspec.to_builtins(value, str_keys=True, enc_hook=error_text)).encode("ascii")
+    return json.dumps(msgspec.to_builtins(value, str_keys=True, enc_hook=_builtin)).encode("ascii")
 
 
 def decode_message(data: bytes, kind: type[T]) -> T:
     """Return the value of type `kind` that `encode_message` wrote."""
     return msgspec.convert(json.loads(data), kind, str_keys=True, dec_hook=lambda _, text: error_from(text))
+
+
+def _builtin(value: object) -> object:
+    """Return what msgspec does not know as a value that it knows."""
+    if isinstance(value, BaseException):
+        return error_text(value)
+    # msgspec refuses subclasses of these. A caller may pass one: numpy.str_ as a name, an int subclass as a step.
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent to another rank; expected a plain value or an error")
