@@ -61,11 +61,7 @@ class Checkpoint:
     """A committed checkpoint. Opening it reads the manifest. Later calls read the parts of the index that they need."""
 
     def __init__(self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework) -> None:
-        self._location, self._to_torch, self._clock = location, to_torch, SystemClock()
-        self.settings = settings
-        """How its bytes are read."""
-        self.url = location.url
-        """Where it is stored."""
+        self._location, self._settings, self._to_torch, self._clock = location, settings, to_torch, SystemClock()
         self._pack_bytes: dict[str, int] = {}
         self._split: SplitIndex | None = None
         self._split_read_bytes = 0
@@ -77,12 +73,31 @@ class Checkpoint:
             self.manifest, index = index_foreign(self._listing, location.url)
             require_covered(index, self._clock, location.url)
             self.__dict__["index"] = index
-        self.step = self.manifest.step
+
+    @property
+    def url(self) -> str:
+        """Where it is stored."""
+        return self._location.url
+
+    @property
+    def settings(self) -> Settings:
+        """How its bytes are read."""
+        return self._settings
+
+    @property
+    def step(self) -> int | None:
         """Its step; None if it was saved by path."""
-        self.origin = self.manifest.origin
+        return self.manifest.step
+
+    @property
+    def origin(self) -> str | None:
         """The system that wrote it or its source, with a version if known; None for Holdfast."""
-        self.aliases: Mapping[str, str] = self.manifest.aliases
+        return self.manifest.origin
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
         """Tied names: alias to stored FQN. `read` takes either."""
+        return self.manifest.aliases
 
     @property
     def references(self) -> tuple[str, ...]:
