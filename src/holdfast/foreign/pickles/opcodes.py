@@ -44,9 +44,13 @@ class PickleStack:
             raise ValueError(f"{count} bytes are stated, {len(self.data) - start} are left")
         return self.data[start:stop]
 
-    def number(self, width: int, *, signed: bool = False) -> int:
-        """Return the next number of some bytes."""
-        return int.from_bytes(self.take(width), "little", signed=signed)
+    def number(self, width: int) -> int:
+        """Return the next unsigned number of some bytes."""
+        return int.from_bytes(self.take(width), "little")
+
+    def signed(self, width: int) -> int:
+        """Return the next signed number of some bytes."""
+        return int.from_bytes(self.take(width), "little", signed=True)
 
     def line(self) -> bytes:
         """Return the rest of the line."""
@@ -148,7 +152,7 @@ class PickleStack:
         count = self.number(width)
         if count > _INT_BYTES_MAX:
             raise ValueError(f"an integer of {count} bytes; expected {_INT_BYTES_MAX} at most")
-        self.stack.append(self.number(count, signed=True))
+        self.stack.append(self.signed(count))
 
     def string_text(self) -> None:
         """Push text or bytes of Python 2, stored as a literal."""

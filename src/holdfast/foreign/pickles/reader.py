@@ -289,7 +289,7 @@ _NAMED: dict[bytes, _Operation] = {
     b"\x88": lambda m: m.stack.append(True), b"\x89": lambda m: m.stack.append(False),
     b"I": _Machine.integer_text, b"L": lambda m: m.stack.append(decimal(m.line().removesuffix(b"L"))),
     b"K": _Machine.byte, b"M": lambda m: m.stack.append(m.number(2)),
-    b"J": lambda m: m.stack.append(m.number(4, signed=True)),
+    b"J": lambda m: m.stack.append(m.signed(4)),
     b"\x8a": lambda m: m.long(1), b"\x8b": lambda m: m.long(4),
     b"F": lambda m: m.stack.append(float(m.line().decode("ascii"))),
     b"G": lambda m: m.stack.extend(struct.unpack(">d", m.take(8))),
