@@ -148,7 +148,9 @@ class Layouts:
             widths = known.get(pattern) if isinstance(known, Mapping) else None
         else:
             # Before version 0.4 the info states the number or the lengths of the sub-parameters, each cut evenly.
-            if sizes is None and type(spec) is int and 0 < spec <= _PARTS_MAX and not sum(lengths) % spec:
+            if type(spec) is int and spec > _PARTS_MAX:
+                raise self._unfit(name, f"{spec} sub-parameters; at most {_PARTS_MAX} are read")
+            if sizes is None and type(spec) is int and spec > 0 and not sum(lengths) % spec:
                 sizes = [sum(lengths) // spec] * spec
             even = sizes is not None and all(type(size) is int and not size % self.tp_degree for size in sizes)
             widths = [[size // self.tp_degree] * self.tp_degree for size in sizes or ()] if even else None
