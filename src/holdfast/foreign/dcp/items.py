@@ -153,7 +153,8 @@ class _Reader:
         if entry is None or (entry.is_shard and entry.box != box):
             raise CorruptError(
                 f"{self._prefetch.url}/{item.file}: the tensors from byte {item.start} on have no {key} at "
-                f"{box.start}. DCP loses all but the last part of a tensor that one rank writes as safetensors"
+                f"{box.start}. DCP loses all but the last part of a tensor that one rank writes as safetensors. Save "
+                "it again with DCP's own writer"
             )
         shape = entry.box.shape
         return StoredTensor(entry.dtype, shape, row_major_strides(shape), item.file, entry.start, key)

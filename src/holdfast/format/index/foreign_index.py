@@ -120,7 +120,9 @@ def _require_text(name: str, where: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise InvalidError(f"{where}: the name {name[:200]!a} is no Unicode text. Rename it") from error
+        raise InvalidError(
+            f"{where}: the name {name[:200]!a} is no Unicode text. Rename that key of the state"
+        ) from error
 
 
 def require_within(piece: ListedPiece, spec: TensorSpec, files: Mapping[str, int], where: str) -> None:
