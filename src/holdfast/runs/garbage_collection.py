@@ -229,14 +229,14 @@ class CheckpointGC:
         fence, quarantine = current_fence(store), quarantined(store)
         # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
-        found: list[StepFiles] = []
+        all_files: list[StepFiles] = []
         manifests: dict[int, Manifest | None] = {}
         reasons: dict[int, tuple[str, ...]] = {}
         for step in step_folders(store):
             records = quarantine.get(step, {})
             pinned = {attempt for record in records.values() for attempt in record.attempts}
             files, manifest, strangers = removal.inspect_step(store, step, fence, pinned)
-            found.append(files)
+            all_files.append(files)
             for key in strangers:
                 self.warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
             if files.digest is None or not files.counts:
@@ -246,8 +246,8 @@ class CheckpointGC:
                 reasons[step] = ("its manifest cannot be read",)
             elif files.digest[:16] in records or manifest.attempt in pinned:
                 reasons[step] = ("under quarantine",)
-        whole = {step: each for step, each in manifests.items() if each is not None}
-        reasons |= self._kept(whole, reasons, found)
+        readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
+        reasons |= self._kept(readable, reasons, all_files)
         for step in needed & manifests.keys():
             reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
         current_step = self._pins.current_step
@@ -264,26 +264,26 @@ class CheckpointGC:
         staying = {*reasons, *under_way}
         return Inventory(
             run_id,
-            {each.step: each.digest for each in found if each.digest is not None and each.counts},
+            {files.step: files.digest for files in all_files if files.digest is not None and files.counts},
             reasons,
             unreferenced(
-                found, staying, under_way, removal.is_pack_key, superseded_packs(store), packs_known=not unread
+                all_files, staying, under_way, removal.is_pack_key, superseded_packs(store), packs_known=not unread
             ),
-            tuple(each.step for each in found if not each.holds_anything and each.step not in under_way),
+            tuple(files.step for files in all_files if not files.holds_anything and files.step not in under_way),
         )
 
     def _kept(
-        self, manifests: Mapping[int, Manifest], known: Mapping[int, tuple[str, ...]], found: Sequence[StepFiles]
+        self, manifests: Mapping[int, Manifest], known: Mapping[int, tuple[str, ...]], all_files: Sequence[StepFiles]
     ) -> Mapping[int, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
         tags = read_tags(self._store)
         for error in tags.damaged.values():
             raise error
-        candidates = {step: each for step, each in manifests.items() if step not in known}
-        reasons = dict(_torn(candidates, found))
+        candidates = {step: manifest for step, manifest in manifests.items() if step not in known}
+        reasons = dict(_torn(candidates, all_files))
         facts = [
-            KeptFacts(step, each.created, each.metrics, tags.of(step, each.digest), each.healthy)
-            for step, each in candidates.items()
+            KeptFacts(step, manifest.created, manifest.metrics, tags.of(step, manifest.digest), manifest.healthy)
+            for step, manifest in candidates.items()
             if step not in reasons
         ]
         for step, why in self._readers.holds(forget=self._writer_lease is not None).items():
@@ -307,15 +307,15 @@ class CheckpointGC:
             logger.warning(text, *values)
 
 
-def _torn(manifests: Mapping[int, Manifest], found: Sequence[StepFiles]) -> Mapping[int, tuple[str, ...]]:
+def _torn(manifests: Mapping[int, Manifest], all_files: Sequence[StepFiles]) -> Mapping[int, tuple[str, ...]]:
     """Return the newest steps with missing files, down to the first complete step.
 
     No run resumes from them. The complete step is the newest valid one, and the policy keeps it.
     """
-    there = {key: size for each in found for files in each.attempts.values() for key, size in files.items()}
+    stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
     torn = {}
     for step in sorted(manifests, reverse=True):
-        short = [key for key, size in removal.named_files(manifests[step]).items() if there.get(key) != size]
+        short = [key for key, size in removal.named_files(manifests[step]).items() if stored.get(key) != size]
         if not short:
             break
         torn[step] = (f"{short[0]} is missing or of another size",)

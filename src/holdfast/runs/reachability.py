@@ -28,21 +28,23 @@ def unreferenced(
         wanted: Further packs that must stay.
         packs_known: Whether every remaining manifest could be read. If not, no pack goes: it may be named by one.
     """
-    known = list(steps)
-    stays = {each.step for each in known if each.counts and each.step in staying}
-    needed = wanted.union(*(each.packs for each in known if each.step in stays))
+    all_steps = list(steps)
+    stays = {step.step for step in all_steps if step.counts and step.step in staying}
+    needed = wanted.union(*(step.packs for step in all_steps if step.step in stays))
     to_delete: dict[int, str] = {}
     files: dict[str, int] = {}
-    for each in known:
-        if each.step in under_way:
+    for step in all_steps:
+        if step.step in under_way:
             continue
-        if each.digest is not None and each.step not in stays:
-            to_delete[each.step] = each.digest
-        for attempt, held in each.attempts.items():
-            if not _is_wanted(each, attempt, each.step in stays):
-                files |= {k: size for k, size in held.items() if k not in needed and (packs_known or not is_pack(k))}
-        if each.step not in stays and not each.pinned:
-            files |= each.reports
+        if step.digest is not None and step.step not in stays:
+            to_delete[step.step] = step.digest
+        for attempt, sizes in step.attempts.items():
+            if not _is_wanted(step, attempt, step.step in stays):
+                files |= {
+                    key: size for key, size in sizes.items() if key not in needed and (packs_known or not is_pack(key))
+                }
+        if step.step not in stays and not step.pinned:
+            files |= step.reports
     return Unreferenced(to_delete, files)
 
 

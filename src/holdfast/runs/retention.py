@@ -59,59 +59,63 @@ def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
     """
     if not steps:
         return {}
-    found: Reasons = {each.step: ("no policy",) for each in steps} if policy is None else _kept_by(policy, steps)
-    newest = max(each.step for each in steps)
-    found[newest] = (*found.get(newest, ()), NEWEST)
+    reasons: Reasons = {facts.step: ("no policy",) for facts in steps} if policy is None else _kept_by(policy, steps)
+    newest = max(facts.step for facts in steps)
+    reasons[newest] = (*reasons.get(newest, ()), NEWEST)
     healthy = _last_healthy(steps)
     if healthy is not None:
-        found[healthy] = (*found.get(healthy, ()), LAST_HEALTHY)
-    return {step: tuple(dict.fromkeys(found[step])) for step in sorted(found)}
+        reasons[healthy] = (*reasons.get(healthy, ()), LAST_HEALTHY)
+    return {step: tuple(dict.fromkeys(reasons[step])) for step in sorted(reasons)}
 
 
 def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
     """Return the newest healthy step; if no step is, the newest unchecked one. None if no step was checked."""
-    known = [each for each in steps if each.healthy is not None]
-    unmarked = [each.step for each in known if each.healthy] or [each.step for each in steps if each.healthy is None]
+    known = [facts for facts in steps if facts.healthy is not None]
+    unmarked = [facts.step for facts in known if facts.healthy] or [
+        facts.step for facts in steps if facts.healthy is None
+    ]
     return max(unmarked) if known and unmarked else None
 
 
 def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts]) -> Reasons:
     if isinstance(policy, AnyOf | AllOf):
-        each_kept = [_kept_by(each, steps) for each in policy.policies]
+        kept_by_policy = [_kept_by(member, steps) for member in policy.policies]
         together = set.union if isinstance(policy, AnyOf) else set.intersection
-        chosen = together(*map(set, each_kept))
-        return {step: tuple(why for each in each_kept for why in each.get(step, ())) for step in chosen}
+        chosen = together(*map(set, kept_by_policy))
+        return {step: tuple(why for reasons in kept_by_policy for why in reasons.get(step, ())) for step in chosen}
     if isinstance(policy, LatestN):
-        return dict.fromkeys(sorted(each.step for each in steps)[-policy.n :], (f"latest {policy.n}",))
+        return dict.fromkeys(sorted(facts.step for facts in steps)[-policy.n :], (f"latest {policy.n}",))
     if isinstance(policy, EveryNth):
-        return {each.step: (f"every {policy.n}",) for each in steps if each.step % policy.n == 0}
+        return {facts.step: (f"every {policy.n}",) for facts in steps if facts.step % policy.n == 0}
     if isinstance(policy, BestN):
         return _best(policy, steps)
     if isinstance(policy, NewestPer):
         return _newest_per(policy, steps)
     assert isinstance(policy, Tagged), policy
-    return {each.step: tuple(f"tag {tag}" for tag in sorted(each.tags)) for each in steps if each.tags}
+    return {facts.step: tuple(f"tag {tag}" for tag in sorted(facts.tags)) for facts in steps if facts.tags}
 
 
 def _best(policy: BestN, steps: Sequence[KeptFacts]) -> Reasons:
-    known = [each for each in steps if policy.metric in each.metrics]
+    known = [facts for facts in steps if policy.metric in facts.metrics]
     if not known:
-        names = sorted({name for each in steps for name in each.metrics})
+        names = sorted({name for facts in steps for name in facts.metrics})
         raise InvalidError(
             f"keep={policy}: no step has the metric {policy.metric!r}; they have {names or 'none'}. "
             "Nothing was decided: give the metric to save, or name another"
         )
     sign = 1 if policy.mode == "min" else -1
     ranked = sorted(
-        (sign * each.metrics[policy.metric], -each.step) for each in known if math.isfinite(each.metrics[policy.metric])
+        (sign * facts.metrics[policy.metric], -facts.step)
+        for facts in known
+        if math.isfinite(facts.metrics[policy.metric])
     )
     return {-step: (f"{policy.mode} {policy.metric}",) for _, step in ranked[: policy.n]}
 
 
 def _newest_per(policy: NewestPer, steps: Sequence[KeptFacts]) -> Reasons:
     newest: dict[str, int] = {}
-    for each in steps:
+    for facts in steps:
         # A step whose time has another format forms a period of its own, so that it is kept.
-        period = each.created[: _PERIOD_CHARACTERS[policy.period]] if _TIME.match(each.created) else f"? {each.step}"
-        newest[period] = max(each.step, newest.get(period, -1))
+        period = facts.created[: _PERIOD_CHARACTERS[policy.period]] if _TIME.match(facts.created) else f"? {facts.step}"
+        newest[period] = max(facts.step, newest.get(period, -1))
     return {step: (f"newest of {period}",) for period, step in newest.items()}

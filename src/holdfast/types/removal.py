@@ -20,10 +20,10 @@ class StepFiles:
     """The attempt that the manifest names; None if there is no readable manifest."""
 
     counts: bool
-    """Whether readers take the manifest; one that was published by a replaced writer counts for nothing."""
+    """Whether the manifest counts. One that a replaced writer published does not."""
 
     attempts: Mapping[str, Mapping[str, int]]
-    """Bytes by key, of what each attempt put there."""
+    """Files of each attempt: bytes by key."""
 
     reports: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the reports of saves and loads, by key."""
@@ -32,30 +32,30 @@ class StepFiles:
     """Packs that the manifest names, by their path from the root."""
 
     pinned: frozenset[str] = frozenset()
-    """Attempts that stay whatever the policy says: they are under quarantine."""
+    """Attempts under quarantine. They stay, whatever the policy says."""
 
     @property
     def holds_anything(self) -> bool:
-        """Whether anything of a save is left there."""
+        """Whether the folder holds a manifest or a file of a save."""
         return self.digest is not None or any(self.attempts.values()) or bool(self.reports)
 
 
 @dataclass(frozen=True, slots=True)
 class Unreferenced:
-    """What is to be removed from a run."""
+    """The steps and files that no step needs."""
 
     steps: Mapping[int, str] = field(default_factory=dict)
-    """Steps that lose their manifest, each with the digest of it."""
+    """Steps whose manifest may go, each with the digest of the manifest."""
 
     files: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by key of what nobody needs once these are gone."""
+    """Files that no step needs once these steps are gone: bytes by key."""
 
     def __bool__(self) -> bool:
-        """Return whether there is anything."""
+        """Return whether there is a step or file."""
         return bool(self.steps or self.files)
 
     def confirmed_by(self, later: Unreferenced) -> Unreferenced:
-        """Return what a later look finds doomed as well."""
+        """Return the steps and files that a later inventory lists too."""
         return Unreferenced(
             {step: digest for step, digest in self.steps.items() if later.steps.get(step) == digest},
             {key: size for key, size in self.files.items() if key in later.files},
