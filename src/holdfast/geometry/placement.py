@@ -88,7 +88,7 @@ def _held(cuts: Iterable[tuple[Placement, int, int]], global_shape: tuple[int, .
 
 
 def boxes_at(layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return the boxes that the rank at a mesh coordinate holds, global coordinates."""
+    """Return the boxes that the rank at a mesh coordinate holds, in global coordinates."""
     return tuple(box for box, _ in held_boxes(layout, global_shape, coordinate))
 
 

@@ -364,7 +364,7 @@ def _rounds(
     """
     rounds = np.full(len(lengths), -1, dtype=np.int64)
     shared = np.flatnonzero(readers >= 0)
-    passed = np.zeros(world_size, dtype=np.int64)  # By reader: bytes of its share so far.
+    passed = np.zeros(world_size, dtype=np.int64)  # Bytes that each reader has read so far.
     before = np.empty(len(shared), dtype=np.int64)
     for at, segment in enumerate(shared.tolist()):
         before[at] = passed[readers[segment]]

@@ -129,7 +129,7 @@ class LocalDestination:
             self._write_small(_NOTE, data)
 
     def noted(self) -> bytes | None:
-        """Return the note; None if there is none."""
+        """Return what `note` stored; None if nothing was stored."""
         return self._read_small(_NOTE)
 
     def journals(self) -> Mapping[str, bytes]:
