@@ -89,8 +89,7 @@ class Pins:
         self._pinned: dict[int, set[int]] = {}
         self._unknown: set[int] = set()
         self.current_step: int | None = None
-        """The step that this process saved or loaded last: wherever it stands among the others, training goes on from
-        there."""
+        """The step that this process saved or loaded last. Training continues from it, even if newer steps exist."""
         self.has_gone_back = False
         """Whether this process loaded a step while newer ones existed. It deletes nothing then: retention would keep
         the newer steps and delete the step that training continues from."""

@@ -1,4 +1,4 @@
-"""Epochs: who may write to the root of a run, and which checkpoints of former writers count."""
+"""Epochs: which process may write to the root of a run, and which checkpoints of former writers count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that an epoch belongs to."""
+    """The process that holds an epoch."""
 
     host: str
     """Name of its machine, for people."""
@@ -17,7 +17,7 @@ class Holder:
     """Id of the boot of that machine; empty if the system has none."""
 
     namespaces: str
-    """The namespaces in which process id and start mean something."""
+    """The namespaces of process id and start; these identify a process only within them."""
 
     pid: int
     """Its process id."""
@@ -32,16 +32,16 @@ class Holder:
     """Random, 32 hex digits; distinguishes two managers of one process."""
 
     lease_seconds: float
-    """How long it may give no sign of life and still hold the epoch."""
+    """Longest time without a heartbeat, in seconds; after it another process may take over."""
 
     def __str__(self) -> str:
-        """Return who it is, for messages."""
+        """Return host, process and start, for messages."""
         return f"host {self.host}, process {self.pid}, since {self.since}"
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One generation of writers of a run."""
+    """The time in which one process may write to a run."""
 
     number: int
     """From 1 on, without gaps."""
@@ -50,7 +50,7 @@ class Epoch:
     """The run."""
 
     holder: Holder
-    """Who created it."""
+    """The process that created it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class Operation:
     """One save or load, on one rank."""
 
     verb: Verb
-    """Which of the two."""
+    """Whether it saves or loads."""
 
     step: int | None
     """The step; None for a checkpoint saved by path, and for a load that failed before one was chosen."""
@@ -77,7 +77,7 @@ class RankReport:
     """Wall-clock time of the call, for people and to align ranks in a trace."""
 
     seconds: float
-    """From the call until the end on this rank."""
+    """Seconds from the call until the end on this rank."""
 
     phases: tuple[Phase, ...]
     """Its phases, in order of their start."""
@@ -103,7 +103,7 @@ class Began:
     """The save or load."""
 
     unix_seconds: float
-    """When the call came, by the wall clock."""
+    """Wall-clock time of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,10 @@ class Failed:
     """The error's message."""
 
     began_unix_seconds: float
-    """When the call came, by the wall clock."""
+    """Wall-clock time of the call."""
 
     seconds: float
-    """From the call until it failed."""
+    """Seconds from the call until it failed."""
 
     phases: tuple[Phase, ...]
     """Its phases, in order of their start. Empty if a load continues with another step; its last event has all."""

@@ -27,14 +27,14 @@ class ExportTensor:
     """Dtype in the file; the stored dtype if nothing is cast."""
 
     box: Box
-    """The box, global coordinates; its elements are in row-major order, without gaps."""
+    """The box, in global coordinates. Its elements are in row-major order, without gaps."""
 
     offset: int
     """Bytes from the start of the file to the first element; of any alignment."""
 
     @property
     def bytes(self) -> int:
-        """Bytes it takes in the file."""
+        """Bytes of the box in the file."""
         return self.box.numel * DTYPES[self.dtype].itemsize
 
 
@@ -94,10 +94,10 @@ class ExportOptions:
     """Most bytes of tensors in one file, for formats with several; a larger tensor gets its own file."""
 
     dtype: str | None = None
-    """Dtype for floating tensors of the model; None: as they are."""
+    """Dtype for floating tensors of the model; None keeps the stored dtype."""
 
     model_only: bool = True
-    """Whether to leave out everything but the model."""
+    """Whether to export the model only."""
 
 
 @value_class
@@ -127,7 +127,7 @@ class Fill:
     """The tensor and its dtype in the file."""
 
     box: Box
-    """The box, global coordinates."""
+    """The box, in global coordinates."""
 
     at: int
     """Offset in the window of the first byte."""

@@ -33,7 +33,7 @@ class ReplicaGroup:
     """The tensors, as positions in the names that `speaker` sent; ascending."""
 
     digests: bytes
-    """8 bytes for each tensor: the digest of all that the rank holds of it."""
+    """8 bytes for each tensor: the digest of this rank's part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class Replicas:
     """FQNs of all tensors of the class, in its order; only sent by the speaker."""
 
     groups: tuple[ReplicaGroup, ...]
-    """Its tensors, grouped by the ranks that hold them."""
+    """Its tensors, grouped by the ranks that hold them too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What a save checked, and what it found."""
+    """The checks of a save, and their findings."""
 
     nonfinite: Mapping[str, int] | None = None
     """Number of NaN and infinite elements, by FQN of each tensor with any; None: not counted."""

@@ -13,10 +13,10 @@ from holdfast.types.values import Group
 
 @value_class
 class ListedPiece:
-    """A piece of a tensor where another system put it."""
+    """A piece of a tensor in a file of another system."""
 
     region: Region
-    """Which part of the tensor: a box or a flat range, its elements in row-major order in the file, without gaps."""
+    """Its region: a box or a flat range. Its elements are in row-major order in the file, without gaps."""
 
     file: str
     """Key of the file."""
@@ -27,34 +27,34 @@ class ListedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignListing:
-    """A checkpoint that Holdfast did not write, listed and not converted: its bytes stay where they are."""
+    """A list of the content of another system's checkpoint. Nothing is converted or moved."""
 
     format: str
-    """What wrote it, with a version where it says one, e.g. `deepspeed 0.19.8, ZeRO-1`; for people."""
+    """The system that wrote it, with its version if known, such as `deepspeed 0.19.8, ZeRO-1`; for people."""
 
     tensors: Mapping[str, TensorSpec]
-    """Every tensor, by the FQN it has for Holdfast."""
+    """Every tensor, by its FQN in Holdfast."""
 
     pieces: Mapping[str, Sequence[ListedPiece]]
-    """By FQN, pieces that cover the tensor exactly once; none, or an empty one, for an empty tensor. Tensors may share
+    """Pieces by FQN; they cover the tensor exactly once. An empty tensor has none, or an empty one. Tensors may share
     bytes."""
 
     files: Mapping[str, int]
     """Bytes of every file with a piece, by key."""
 
     tree: Group
-    """What is not a tensor, of kind `dict`, as a state saved by Holdfast would have it: `model` of kind `module` and
-    `optimizer` of kind `optimizer` if the format distinguishes them."""
+    """The non-tensor state, of kind `dict`, as Holdfast would save it. If the format distinguishes them, `model` is of
+    kind `module` and `optimizer` of kind `optimizer`."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied names: alias to the FQN that is listed."""
+    """Tied names: alias to listed FQN."""
 
     replicas: Mapping[str, Sequence[ListedPiece]] = field(default_factory=dict)
-    """Further copies of listed tensors, by FQN, which should hold the same bytes; `verify` compares them."""
+    """Further copies of listed tensors, by FQN. They should hold the same bytes; `verify` compares them."""
 
     casts: Mapping[str, str] = field(default_factory=dict)
-    """FQN of a master copy to the FQN of what was cast from it, where both are listed: a target is filled from the one
-    that has its type."""
+    """FQN of a master copy to the FQN of the tensor that was cast from it, if both are listed. A load fills a target
+    from the copy of its dtype."""
 
     step: int | None = None
     """Training iteration, if the format records it."""
@@ -63,4 +63,4 @@ class ForeignListing:
     """Number of ranks that wrote it, as far as its files show."""
 
     remarks: Sequence[str] = ()
-    """What a reader should know: what was left out or ignored, and why. One sentence each, naming the place."""
+    """Parts that were left out or ignored. Each is one sentence with the place and the reason."""

@@ -12,32 +12,34 @@ FORMAT_MAJOR = 1
 """Version of the format on disk; another major version is refused."""
 
 FORMAT_MINOR_IMPORTED = 1
-"""Minor version that brought `origin`, `masters` and referenced files; what has none of them is of minor version 0."""
+"""Minor version that added `origin`, `masters` and referenced files. A manifest without them has minor version 0."""
 
 FORMAT_MINOR_RUN = 2
-"""Minor version that brought what only a step of a run has: packs that lie in other steps, `epoch`, `metrics`,
-`health`; and the records of a quarantine and of epochs."""
+"""Minor version that added the fields of steps of a run: packs of other steps, `epoch`, `metrics`, `health`. It also
+added the records of quarantine and epochs."""
 
 METRIC_CHARACTERS_MAX = 200
 """Longest name of a metric."""
 
 
 def is_metric_name(name: str) -> bool:
-    """Return whether a metric may be called so."""
+    """Return whether a text is a valid name of a metric."""
     return 0 < len(name) <= METRIC_CHARACTERS_MAX and not name.startswith("$") and name.isprintable()
 
 
 class FileRecord(NamedTuple):
-    """One file of the attempt, or a referenced file elsewhere."""
+    """A file of the attempt, or a file elsewhere that the checkpoint references."""
 
     name: str
-    """Path inside the attempt's folder; of a pack of another step that from the root; of a referenced file its URL."""
+    """Path inside the attempt's folder; for a pack of another step, its path from the root; for a referenced file, its
+    URL."""
 
     bytes: int
     """Its exact size."""
 
     digest: str
-    """xxh3-128 in hex: of the content; for a pack, of its header and chunk digests; for a referenced file, of those."""
+    """xxh3-128 of the content, in hex; for a pack, of its header and chunk digests; for a referenced file, of its chunk
+    digests."""
 
 
 class Parent(NamedTuple):
@@ -55,7 +57,7 @@ class Parent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint is, and every file it is made of."""
+    """The content of a checkpoint: its facts and its files."""
 
     run_id: str
     """Run the checkpoint belongs to; for one saved by path, an id of its own."""
@@ -64,22 +66,22 @@ class Manifest:
     """Training iteration; None for a checkpoint saved by path."""
 
     attempt: str
-    """Folder of everything else, 16 hex digits."""
+    """Name of the folder with all other files, 16 hex digits."""
 
     created: str
     """Wall-clock time, ISO 8601 in UTC, for people."""
 
     parent: Parent | None
-    """What it continues, if known."""
+    """The checkpoint that it continues, if known."""
 
     world_size: int
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
 
     layouts: tuple[dict[str, object], ...]
-    """Meshes and placements it was saved from, as provenance only."""
+    """Meshes and placements at the save; provenance only."""
 
     software: dict[str, str]
-    """Versions that wrote it."""
+    """Versions of the software that wrote it."""
 
     tensors: int
     """Count of tensors in the index."""
@@ -106,19 +108,19 @@ class Manifest:
     """The file that lists every tensor and its index file; None if there is a single index file."""
 
     origin: str | None = None
-    """What wrote it, where that was not Holdfast."""
+    """The system that wrote it; None for Holdfast."""
 
     masters: dict[str, str] = field(default_factory=dict)
-    """FQN to that of its master copy, of higher precision, where what wrote it kept both."""
+    """FQN to the FQN of its master copy, which has higher precision; only if its system stored both."""
 
     epoch: int = 0
     """Epoch under which it was published; 0 if under none."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the training loop said of the step, number by name."""
+    """Metrics that the training loop passed, by name."""
 
     health: Health | None = None
-    """What was found of its health; None where nothing was looked at."""
+    """The findings of the save; None if it checked nothing."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
@@ -130,10 +132,10 @@ class Manifest:
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
-        """Every file that it names."""
+        """All files that it names."""
         return (*self.packs, *self.parts, *self.index_files)
 
     @property
     def healthy(self) -> bool | None:
-        """Whether nothing was found against it while it was saved; None where nothing was looked at."""
+        """Whether its save found it healthy; None if the save checked nothing."""
         return is_healthy(self.health)

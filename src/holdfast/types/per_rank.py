@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Resize = Literal["error", "first"] | Callable[[Sequence[object], int, int], object]
-"""What a rank gets when the job has another number of ranks than the one that saved: an error, rank 0's value,
-or what a function makes of all saved values (by rank), its own rank and the new number of ranks."""
+"""What a rank loads if the number of ranks changed: an error, rank 0's value, or the result of a function. The function
+gets all saved values by rank, the rank, and the new number of ranks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class PerRank:
     """This rank's value: of the closed set of plain values, or an object with `state_dict` and `load_state_dict`."""
 
     resize: Resize = "error"
-    """What happens when the number of ranks changes."""
+    """What a rank loads if the number of ranks changed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Frozen plans: what will be written, read and exchanged, before a byte moves."""
+"""Frozen plans of writes, reads and exchanges. They are made before any byte moves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from holdfast.geometry.value_class import value_class
 from holdfast.settings import PAGE_BYTES
 
 OPAQUE_FOLDER = "enc/"
-"""Folder, inside an attempt's, of packs whose entries are bytes to stock readers (U8): flat ranges, foreign dtypes."""
+"""Folder in an attempt's folder. Stock readers see the entries of its packs as bytes (U8): flat ranges, foreign dtypes.
+"""
 
 Digest = bytes
-"""16 bytes, the xxh3-128 of a chunk's raw bytes."""
+"""Bytes of the xxh3-128 of a chunk's raw bytes."""
 
 
 @value_class
@@ -22,16 +23,16 @@ class PackItem:
     """One piece in a pack."""
 
     tensor: TensorSpec
-    """The tensor the piece belongs to."""
+    """The tensor of the piece."""
 
     region: Region
-    """Which part of it."""
+    """Its region of the tensor."""
 
     data_offset: int
     """Bytes from the end of the pack's header to the piece."""
 
     shard_number: int
-    """Which of the rank's shards its bytes come from."""
+    """Number of the rank's shard that has its bytes."""
 
     bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the piece."""
@@ -43,17 +44,17 @@ class PackItem:
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """One pack to be written."""
+    """The plan of one pack."""
 
     name: str
     """File name inside the attempt's folder."""
 
     items: tuple[PackItem, ...]
-    """Pieces in file order; no FQN twice."""
+    """Pieces in file order. Each FQN occurs once."""
 
     @property
     def apart(self) -> bool:
-        """Whether entries are stated as bytes rather than as pieces of a dtype."""
+        """Whether its entries declare bytes, not elements of a dtype."""
         return self.name.startswith(OPAQUE_FOLDER)
 
     @property
@@ -64,13 +65,13 @@ class PackPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPack:
-    """One pack to be written."""
+    """One pack to write: its plan, key and header."""
 
     key: str
-    """Where it goes."""
+    """Key of its file."""
 
     header: bytes
-    """Its first bytes."""
+    """Its header: the first bytes of the file."""
 
     plan: PackPlan
     """Its pieces."""
@@ -83,13 +84,13 @@ class PlannedPack:
 
 @value_class
 class Piece:
-    """One stored piece, as an index knows it."""
+    """One stored piece, as in an index."""
 
     tensor: TensorSpec
-    """The tensor it belongs to."""
+    """Its tensor."""
 
     region: Region
-    """Which part of it."""
+    """Its region of the tensor."""
 
     pack: str
     """Name of the pack that holds its bytes."""
@@ -113,13 +114,13 @@ class Piece:
 
 @value_class
 class WantedBoxes:
-    """What a rank wants of one stored tensor."""
+    """The part of one stored tensor that a rank needs."""
 
     stored_fqn: str
     """Name in the checkpoint."""
 
     boxes: tuple[Box, ...]
-    """Regions, global coordinates."""
+    """Regions, in global coordinates."""
 
 
 @value_class
@@ -127,13 +128,13 @@ class Part:
     """A box of a chunk that goes to a target."""
 
     wanted_number: int
-    """Which of the plan's wanted tensors it fills."""
+    """Number of the wanted tensor that it fills."""
 
     box: Box
-    """What is copied, global coordinates."""
+    """The box to copy, in global coordinates."""
 
     source_box: Box
-    """The box of the chunk that it is cut from, global coordinates."""
+    """The box of the chunk that contains it, in global coordinates."""
 
     source_start: int
     """Bytes from the start of the chunk to the row-major bytes of `source_box`."""
@@ -141,13 +142,13 @@ class Part:
 
 @value_class
 class ChunkRead:
-    """One chunk to be read, checked and placed."""
+    """One chunk to read, check and place."""
 
     piece: Piece
-    """The piece it is a run of."""
+    """The piece of the chunk."""
 
     number: int
-    """Which chunk of the piece."""
+    """Number of the chunk in the piece."""
 
     offset: int
     """Bytes from the start of the pack to the chunk."""
@@ -156,17 +157,17 @@ class ChunkRead:
     """Its size."""
 
     parts: tuple[Part, ...]
-    """What of it goes where; never empty."""
+    """Its boxes and their targets; never empty."""
 
     @property
     def expected(self) -> Digest:
-        """What its bytes must hash to."""
+        """The expected digest of its bytes."""
         return self.piece.digests[16 * self.number : 16 * self.number + 16]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRun:
-    """Neighbouring chunks of one pack, read at once."""
+    """Neighbouring chunks of one pack, which are read with one call."""
 
     pack: str
     """The pack."""
@@ -182,13 +183,13 @@ class ReadRun:
 
     @staticmethod
     def of(pack: str, chunks: tuple[ChunkRead, ...]) -> ReadRun:
-        """Return chunks of a pack that follow one another as one run."""
+        """Return consecutive chunks of a pack as one run."""
         return ReadRun(pack, chunks[0].offset, chunks[-1].offset + chunks[-1].bytes, chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Everything one rank reads in one load."""
+    """All reads of one rank in one load."""
 
     runs: tuple[ReadRun, ...]
     """Reads, by pack and offset."""
@@ -200,71 +201,71 @@ class LoadPlan:
 
 
 def take_slot_bytes(count: int) -> int:
-    """Return the memory that so many bytes are taken into: whole pages."""
+    """Return the memory for a received run of that many bytes: whole pages."""
     return -(-count // PAGE_BYTES) * PAGE_BYTES
 
 
 def give_slot_bytes(count: int) -> int:
-    """Return the memory that so many bytes are read into: whole pages, and one more at either end, as stores need."""
+    """Return the memory for a read of that many bytes: whole pages, and one more at either end, as stores need."""
     return take_slot_bytes(count) + 2 * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """A run that this rank reads and passes on."""
+    """A run that this rank reads and sends to other ranks."""
 
     run: ReadRun
-    """What is read; this rank wants all of it too."""
+    """The run. This rank needs all of it too."""
 
     receivers: tuple[int, ...]
-    """The other ranks that want it, ascending."""
+    """The other ranks that need it, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A run that another rank reads and passes to this one."""
+    """A run that another rank reads and sends to this rank."""
 
     run: ReadRun
-    """What comes, with what this rank wants of it."""
+    """The run, with the parts that this rank needs."""
 
     reader: int
-    """Who reads it."""
+    """The rank that reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRound:
-    """What one rank gives and takes in one collective, both in the order of the checkpoint's packs and offsets."""
+    """The runs that one rank sends and receives in one collective, each in the order of packs and offsets."""
 
     gives: tuple[Give, ...]
-    """Runs it reads."""
+    """Runs that it reads and sends."""
 
     takes: tuple[Take, ...]
-    """Runs it is given."""
+    """Runs that it receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """Everything one rank does in a load in which ranks pass bytes to each other."""
+    """All work of one rank in a load in which the ranks exchange bytes."""
 
     rounds: tuple[ExchangeRound, ...]
-    """As many on every rank; a round may be empty here."""
+    """Rounds, as many on every rank. A round may be empty on this rank."""
 
     alone: LoadPlan
-    """What nobody else wants: read as in any load."""
+    """Reads of bytes that no other rank needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """How fast one rank was in the best of the rounds that were measured."""
+    """The best measured round of one rank."""
 
     read_bytes: int
-    """Bytes it read from storage."""
+    """Bytes that it read from storage."""
 
     read_seconds: float
-    """How long that took, every chunk checked and placed."""
+    """Seconds of these reads, with every chunk checked and placed."""
 
     moved_bytes: int
-    """Bytes it sent or received, whichever is more."""
+    """Bytes that it sent or received, whichever is more."""
 
     moved_seconds: float
-    """How long that took, every chunk that came checked again and placed."""
+    """Seconds of this exchange, with every received chunk checked again and placed."""

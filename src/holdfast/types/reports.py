@@ -1,4 +1,4 @@
-"""What one save or one load did, on one rank."""
+"""The report of a save or load on one rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from holdfast.types.events import Phase
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A step that was not taken although it is newer."""
+    """A newer step that a load skipped."""
 
     step: int
     """The step."""
 
     why: str
-    """What is wrong with it."""
+    """Its damage."""
 
 
 Staged = Literal["lazy", "copy", "none"]
@@ -24,7 +24,7 @@ Staged = Literal["lazy", "copy", "none"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What one rank's save did."""
+    """The report of a save on one rank."""
 
     step: int | None
     """Training iteration; None for a checkpoint saved by path."""
@@ -33,53 +33,54 @@ class SaveReport:
     """URL of the checkpoint."""
 
     attempt: str
-    """Folder of its files."""
+    """Name of the folder with its files."""
 
     bytes: int
-    """Bytes of tensors this rank wrote."""
+    """Bytes of tensors that this rank wrote."""
 
     unchanged_bytes: int
-    """Bytes of tensors it did not write, for an earlier step of the run holds the same."""
+    """Bytes of tensors that it did not write, because an earlier step of the run holds the same bytes."""
 
     tensors: int
-    """Tensors this rank wrote something of."""
+    """Number of tensors of which this rank wrote at least a part."""
 
     planned: bool
-    """Whether it had to be decided what this rank writes; False where the plan of an earlier save stood."""
+    """Whether this save made a new plan; False if it used the plan of an earlier save."""
 
     staging: Staged
-    """How the state was taken. `lazy`: while training went on. `copy`: before the call returned. `none`: it was written
-    before the call returned, since it was awaited anyhow or its copies did not fit `arena_bytes_max`."""
+    """How the state was copied. `lazy`: during training. `copy`: before the call returned. `none`: it was written
+    before the call returned, because the caller waits or its copies do not fit into `arena_bytes_max`."""
 
     staged_seconds: float
-    """From the call until training might change the state as it liked."""
+    """Seconds from the call until training could change the state freely."""
 
     fence_seconds: float
-    """How long the fence blocked training after the call; 0 unless the save was lazy."""
+    """Seconds for which the fence blocked training after the call; 0 unless the save was lazy."""
 
     waited_seconds: float
-    """How long copies waited for an earlier save, or this one's own windows, to give memory back."""
+    """Seconds for which copies waited for memory of an earlier save, or of this save's own writes."""
 
     committed_seconds: float
-    """From the call until the checkpoint was durable and visible."""
+    """Seconds from the call until the checkpoint was durable and visible."""
 
     divergent: tuple[str, ...]
     """Buffers and values that differed between ranks; the lowest rank's were saved."""
 
     skipped: tuple[str, ...]
-    """What `only` and `skip` left out."""
+    """Names that `only` and `skip` left out."""
 
     unhealthy: tuple[str, ...] = ()
-    """What was found against the checkpoint, in words, the first of many: tensors with new non-finite values, replicas
-    that differ. Empty where nothing was, or nothing was looked at (`Settings.count_nonfinite`, `compare_replicas`)."""
+    """Findings against the checkpoint, one text each; of many, the first. They name tensors with new non-finite values,
+    and replicas that differ. Empty without findings, and without checks (`Settings.count_nonfinite`,
+    `compare_replicas`)."""
 
     phases: tuple[Phase, ...] = ()
-    """What this rank did meanwhile, by when it began."""
+    """Phases of this rank, by start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one load did."""
+    """The report of a load on one rank."""
 
     step: int | None
     """Step of the checkpoint; None for one saved by path."""
@@ -88,34 +89,34 @@ class LoadReport:
     """FQNs filled on this rank."""
 
     missing: tuple[str, ...]
-    """Names the state has on some rank and the checkpoint lacks."""
+    """Names that the state has on at least one rank and the checkpoint lacks."""
 
     unexpected: tuple[str, ...]
-    """Names the checkpoint has under the keys passed, and the state lacks on every rank."""
+    """Names that the checkpoint has under the passed keys and the state lacks on every rank."""
 
     skipped: tuple[str, ...]
-    """Names that `only` and `skip` left alone."""
+    """Names that `only` and `skip` left unchanged."""
 
     bytes: int
-    """Bytes this rank read from storage."""
+    """Bytes that this rank read from storage."""
 
     exchanged_bytes: int
-    """Bytes that other ranks read and gave to this one."""
+    """Bytes that other ranks read and sent to this rank."""
 
     tensors: int
-    """Tensors this rank's state holds under the keys passed, tied ones once; without what was skipped."""
+    """Number of tensors of this rank's state under the passed keys: tied ones count once, skipped ones do not."""
 
     tensor_bytes: int
-    """Bytes of these in this rank's memory."""
+    """Bytes of these tensors in this rank's memory."""
 
     loaded_bytes: int
-    """Bytes of them that came from the checkpoint: all of them, unless names are missing."""
+    """Bytes of them that came from the checkpoint: all, unless names are missing."""
 
     seconds: float
-    """From the call until the state was filled."""
+    """Seconds from the call until the state was filled."""
 
     passed_over: tuple[SkippedStep, ...] = ()
-    """Newer steps that are damaged, newest first, where the newest whole one was asked for."""
+    """Damaged newer steps that a load of the newest step skipped, newest first."""
 
     phases: tuple[Phase, ...] = ()
-    """What this rank did meanwhile, by when it began."""
+    """Phases of this rank, by start."""

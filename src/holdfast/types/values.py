@@ -1,4 +1,4 @@
-"""Nouns for the part of a training state that is not tensors."""
+"""Values for the part of a training state that is not tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Value = object
-"""A Python value of the closed set that `repository.values` encodes, containers included."""
+"""A Python value of the closed set that `format.values` encodes, containers included."""
 
 GroupKind = Literal["dict", "module", "optimizer", "stateful"]
 
@@ -21,15 +21,15 @@ class Group:
     """
 
     kind: GroupKind
-    """What the node was in the state that was saved."""
+    """The kind of the node in the saved state."""
 
     items: dict[str, Value] = field(default_factory=dict)
-    """Children by name; their order is kept."""
+    """Children by name, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands inside a container for the tensor stored under `fqn`."""
+    """Takes the place of the tensor `fqn` in a container."""
 
     fqn: str
     """Name of the tensor in the index."""
@@ -37,7 +37,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Stands inside a container for a leaf that the caller left out of the checkpoint."""
+    """Takes the place of a leaf that the caller left out of the checkpoint."""
 
     path: str
     """Dotted name of the leaf."""
@@ -53,7 +53,9 @@ class PerRankRef:
 
 @dataclass(frozen=True, slots=True)
 class FrameworkValue:
-    """A value only a framework can build, kept as text or bytes so that it can be shown without it."""
+    """A value that only a framework can build. It is stored as text or bytes, so that it can be shown without the
+    framework.
+    """
 
     kind: str
     """`torch.dtype`, `torch.size`, `torch.device` or `torch.tensor` (a small tensor kept as a value)."""
