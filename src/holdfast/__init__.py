@@ -61,23 +61,32 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = (
-    "holdfast.errors",
-    "holdfast.settings",
-    "holdfast.types.per_rank",
-    "holdfast.geometry.sharded",
-    "holdfast.api",
-)
-"""Modules with the public names. The light ones come first: an error or a setting must not load the others."""
+_HOMES = {
+    "holdfast.errors": {
+        "Preempted",
+        "CheckpointError",
+        "InvalidError",
+        "UnavailableError",
+        "CorruptError",
+        "ConflictError",
+        "MissingError",
+    },
+    "holdfast.settings": {"Preemption", "Settings"},
+    "holdfast.types.per_rank": {"PerRank", "RngState"},
+    "holdfast.geometry.sharded": {"Sharded"},
+    "holdfast.checkpoint_manager": {"CheckpointManager"},
+}
+"""Public names by module. All other public names are in `holdfast.api`."""
 
 
 def __getattr__(name: str) -> object:
     """Return a public name; the first access imports its module."""
-    for module in map(importlib.import_module, _HOMES if name in __all__ else ()):
-        if hasattr(module, name):
-            globals()[name] = getattr(module, name)
-            return globals()[name]
-    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    home = next((module for module, names in _HOMES.items() if name in names), "holdfast.api")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
