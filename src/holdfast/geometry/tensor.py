@@ -96,3 +96,8 @@ class Shard:
 
     pieces: tuple[Region, ...]
     """Held boxes or flat ranges; empty if the split leaves nothing for this rank."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pieces."""
+        return sum(piece.numel for piece in self.pieces) * self.tensor.itemsize

@@ -263,9 +263,7 @@ def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
     in time. Too high an estimate would lose a step that could have been saved.
     """
     return sum(
-        sum(piece.numel for piece in local.shard.pieces)
-        * local.shard.tensor.itemsize
-        // (world_size if local.shard.holders is None else max(len(local.shard.holders), 1))
+        local.shard.bytes // (world_size if local.shard.holders is None else max(len(local.shard.holders), 1))
         for local in shards
     )
 

@@ -180,8 +180,7 @@ class Transfer:
         reason = collected.unfenced_because
         owned = [shard for _, shard in self._owned_shards(collected.shards)]
         if collected.fence is not None:
-            eager = [local.shard for local in owned if not local.fenced]
-            eager_bytes = sum(piece.numel * shard.tensor.itemsize for shard in eager for piece in shard.pieces)
+            eager_bytes = sum(local.shard.bytes for local in owned if not local.fenced)
             if eager_bytes <= _EAGER_BYTES_MAX:
                 # Without a fenced shard a lazy save gains nothing. No warning: a rank may own only small tensors.
                 return any(shard.fenced for shard in owned)
