@@ -96,11 +96,11 @@ class StepRequest:
             passed: Arguments of the training loop.
         """
         assert location.step is not None, "a run saves steps"
-        self._parts, self._passed, self._continued = parts, passed, parts.position.lineage
+        self._parts, self._passed = parts, passed
         self.location, self._step, self._base = location, location.step, parts.position.base
         self.writer = parts.writer
         self.deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings)
-        self.lineage = Lineage(None, self._continued)
+        self.lineage = Lineage(None, parts.position.lineage)
         """The lineage that the next save continues: this save."""
         self._metrics: dict[str, float] = {}
         self._tags: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class StepRequest:
 
     def parent(self) -> Parent | None:
         """Return the newest committed checkpoint that this save continues."""
-        return self._continued.parent()
+        return self.lineage.parent()
 
     def committed(self, context: SaveContext, manifest_digest: str) -> None:
         """Record this step as parent and base of later saves; on rank 0, tag it and request garbage collection."""
