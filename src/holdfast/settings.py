@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -154,7 +153,8 @@ class Settings:
         lease_range = f"seconds from {LEASE_SECONDS_MIN} to {LEASE_SECONDS_MAX}"
         self._require("lease_seconds", LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX, lease_range)
         self._require("collect_grace_seconds", 0 <= self.collect_grace_seconds < math.inf, "a finite number, 0 or more")
-        self._require("allowed_roots", _are_texts(self.allowed_roots, _is_path), "a tuple of paths of folders")
+        roots = self.allowed_roots
+        self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
         self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
@@ -166,8 +166,8 @@ def _is_path(text: str) -> bool:
     return text.removeprefix("file://") != "" and "\0" not in text
 
 
-def _are_texts(value: object, is_valid: Callable[[str], bool] = lambda text: True) -> bool:
-    return isinstance(value, tuple) and all(isinstance(text, str) and is_valid(text) for text in value)
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
