@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
-from holdfast.geometry.placement import coordinate_of, held_boxes_in_shard_order
+from holdfast.geometry.placement import held_boxes_in_shard_order
 from holdfast.geometry.region import coordinate_at, row_major
 from holdfast.geometry.tensor import Layout, Placement
 
@@ -55,9 +55,9 @@ class DescribedMesh:
         return Layout(self.shape, tuple(range(self.ranks)), tuple(placements))
 
     def boxes_on(self, rank: int, global_shape: tuple[int, ...]) -> tuple[Box, ...]:
-        """Return what a rank holds of a tensor, global coordinates."""
-        layout = self.layout_of(global_shape)
-        return tuple(box for box, _ in held_boxes_in_shard_order(layout, global_shape, coordinate_of(layout, rank)))
+        """Return what a rank holds of a tensor, in global coordinates."""
+        layout, position = self.layout_of(global_shape), coordinate_at(rank, self.shape)
+        return tuple(box for box, _ in held_boxes_in_shard_order(layout, global_shape, position))
 
     def twin_of(self, rank: int) -> int:
         """Return the lowest rank that holds the same of every tensor."""
