@@ -22,6 +22,7 @@ from holdfast.foreign.pickles.tensors import row_major_strides
 from holdfast.foreign.typed_values import Count, Shape
 from holdfast.foreign.wording import CONVERT, shown
 from holdfast.geometry.box import Box
+from holdfast.geometry.region import coordinate_at
 
 VERSION_MAX = 1
 _BLOCKS_MAX = 1 << 16
@@ -123,8 +124,7 @@ def _box(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], whole: t
         return Box((0,) * len(shape), (0,) * len(shape))
     if offset >= math.prod(whole):
         return None
-    # Split the offset into coordinates, as in mixed radix.
-    start = tuple(offset // step % length for step, length in zip(steps, whole, strict=True))
+    start = coordinate_at(offset, whole)
     box = Box(start, tuple(map(add, start, shape)))
     return box if Box.whole(whole).contains(box) else None
 
