@@ -14,7 +14,15 @@ from holdfast.format.digest import digest_of, hex_digest_of
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
-from holdfast.format.names import is_pack_name, is_part_name, part_name, rank_of_pack, rank_of_part, step_of_pack
+from holdfast.format.names import (
+    is_attempt_folder,
+    is_pack_name,
+    is_part_name,
+    part_name,
+    rank_of_pack,
+    rank_of_part,
+    step_of_pack,
+)
 from holdfast.format.pack import HEADER_BYTES_MAX, StatedPiece, pack_digest, stated_pieces
 from holdfast.format.part import decode_part, is_sealed, require_part_of
 from holdfast.geometry.region import Region
@@ -191,7 +199,7 @@ def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote
     A sealed part proves itself by its own digest. Another part is proven if the damaged manifest still names its size
     and digest.
     """
-    attempts = [name for name in location.store.folders(location.folder) if re.fullmatch("[0-9a-f]{16}", name)]
+    attempts = list(filter(is_attempt_folder, location.store.folders(location.folder)))
     if (named := _line(damaged, "attempt")) in attempts:
         attempts = [named]
     if len(attempts) != 1:
