@@ -119,7 +119,7 @@ class TorchCheckpointing:
         )
 
     def save(self, state: State, folder: Path) -> None:
-        """Save; one item for each of its threads, because one thread writes an item whole."""
+        """Save one item for each thread of the manager, because one thread writes each whole item."""
         items: dict[str, State] = {f"model{number}": {} for number in range(self._threads)}
         for number, (name, tensor) in enumerate(state.items()):
             items[f"model{number % self._threads}"][name] = tensor

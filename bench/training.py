@@ -1,4 +1,4 @@
-"""The slowdown of training by a lazy save every ten steps: whole seconds, with every save committed within them."""
+"""The slowdown of training by a lazy save every ten steps, over the total time, in which every save commits."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Return the whole time with saves over the time without; lowest and highest are of ten steps over ten steps."""
+    """Return the total time with saves over the time without; lowest and highest are ratios of ten steps."""
     assert present(rounds, "with", "without")
     each = [one["with"] / one["without"] for one in rounds]
     whole = sum(one["with"] for one in rounds) / sum(one["without"] for one in rounds)

@@ -73,8 +73,8 @@ class CheckpointManager:
             observers: Receive events of saves and loads: those of `holdfast.observers`, or your own. A slow or broken
                 observer cannot delay or fail a save.
         Raises:
-            InvalidError: The root is a checkpoint or no path; a policy is no policy or contradicts another; or the
-                thread can receive no signals for `preemption`.
+            InvalidError: The root is a checkpoint or no path; `save` or `keep` is invalid or given twice; or
+                `preemption` is given on a thread that receives no signals.
         """
         policies = policies_of(save, every, keep, keep_last)
         wanted = preemption_of(preemption)
@@ -144,8 +144,8 @@ class CheckpointManager:
         """Save a step of the training loop if a save is due; return its handle, or None.
 
         Every rank calls it after every step. All ranks decide alike without waiting for each other. `metrics` are
-        numbers by name; rank 0's count. Other arguments and errors as `save`. A step that was just saved or loaded is
-        not saved again.
+        numbers by name; only those of rank 0 are stored. Other arguments and errors as `save`. A step that was just
+        saved or loaded is not saved again.
 
         Raises:
             InvalidError: The manager was made without `save` and `every`.
@@ -201,8 +201,8 @@ class CheckpointManager:
         Args:
             step: The training iteration.
             state: As `async_save`, and so `only`, `skip` and `grads`.
-            metrics: Metrics of the step, numbers by name; rank 0's count.
-            tags: Tags that the step gets once it is committed, as with `tag`; rank 0's count.
+            metrics: Metrics of the step, numbers by name; only those of rank 0 are stored.
+            tags: Tags that the step gets once it is committed, as with `tag`; only those of rank 0 are set.
         """
         self._require_open(step, state, "save")
         return self._begin_save(step, StepState(state, selection_of(only, skip, grads), metrics, tags))
@@ -289,7 +289,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: A save failed, and no call has raised its error yet. If several failed, the first is
-                raised; its cause is a group of all.
+                raised; its cause is an `ExceptionGroup` of all errors.
         """
         failures: list[Exception] = []
         for handle in self._pending:
@@ -347,7 +347,7 @@ class CheckpointManager:
         """Wait for every save in flight, then release the resources.
 
         Args:
-            hand_on: Whether to deliver a signal that no step handled to the restored handler.
+            hand_on: Whether the restored handler receives a signal that no step handled.
         """
         if self._closed:
             return

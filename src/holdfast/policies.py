@@ -34,7 +34,7 @@ class _Counted:
     """A policy with a number of steps."""
 
     n: int
-    """How many steps: from one save or kept step to the next, or to keep."""
+    """Number of steps to keep, or from one saved or kept step to the next."""
 
     def __post_init__(self) -> None:
         if type(self.n) is not int or self.n < 1:
@@ -129,7 +129,7 @@ class Tagged:
 
 @dataclass(frozen=True, slots=True, init=False)
 class _Combination:
-    """Several policies. All of them say when to save, or all what to keep."""
+    """Several policies of one kind: all choose when to save, or all choose what to keep."""
 
     policies: tuple[SavePolicy | KeepPolicy, ...]
     """The policies."""

@@ -54,7 +54,7 @@ class Verification:
         self._packs = location.packs_of(manifest)
         self._elsewhere = {pack.name for pack in manifest.packs if not is_pack_name(pack.name)}
         self._progress = ByteProgress(sum(file.bytes for file in manifest.files), observer)
-        # Allocated once the index is read: it names the bytes of a chunk. Room for two chunks and two pages.
+        # `damages` allocates it after it reads the index, which states the chunk size.
         self._buffer = memoryview(b"")
 
     @property
@@ -91,7 +91,7 @@ class Verification:
             index = index_from(manifest, files, f"{store.url}/{folder}")
             require_covered(index, self._clock, self._location.url)
         except CheckpointError as error:
-            # Every index file has the digest of the manifest, so the two contradict each other.
+            # Every index file has the digest that the manifest states, so the manifest contradicts the index.
             yield Damage(MANIFEST_FILE, None, None, None, str(error))
             return
         # Only the pieces of a file elsewhere are read: the rest belongs to another step or system.
@@ -158,7 +158,7 @@ class Verification:
             self._progress.add(stop - start)
 
     def _damages_of_header(self, stored: Stored, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
-        """Yield damage to a pack's header; its chunks are whole."""
+        """Yield damage to the header of a pack whose chunks are undamaged."""
         header_bytes = min((piece.offset for piece in pieces), default=pack.bytes)
         try:
             if header_bytes > HEADER_BYTES_MAX + 8:
@@ -215,19 +215,19 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One difference between a checkpoint and what was saved."""
+    """One difference between the stored bytes of a checkpoint and its saved content."""
 
     file: str
     """Key of the file relative to the checkpoint, or URL of a referenced file."""
 
     start: int | None
-    """First damaged byte known, or None for the whole file."""
+    """First byte that is known to be damaged; None for the whole file."""
 
     stop: int | None
-    """Byte past the damage; None as for `start`."""
+    """Byte past the damage; None for the whole file."""
 
     fqn: str | None
     """The damaged tensor, or None."""
 
     message: str
-    """Expected and found, in words."""
+    """Text that describes the damage."""

@@ -215,7 +215,7 @@ def _damage_of(expected: _ExpectedPiece, differences: Iterable[tuple[CompareWind
 
     Args:
         expected: The piece.
-        differences: Its windows, in order, each with what differs in it or with the error of reading it.
+        differences: Its damaged windows in order, each with its disagreement or with the error of its read.
     """
     piece, itemsize = expected.piece, expected.piece.tensor.itemsize
     count, start, stop, text = 0, -1, -1, ""

@@ -56,7 +56,7 @@ class SaveAgreement:
         self._refused: str | None = None
         # Read the next number before any verdict. In the other order, a verdict set in between would raise the number
         # and move this rank past a save that it belongs to.
-        latest = int(self._find(job.key("opening", "next")) or 0)  # The number after the last one that rank 0 closed.
+        latest = int(self._find(job.key("opening", "next")) or 0)  # The number after the last save that rank 0 closed.
         verdict = self._find_verdict(job.sequence)
         if verdict is None and latest > job.sequence:
             job.sequence = latest

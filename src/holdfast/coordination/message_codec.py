@@ -30,7 +30,7 @@ def decode_message(data: bytes, kind: type[T]) -> T:
 
 
 def _builtin(value: object) -> object:
-    """Return what msgspec does not know as a value that it knows."""
+    """Convert a value that msgspec refuses to a value that it accepts."""
     if isinstance(value, BaseException):
         return error_text(value)
     # msgspec refuses subclasses of these. A caller may pass one: numpy.str_ as a name, an int subclass as a step.

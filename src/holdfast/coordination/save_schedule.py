@@ -112,7 +112,7 @@ class Schedule:
                 self._last_save = replace(self._last_save, seconds=read.seconds)
         if event.step == self._last_save.step or not is_due(self._policy, event.step, announcement, self._last_save):
             return False
-        # Ranks that are current save this step now. A rank that replays it late only records their save.
+        # A rank that is not behind saves this step now. A rank that replays the event late only records that save.
         self._record(_Event("saved", event.step))
         return True
 

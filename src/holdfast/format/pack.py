@@ -169,7 +169,7 @@ def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
 
 @dataclass(frozen=True, slots=True)
 class StatedPiece:
-    """One piece in the header of its pack."""
+    """One piece of a pack, with the tensor and region that the header states."""
 
     tensor: TensorSpec
     """Its tensor."""
@@ -185,14 +185,14 @@ class StatedPiece:
 
 
 def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]:
-    """Return the pieces of a pack, by offset.
+    """Return the pieces that the header of a pack states, by offset.
 
     Args:
         header: All bytes before the data, including the length.
         pack: Name of the pack.
         where: The pack, for messages.
     Raises:
-        CorruptError: It is not the header of a pack, or has an impossible value.
+        CorruptError: The bytes are not the header of a pack, or the header has an impossible value.
     """
     is_opaque = pack.startswith(OPAQUE_FOLDER)
     try:

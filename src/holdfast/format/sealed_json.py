@@ -107,9 +107,9 @@ def decode_msgpack(decoder: msgspec.msgpack.Decoder[_T], data: bytes, kind: str,
     """Return the typed struct in a msgpack file.
 
     Args:
-        decoder: Knows the struct.
+        decoder: Decoder of the struct.
         data: Content of the file.
-        kind: Name of such a file, for messages.
+        kind: Kind of the file with its article, such as "an index", for messages.
         where: The file, for messages.
     Raises:
         CorruptError: The file is damaged, or a field is outside its limits.

@@ -1,7 +1,7 @@
-"""What the ranks of a load send each other: rank 0's chosen step, and the status of every rank.
+"""Messages between the ranks of a load: rank 0's chosen step, and the status of every rank.
 
-Bytes travel in MessagePack, and everything else inside it as JSON: another system's names may contain lone surrogates,
-which MessagePack strings cannot hold.
+A message is MessagePack. Fields that are not bytes are JSON inside it: another system's names may contain lone
+surrogates, which MessagePack strings cannot hold.
 """
 
 from __future__ import annotations

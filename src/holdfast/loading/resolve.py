@@ -46,7 +46,7 @@ class Resolved:
 
 
 _SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex]
-"""A checkpoint that rank 0 found sound: the message for every rank, and what rank 0 decoded to judge it."""
+"""A checkpoint that rank 0 found sound: the message for every rank, the manifest, and the index."""
 
 
 def resolve(
@@ -86,7 +86,7 @@ def resolve(
         return None
     location = replace(home, folder=chosen.folder, step=chosen.step)
     if sound is not None:
-        _, manifest, index = sound  # Rank 0 keeps what it decoded to judge.
+        _, manifest, index = sound  # Rank 0 reuses its decoded objects.
     elif chosen.is_foreign:
         manifest, index = decode_foreign(chosen.frames, location.url)
     else:

@@ -21,7 +21,7 @@ class Observer(Protocol):
 
 
 class ByteProgress:
-    """Counts the bytes that a long operation has done, and reports each count."""
+    """Counts the bytes that a long operation has processed, and reports the sum."""
 
     def __init__(self, total_bytes: int, observer: Observer | None) -> None:
         """Report nothing yet.

@@ -170,7 +170,7 @@ def packs_under(files: Readable, prefix: str) -> Packs:
 
 
 def copy_ranges(held: Sequence[bytes | memoryview], buffers: Buffers, on_range: OnRange | None) -> list[memoryview]:
-    """Carry out `get_ranges` with ranges that are in memory: copy each to the front of its buffer.
+    """Carry out `get_ranges` with ranges that are in memory: copy each range to the front of its buffer.
 
     Args:
         held: Bytes of each range.

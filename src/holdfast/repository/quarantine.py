@@ -34,7 +34,7 @@ class QuarantineRecord:
     """Its step."""
 
     identity: str
-    """Its `identity_at` the step: a step that is saved again has another one."""
+    """The result of `identity_at` for the step; it changes if the step is saved again."""
 
     why: str
     """The damage."""

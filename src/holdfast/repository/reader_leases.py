@@ -31,7 +31,7 @@ class Lease:
     """The record as stored. It changes with every renewal."""
 
     step: int | None
-    """The step that is read; None if the record is unreadable, so that any step may be meant."""
+    """The step that the process reads; None if the record is unreadable: it may then be any step."""
 
     holder: Holder | None
     """The reading process; None if the record is unreadable."""

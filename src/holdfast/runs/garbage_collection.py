@@ -176,7 +176,7 @@ class CheckpointGC:
             return None
         first = self.survey()
         removal.remove_folders(self._store, first.bare)
-        # Marks of ended collections: only the holder of the writer lease has one under way.
+        # These marks are of ended collections: only the holder of the writer lease runs a collection.
         removal.remove_marks(self._store, removal.mark_keys(self._store))
         if not first.unreferenced:
             return _report(first, Unreferenced())

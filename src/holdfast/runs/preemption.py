@@ -38,7 +38,7 @@ from holdfast.settings import MIB
 logger = logging.getLogger(__name__)
 
 _SAVES_MEASURED = 5
-"""Number of recent saves whose slowest gives the expected duration of the next."""
+"""Number of recent saves to compare: the slowest gives the expected duration of the next save."""
 
 _PROBE_BYTES_MAX = 16 * MIB
 """Most bytes that the probe of the storage speed writes at once, however large the buffers are."""
@@ -52,7 +52,7 @@ _PROBE_SECONDS_MAX = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _StartedSave:
-    """A save that began, with the time of its begin."""
+    """A save that began, with its start time."""
 
     step: int
     handle: SaveHandle
@@ -150,7 +150,7 @@ class PreemptionHandler:
         """Restore the signal handlers, unless this rank ends after a signal: more signals may follow the first.
 
         Args:
-            hand_on: Whether to deliver a signal that no step handled to the restored handler.
+            hand_on: Whether the restored handler receives a signal that no step handled.
         """
         if self._exit_agreement is not None:
             self._exit_agreement.close()
@@ -190,7 +190,7 @@ class PreemptionHandler:
         ages = [now - save.began_seconds for save in self._unfinished_saves]
         if self._durations:
             return expected_seconds(self._durations, ages, 0, None)
-        # Named as the pack of an attempt: if the process is killed, the next sweep removes the file as one.
+        # The key looks like a pack of an attempt: if the process is killed, the next sweep removes the file.
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
         key = f"{location.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
         try:

@@ -69,7 +69,10 @@ def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
 
 
 def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
-    """Return the newest healthy step; if no step is, the newest unchecked one. None if no step was checked."""
+    """Return the newest healthy step; if no step is, the newest unchecked one.
+
+    None if no step was checked, or if every step is unhealthy.
+    """
     known = [facts for facts in steps if facts.healthy is not None]
     unmarked = [facts.step for facts in known if facts.healthy] or [
         facts.step for facts in steps if facts.healthy is None

@@ -152,7 +152,7 @@ class StepRequest:
         store, base = self._parts.store, None if self._base is None else self._base.identity
         if not self._parts.pins.pin(self._step, None if base is None else base[0]) or base is None:
             return False
-        # Check after the pin: before it took the writer lease, another process may have removed the base.
+        # Check after the pin: another process may have removed the base before this process took the writer lease.
         if manifest_digest(store, base[0]) != base[1]:
             return False
         return not any(base[0] in mark.steps for mark in marks(store) if mark.is_carried_out)

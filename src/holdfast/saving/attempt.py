@@ -159,7 +159,7 @@ class SaveAttempt:
     def attach_transfer(self, transfer: Transfer) -> None:
         """Record the transfer, which must end with the save. From now on the handle can `settle` and `abandon` it."""
         self._transfer = transfer
-        # The handle drops this reference when the save ends, on both ways: the attempt refers to the state.
+        # The handle drops this reference once the save commits or fails: the attempt refers to the state.
         self.handle.in_flight = self
 
     def settle(self, timeout: float | None) -> float | None:

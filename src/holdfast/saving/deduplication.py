@@ -162,7 +162,7 @@ class Deduplicator:
         return plan.without(frozenset(unchanged))
 
     def _is_stored(self, item: PackItem, sources: Sequence[Source], piece: Piece, buffer: memoryview) -> bool:
-        """Return whether every chunk of a piece has its stored digest; if so, add its non-finite elements."""
+        """Return whether every chunk of a piece has its stored digest; if so, count its non-finite elements."""
         counter = NonFinite() if self._settings.count_nonfinite else None
         digests = chunk_digests(item, Scratch(buffer), piece.chunk_bytes, sources[item.shard_number], counter)
         stored = piece.digests

@@ -37,7 +37,7 @@ REPLICA_WINDOW_BYTES = 1 << 18
 
 
 def counted_in(partial_counts: Iterable[Mapping[str, int]], roles: Mapping[str, Role], settings: Settings) -> Counted:
-    """Return the non-finite elements of this rank's pieces by FQN, each with what is expected of the tensor.
+    """Return the number of non-finite elements in this rank's pieces, by FQN, each with the tensor's `Expectation`.
 
     Args:
         partial_counts: Counts by FQN, of each pack and of the deduplicated pieces.

@@ -1,4 +1,4 @@
-"""The part of one rank: the index of what it wrote, and what else the committing rank needs from it."""
+"""The part of one rank: the index of its pieces, and the other facts that the committing rank needs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PartBuilder:
     """Builds the part of one rank. Holds no tensor memory, so that the state can be freed."""
 
     def __init__(self, job: Job, collected: Collected, fingerprint: StateFingerprint, agreement: Agreement) -> None:
-        """Take from the state what the part records besides pieces. Hash the replicas, if `compare_replicas` is on."""
+        """Take the facts of the part from the state. Hash the replicas, if `compare_replicas` is on."""
         settings, is_leader = job.settings, agreement.is_leader
         self._job, self._attempt_id, self._per_rank = job, agreement.attempt, fingerprint.per_rank_bytes
-        # What all ranks of a class share is recorded by its leader. Its tensors are listed whole: the merge must notice
-        # a tensor that no rank wrote.
+        # The leader records the facts that its class shares. It lists every tensor, so that the merge notices one that
+        # no rank wrote.
         self._tensors = [local.shard.tensor for local in collected.shards] if is_leader else []
         self._aliases = dict(collected.aliases) if is_leader else {}
         self._layouts = layouts_of(collected) if is_leader else ()

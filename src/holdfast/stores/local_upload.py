@@ -60,7 +60,7 @@ class LocalUpload:
         self._where = ledger.where
         self._lock = threading.Lock()
         self._ending = threading.Lock()
-        # The upload itself until it ends, and every call under way. The last user of the descriptor closes it.
+        # Users of the descriptor: the upload until it ends, and each running call. The last one closes it.
         self._users = 1
         self._ended = False
         self._completed = False

@@ -41,7 +41,7 @@ _KINDS = {code: (kind, act) for kind, acts in _NEXT_ACTS.items() for code, act i
 
 @contextmanager
 def translated(doing: str, where: str, *, writing: bool = False) -> Iterator[None]:
-    """Turn every `OSError` raised within into one of the five errors.
+    """Turn every `OSError` that the block raises into a `CheckpointError`.
 
     The message names the operation, the place, the system's error and what to do.
 

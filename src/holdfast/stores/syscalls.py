@@ -16,7 +16,7 @@ from dataclasses import dataclass
 _log = logging.getLogger(__name__)
 
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
-"""What the system answers to a call that the file system or the kernel does not support."""
+"""Error numbers of a call that the file system or the kernel does not support."""
 
 _RENAME_NOREPLACE = 1
 

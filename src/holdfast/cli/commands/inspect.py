@@ -215,7 +215,7 @@ def _region(region: api.Region) -> dict[str, object]:
 
 
 def _show_plan(screen: Screen, checkpoint: api.Checkpoint, forecast: api.Forecast, limit: int | None) -> None:
-    """Print what every rank would read, at most `limit` of them."""
+    """Print the planned reads of each rank, for at most `limit` ranks."""
     mesh, ranks = forecast.mesh, forecast.ranks
     dimensions = zip(mesh.names, mesh.shape, mesh.placements, strict=True)
     screen.line(f"plan for {counted(len(ranks), 'rank')}; nothing was read", style="bold")

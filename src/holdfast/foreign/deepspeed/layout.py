@@ -31,7 +31,8 @@ _TP_KEYS = (_REPLICATED, _AVERAGED, _ROWS, _TWO, _SEVERAL)
 _VERSION_OF_WIDTHS = 0.4
 _PATTERNS_MAX = 1 << 20
 _PARTS_MAX = 1 << 12
-"""Largest stated number of sub-parameters. Every number divides an empty parameter, and a list is made of them."""
+"""Largest stated number of sub-parameters. An empty parameter is divisible by any number, and `_in_several` makes a
+list of that many lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class Layouts:
 
     _patterns: Patterns = field(init=False)
     _by_name: dict[str, dict[str | None, list[tuple[str, object]]]] = field(default_factory=dict)
-    """Patterns with their values under each key of the info: by name if a pattern matches one name only, else under
-    None."""
+    """Patterns and their values, by key of the info and by the only name that a pattern matches; None for other
+    patterns."""
 
     def __post_init__(self) -> None:
         self._patterns = Patterns(self.where)
@@ -249,7 +250,7 @@ class Layouts:
 def replicated_layout(local_shapes: Sequence[tuple[int, ...]]) -> TensorParallelLayout:
     """Return the layout of a tensor that every rank holds whole.
 
-    The first rank is the one that is read. Other ranks of the same shape hold copies, those of another shape nothing.
+    Reads use the first rank. Other ranks with the same shape hold copies; ranks with another shape get no slice.
     """
     shape = local_shapes[0]
     whole = Slice(Box.whole(shape), (0,) * len(shape))

@@ -114,7 +114,7 @@ def _list_masters_as_weights(parameters: Parameters) -> dict[str, str]:
     """List master copies as weights too if no other file holds the weights, as with ZeRO-3.
 
     Returns:
-        The weight of each master copy: cast from it, or the same bytes.
+        Names of weights by name of the master copy. Each weight is cast from its master copy, or shares its bytes.
     """
     specs, weights = parameters.tensors.specs, {}
     for name in sorted(parameters.trained):

@@ -123,7 +123,7 @@ def _require_same_numbers(files: Readable, first: ZeroState, other: ZeroState, w
     """Refuse a rank whose optimizer counted other steps. Reads a few bytes of each file.
 
     Raises:
-        InvalidError: The message names both files, and the steps as numbers or, out of tensors, as hexadecimal bytes.
+        InvalidError: The message names both files and both steps. It shows a step in a tensor as hexadecimal bytes.
     """
     # Steps are single numbers, as tensors or plain. Moments differ between ranks and are not compared.
     for key, one in first.shares[0].state.items() if first.shares else ():

@@ -95,7 +95,7 @@ class Tensors:
         return runs_of(tensor, f"{self.where}/{tensor.file}: {fqn}")
 
     def add_whole(self, fqn: str, tensor: StoredTensor, shape: tuple[int, ...] | None = None) -> None:
-        """Add a tensor that a file holds whole, under its own shape or another one of as many elements."""
+        """Add a tensor that one file holds whole. `shape` replaces its own shape and has as many elements."""
         shape = tensor.shape if shape is None else shape
         held = HeldTensor(tensor.dtype, shape, self.runs(fqn, tensor))
         self.add(fqn, replicated_layout([shape]), [held])

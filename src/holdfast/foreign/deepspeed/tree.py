@@ -28,7 +28,7 @@ _STEP = "step"
 a number for each parameter. It is listed as torch stores it."""
 
 _FORMATS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
-"""How `struct` reads a step of an element type."""
+"""`struct` format of a step, by element type."""
 
 _STEPS_MAX = 1 << 24
 """Integers below this limit are exact in float32."""

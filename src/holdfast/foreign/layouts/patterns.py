@@ -26,7 +26,7 @@ _Fits = Callable[[str], object]
 _CLASSES: dict[str, _Fits] = {name: re.compile(rf"\{name}").match for name in "dwsDWS"}
 _SPECIAL = frozenset(".^$*+?{}[]\\|()")
 _ESCAPED = re.compile(r"\\([^\w\n]|_)")
-"""A character that is matched literally."""
+"""A backslash, and a character that the pattern matches literally."""
 
 
 class _Name:
@@ -85,7 +85,7 @@ class Patterns:
 
 def exact_name(pattern: str) -> str | None:
     r"""Return the only name that a pattern such as `^l1\.weight$` matches; None if it may match several."""
-    # One expression for the whole pattern would take 128 bytes for each character of a hostile one, to go back.
+    # A single expression for the whole pattern would backtrack, and keep 128 bytes for each character of a hostile one.
     unescaped = _ESCAPED.sub("", pattern[1:-1])
     if pattern[:1] != "^" or pattern[-1:] != "$" or not _SPECIAL.isdisjoint(unescaped):
         return None

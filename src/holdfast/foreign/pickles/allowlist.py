@@ -58,7 +58,7 @@ _KNOWN_NAMES = _names(
     "torch._utils._rebuild_wrapper_subclass "
     "torch.layout torch.memory_format torch.per_tensor_affine torch.strided types.SimpleNamespace typing.Any"
 ).union(KNOWN_CALLS, STORAGE_DTYPES)
-"""Names outside these packages."""
+"""Further names that the reader accepts, outside the opaque packages and prefixes."""
 
 _REFUSED = {
     "torch.storage._load_from_bytes": "a tensor pickled outside torch.save; save the state with torch.save",

@@ -28,7 +28,7 @@ DTYPE_OF_STORAGE = {
     "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
     "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Untyped": "",
 }  # fmt: skip
-"""Element type by class of a storage, without `Storage`; empty for an untyped storage."""
+"""Element type by class name of a storage, without the suffix `Storage`; empty for an untyped storage."""
 
 STORAGE_DTYPES = {
     f"{module}.{name}Storage": dtype
@@ -92,7 +92,8 @@ def _pairs(args: tuple[Any, ...], charge: Charge) -> Iterable[tuple[Any, Any]]:
 
 def _counter(args: tuple[Any, ...], charge: Charge) -> Counter[object]:
     counter: Counter[Any] = Counter()
-    dict.update(counter, _pairs(args, charge))  # Counter.update would add counts, and a saved one may hold any values.
+    # Counter.update would add counts, and a saved Counter may hold any values.
+    dict.update(counter, _pairs(args, charge))
     return counter
 
 

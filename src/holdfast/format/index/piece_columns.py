@@ -153,7 +153,7 @@ class PieceIntervals:
         self._rows_max = int((stop - first).max()) if pieces.count else 0
 
     def near(self, box: Box) -> Ints:
-        """Return the numbers of all pieces that overlap a box, ascending; near flat ranges may be among them."""
+        """Return, ascending, the numbers of all pieces that overlap a box, and perhaps of flat ranges near it."""
         # No piece has more than `_rows_max` rows, so a piece that begins earlier than that ends before the box.
         first, stop = (box.start[0], box.stop[0]) if box.start else (0, 1)
         low, high = np.searchsorted(self._first_rows, (first - self._rows_max, stop))

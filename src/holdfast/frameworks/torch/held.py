@@ -181,15 +181,15 @@ def ranks_in_group(members: Sequence[int], rank_of_global: RankOfGlobal, what: s
     """Return the process group's ranks of global ranks.
 
     Raises:
-        InvalidError: A rank is not in the process group; `what`, which begins the message, has these ranks.
+        InvalidError: A rank is not in the process group. The message begins with `what`, which has the ranks.
     """
     ranks = []
     for member in members:
         rank = rank_of_global(member)
         if rank is None:
             raise InvalidError(
-                f"{what} holds rank {member}, which is not in process_group; expected every rank of it to take part. "
-                "Pass the group that holds all of them"
+                f"{what} holds rank {member}, which is not in process_group; expected only members of process_group. "
+                "Pass a process_group that holds all these ranks"
             )
         ranks.append(rank)
     return tuple(ranks)

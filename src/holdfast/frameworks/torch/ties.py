@@ -42,8 +42,8 @@ class Ties:
             tensor: The tensor. Without elements it is tied to no other, unless it is declared.
             held: The part that this rank holds.
             memory: The tensors of the state with that memory.
-            declared: Its declaration, if all ranks must list the same name for it: a rank without elements must then
-                find the tie too.
+            declared: Its declaration, or None. With a declaration, a tensor without elements is tied too, so that all
+                ranks list the same name.
         Raises:
             InvalidError: The tensor has elements and no memory, or both names have one memory and different layouts.
         """
@@ -83,7 +83,10 @@ class Ties:
 
 
 def _layout_key(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Return what two names of one memory must have in common. `Ties` has compared the first tensor's memory."""
+    """Return shape, regions and further memory, which two names of one memory must share.
+
+    `Ties` has compared the first tensor's memory.
+    """
     return (held.global_shape, *(part.region for part in held.parts), *map(storage_key, memory[1:]))
 
 

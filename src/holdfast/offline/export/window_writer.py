@@ -140,13 +140,13 @@ class WindowWriter:
         with self._lock:
             self._waiting.append((done, file))
             due = self._clock.monotonic_seconds() - self._synced_at >= _SYNC_SECONDS
-            # Under the lock: a report takes one call at a time.
+            # Under the lock, because `on_window` accepts one call at a time.
             self._on_window(window.bytes, read_bytes)
         if due:
             self._sync(blocking=False)
 
     def _sync(self, *, blocking: bool = True) -> None:
-        """Make the written windows durable. One writer syncs for all; if not `blocking`, the others go on writing."""
+        """Make the written windows durable. If another thread does so, wait for it first; if not `blocking`, return."""
         if not self._syncing.acquire(blocking=blocking):
             return
         with ExitStack() as cleanup:

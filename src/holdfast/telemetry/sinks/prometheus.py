@@ -16,7 +16,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class PrometheusMetrics:
-    """The metrics of one registry. All observers of a registry are this one; the label `rank` separates them."""
+    """The metrics of one registry, and its only observer. The label `rank` separates the ranks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register the metrics.
@@ -28,27 +28,33 @@ class PrometheusMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
         self.operations = counter(
-            "holdfast_operations", "Saves committed, loads done, and either failed.", (*by_rank, "outcome")
+            "holdfast_operations", "Saves and loads that have ended; outcome is done or failed.", (*by_rank, "outcome")
         )
         self.under_way = gauge(
             "holdfast_operations_under_way", "Saves and loads that have begun and not ended.", by_rank
         )
         self.bytes = counter("holdfast_bytes", "Bytes of tensors that the rank wrote, or read from storage.", by_rank)
         self.seconds = histogram(
-            "holdfast_seconds", "From the call until it was committed, or the state filled.", by_rank
+            "holdfast_seconds", "Seconds until the save was committed, or the load had filled the state.", by_rank
         )
         self.phase_seconds = counter(
-            "holdfast_phase_seconds", "Time in each phase; docs/observing.md says what they are.", (*by_rank, "phase")
+            "holdfast_phase_seconds",
+            "Seconds in each phase; docs/observing.md describes the phases.",
+            (*by_rank, "phase"),
         )
         self.held_seconds = histogram(
             "holdfast_held_seconds",
             "How long a save blocked training: its call, without the work in the background.",
             ("rank",),
         )
-        self.last_step = gauge("holdfast_last_step", "Step that was committed, or loaded, last.", by_rank)
-        self.last_unix_seconds = gauge("holdfast_last_timestamp_seconds", "When that was, by the wall clock.", by_rank)
+        self.last_step = gauge(
+            "holdfast_last_step", "Step of the last save that was committed, or of the last load.", by_rank
+        )
+        self.last_unix_seconds = gauge("holdfast_last_timestamp_seconds", "Unix time at which it ended.", by_rank)
         self.bandwidth = gauge(
-            "holdfast_last_bytes_per_second", "Bytes by the time in which they were moved, of the last.", by_rank
+            "holdfast_last_bytes_per_second",
+            "Bytes per second of the last save or load, while it moved bytes.",
+            by_rank,
         )
 
     def on_event(self, event: Event) -> None:

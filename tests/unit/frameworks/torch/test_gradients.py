@@ -188,7 +188,7 @@ def test_a_parameter_that_is_frozen_for_the_moment_keeps_its_gradient(tmp_path: 
 def test_gradients_that_have_no_name_are_refused(tmp_path: Path) -> None:
     loose = torch.ones(2, requires_grad=True)
     loose.sum().backward()
-    with pytest.raises(InvalidError, match=r"params\.0\.grad: the gradient of a tensor that stands in a list"):
+    with pytest.raises(InvalidError, match=r"params\.0\.grad: the gradient of a tensor in a list"):
         holdfast.save(tmp_path / "c", {"params": [loose]}, grads=True)
     holdfast.save(tmp_path / "c", {"params": [loose]}, grads=True, skip="*.grad")
     other = torch.ones(2, requires_grad=True)

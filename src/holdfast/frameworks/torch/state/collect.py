@@ -79,8 +79,9 @@ class _Collector:
         }
         """Parameters that an optimizer of the state steps, by identity.
 
-        Only these are known to change behind the fence alone. Metrics and running statistics change in forward,
-        averages at any time, and version counters do not count every kind of write to them.
+        Only these are known to change nowhere but in an optimizer's step or a load, and the fence waits before both.
+        Metrics and running statistics change in forward, averages at any time, and version counters do not count every
+        kind of write to them.
         """
         self._numbers: dict[str, int | None] = {}
         """Position of each name in `shards`; None for a tied name, and for a tensor without a part on this rank."""
@@ -188,8 +189,9 @@ class _Collector:
         grad_fqn = f"{fqn}{gradients.SUFFIX}"
         if self._selection.grads and gradients.gradient_of(tensor) is not None and selected(self._selection, grad_fqn):
             raise InvalidError(
-                f"{grad_fqn}: the gradient of a tensor that stands in a list or is made by a state_dict() cannot be "
-                f"saved; expected the tensor in a dict or a module. Move it there, or pass skip='*{gradients.SUFFIX}'"
+                f"{grad_fqn}: the gradient of a tensor in a list, or of a tensor that a state_dict() makes, cannot "
+                "be saved; expected the tensor in a dict or a module. Move it there, or pass "
+                f"skip='*{gradients.SUFFIX}'"
             )
         return TensorRef(fqn)
 

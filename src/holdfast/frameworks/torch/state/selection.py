@@ -1,4 +1,4 @@
-"""What `only` and `skip` select for a save or load: names, and named entries of plain values at every depth."""
+"""Applies `only` and `skip` of a save or load to names, and to named entries of plain values at every depth."""
 
 from __future__ import annotations
 

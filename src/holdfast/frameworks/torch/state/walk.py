@@ -134,7 +134,7 @@ class _NamedNodes:
 
 
 def leaves(node: DictNode) -> Iterator[Node]:
-    """Yield every node below a dict at any depth, without the dicts between."""
+    """Yield every node below a dict at any depth, except dicts."""
     for child in node.children.values():
         if isinstance(child, DictNode):
             yield from leaves(child)
