@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -141,6 +142,19 @@ def train(world: World, *, folder: str, config: dict[str, Any], width: int, step
     keep(world, {**live_state(engine), **weights_of(engine)}, Path(folder) / "live.safetensors")
     run_steps(engine, world, steps, more)
     keep(world, live_state(engine), Path(folder) / "uninterrupted.safetensors")
+
+
+def refuse(world: World, *, folder: str, config: dict[str, Any], width: int, steps: int, more: int) -> None:
+    """Try to save the engine, its module and its optimizer; `steps` and `more` are those of the other cases."""
+    engine = engine_of(world, config, width)
+    run_steps(engine, world, 0, 1)
+    states = {"engine": {"model": engine}, "optimizer": {"model": Model(width), "optimizer": engine.optimizer}}
+    if any(hasattr(parameter, "ds_id") for parameter in engine.module.parameters()):
+        states["module"] = {"model": engine.module}
+    for name, state in states.items():
+        with pytest.raises(holdfast.InvalidError, match=r"DeepSpeed's .*engine\.save_checkpoint\(\)"):
+            holdfast.save(f"{folder}/refused-{name}", state)
+        assert not Path(f"{folder}/refused-{name}").exists()
 
 
 def resume_own(world: World, *, folder: str, config: dict[str, Any], width: int, steps: int, more: int) -> None:

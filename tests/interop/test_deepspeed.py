@@ -118,6 +118,13 @@ def test_it_resumes_itself_as_if_uninterrupted(trained: Path, name: str) -> None
     assert all(torch.equal(own[fqn], whole[fqn]) for fqn in whole)
 
 
+@pytest.mark.parametrize("name", ["one_dp2", "three_dp2"])
+def test_an_engine_and_its_parts_are_refused(tmp_path: Path, name: str) -> None:
+    config, ranks, width = CONFIGS[name]
+    refused = [case("refuse", name, tmp_path, config, width)]
+    require_all(run_world(ranks, refused, tmp_path / "world", deadline_seconds=DEADLINE_SECONDS), refused)
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_training_goes_on_in_another_stage_and_on_other_ranks(trained: Path, name: str) -> None:
     source, _, ranks = RESUMED[name]

@@ -14,6 +14,7 @@ from holdfast.frameworks.torch.fsdp1 import declarations, holds_any
 from holdfast.frameworks.torch.held import RankOfGlobal, tensors_of
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, named_parameters_of, ties_of
 from holdfast.frameworks.torch.state.naming import module_entries
+from holdfast.frameworks.torch.state.unsupported import require_supported, require_whole
 from holdfast.geometry.sharded import Sharded
 from holdfast.types.per_rank import PerRank, RngState
 
@@ -162,13 +163,16 @@ def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
             )
         path = _joined(node.path, key)
         if isinstance(value, torch.Tensor):  # First, since most are.
+            if type(value) is torch.nn.Parameter:
+                require_whole({key: value}, node.path)
             node.children[key] = TensorNode(path, value)
         elif isinstance(value, torch.optim.Optimizer):
-            _require_own_state(value, path)
+            require_supported(value, path)
             known.optimizers.append((node, key, value))
             # A placeholder that keeps the order of the dict, until every parameter has its name.
             node.children[key] = ValueNode(path, None)
         elif isinstance(value, torch.nn.Module):
+            require_supported(value, path)
             child = _module_node(path, value, known.rank_of_global)
             known.modules[path] = child.tensors
             known.declared |= child.declared
@@ -186,34 +190,23 @@ def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
             _fill(child_node, known, above | {id(node.mapping)})
             node.children[key] = child_node
         elif not isinstance(value, type) and isinstance(value, Stateful):
+            require_supported(value, path)
             node.children[key] = StatefulNode(path, value)
         else:
             node.children[key] = ValueNode(path, value)
-
-
-def _require_own_state(optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Refuse optimizers that keep their state in an inner optimizer, where `walk` does not find it.
-
-    Raises:
-        InvalidError: Names the optimizer.
-    """
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
-            raise InvalidError(
-                f"{path}: {kind.__name__} keeps its state in an optimizer inside it; expected state by parameter. Use "
-                "fully_shard, or pass the optimizer inside it"
-            )
 
 
 def _module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGlobal) -> ModuleNode:
     """Return a module's entries, without the prefixes of DDP, FSDP1 and compile wrappers.
 
     Raises:
-        InvalidError: Two entries have one name, or an FSDP1 wrapper keeps parameters without names.
+        InvalidError: Two entries have one name, an FSDP1 wrapper keeps parameters without names, or DeepSpeed splits
+            them.
     """
     declared = declarations(module, path, rank_of_global)
     entries = module_entries(module, path)
     tensors = {fqn: value for fqn, (_, value) in entries.items() if isinstance(value, torch.Tensor)}
+    require_whole(tensors, path)
     values = {fqn: value for fqn, (_, value) in entries.items() if fqn not in tensors}
     keys = {fqn: key for fqn, (key, _) in entries.items()}
     return ModuleNode(path, module, tensors, values, keys, declared)
