@@ -107,7 +107,7 @@ def save(
     Args:
         path: The folder that becomes the checkpoint; it must not hold one.
         state: Nested dict of modules, optimizers, objects with `state_dict`/`load_state_dict`, tensors and values.
-        only: Save only FQNs that match one of these patterns.
+        only: Save only FQNs that match one of these patterns; each must match a name on some rank.
         skip: Leave out FQNs that match one of these patterns.
         grads: Save gradients too, each under its parameter's FQN plus `.grad`, for a save in the middle of gradient
             accumulation. Without it, such a save is refused if the optimizer or wrapper reveals the accumulation.
@@ -183,7 +183,7 @@ def load(
         state: The state to fill.
         strict: Raise if names are missing or unexpected; otherwise fill the matching names and report the rest.
         cast: Allow a tensor to be filled from another dtype.
-        only: Fill only FQNs that match one of these patterns.
+        only: Fill only FQNs that match one of these patterns; each must match a name on some rank.
         skip: Leave FQNs that match one of these patterns as they are.
         grads: Set gradients as they were saved, and remove those of parameters that had none. Without it, gradients in
             the checkpoint are unexpected names, since a run that resumes without them trains differently.

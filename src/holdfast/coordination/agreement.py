@@ -1,8 +1,8 @@
 """The agreement that opens a save: every rank sets a statement, rank 0 decides. No collective runs.
 
-Each rank sets one record of 40 bytes. Rank 0 reads all records in one call and sets one verdict; the other ranks wait
-for it with a deadline. Ranks with equal layouts form a class. Only if layouts or plain tensors differ do the lowest
-rank of each class and the ranks that differ publish details.
+Each rank sets one record, 40 bytes as a rule. Rank 0 reads all records in one call and sets one verdict; the other
+ranks wait for it with a deadline. Ranks with equal layouts form a class. Only if layouts or plain tensors differ do the
+lowest rank of each class and the ranks that differ publish details.
 
 States of a numbered save (its `sequence`), and who moves it from one to the next:
 
@@ -32,6 +32,7 @@ from holdfast.coordination.records import (
     refusal_in,
 )
 from holdfast.coordination.save_context import SaveContext
+from holdfast.coordination.unmatched_patterns import judge_unmatched
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
 from holdfast.geometry.tensor import Role
 
@@ -192,6 +193,9 @@ class SaveAgreement:
         skew_error = self._skew_error(statements)
         if skew_error is not None:
             return self._refusal(skew_error)
+        unmatched_error = judge_unmatched(job, self._name, [statement.unmatched for statement in statements])
+        if unmatched_error is not None:
+            return self._refusal(unmatched_error)
         classes: dict[bytes, list[int]] = {}
         for rank, statement in enumerate(statements):
             classes.setdefault(statement.layout, []).append(rank)

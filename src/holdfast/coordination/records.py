@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_context import SaveContext
 from holdfast.geometry.tensor import Role
+from holdfast.ports.framework import UnmatchedPattern
 
 Plain = Mapping[str, tuple[str, tuple[int, ...], Role]]
 """Plain tensors by FQN: dtype, global shape, role."""
@@ -16,12 +18,13 @@ RankRanges = Sequence[Sequence[int]]
 """Ascending ranks as ranges of `[first, stop, stride]`."""
 
 _STATEMENT = struct.Struct("<q8s8s8s8s")
-_REFUSAL_PREFIX = b"!"
+_REFUSAL_PREFIX = b"!" * 8
+"""Eight bytes that begin no statement: as a step they are above 2**61."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The statement of one rank at the start of a save, 40 bytes."""
+    """The statement of one rank at the start of a save: 40 bytes, and the patterns that match nothing."""
 
     step: int
     """The step being saved; -1 for a save by path."""
@@ -38,14 +41,20 @@ class Statement:
     other: bytes
     """8-byte digest of the plain tensors and values that may differ."""
 
+    unmatched: tuple[UnmatchedPattern, ...] = ()
+    """Patterns of `only` and `skip` that match no name of this rank's state."""
+
     def encode(self) -> bytes:
-        """Return the statement as 40 bytes."""
-        return _STATEMENT.pack(self.step, self.location, self.layout, self.agreeing, self.other)
+        """Return the statement as 40 bytes, followed by the patterns if there are any."""
+        head = _STATEMENT.pack(self.step, self.location, self.layout, self.agreeing, self.other)
+        return head + encode_message(self.unmatched) if self.unmatched else head
 
     @classmethod
     def decode(cls, record: bytes) -> Statement:
         """Return the statement that `encode` wrote."""
-        return cls(*_STATEMENT.unpack(record))
+        head, tail = record[: _STATEMENT.size], record[_STATEMENT.size :]
+        unmatched = decode_message(tail, tuple[UnmatchedPattern, ...]) if tail else ()
+        return replace(cls(*_STATEMENT.unpack(head)), unmatched=unmatched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +140,7 @@ def encode_refusal(error_text: str) -> bytes:
 
 def refusal_in(record: bytes) -> str | None:
     """Return the error text of a refusal; None if the record is a statement."""
-    # A statement may begin with the same byte. Its length tells them apart: no error text is that short.
-    if record.startswith(_REFUSAL_PREFIX) and len(record) != _STATEMENT.size:
-        return record[len(_REFUSAL_PREFIX) :].decode()
-    return None
+    return record.removeprefix(_REFUSAL_PREFIX).decode() if record.startswith(_REFUSAL_PREFIX) else None
 
 
 def rank_ranges(ranks: Sequence[int]) -> RankRanges:

@@ -28,6 +28,7 @@ from functools import partial
 from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job, error_text
+from holdfast.coordination.unmatched_patterns import judge_unmatched
 from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.errors import CheckpointError, InvalidError
@@ -282,6 +283,9 @@ def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exce
         own = planned if isinstance(planned, Exception) else None
         raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
         assert not isinstance(planned, Exception), "an error on any rank has been raised"
+        unmatched_error = judge_unmatched(attempt.job, resolved.location.url, [each.unmatched for each in statuses])
+        if unmatched_error is not None:
+            raise unmatched_error
         missing = sorted({name for status in statuses for name in status.missing})
         unexpected = sorted(set(statuses[0].unexpected).intersection(*(status.unexpected for status in statuses)))
         if attempt.request.strict:
@@ -295,9 +299,11 @@ def _status_of(planned: PlannedLoad | Exception, world_size: int) -> RankStatus:
     # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
     reader_id = short_digest_of(platform.node().encode(), str(world_size).encode()).hex()
     if isinstance(planned, Exception):
-        return RankStatus(error_text(planned), (), (), reader_id, Offer())
+        return RankStatus(error_text(planned), (), (), (), reader_id, Offer())
     restoration = planned.restoration
-    return RankStatus(None, restoration.missing, restoration.unexpected, reader_id, planned.offer)
+    return RankStatus(
+        None, restoration.missing, restoration.unexpected, restoration.unmatched, reader_id, planned.offer
+    )
 
 
 def _exchange_of(attempt: LoadAttempt, offers: list[Offer]) -> AgreedExchange | None:

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.errors import CheckpointError
 from holdfast.loading.exchange import Offer
+from holdfast.ports.framework import UnmatchedPattern
 from holdfast.types.reports import SkippedStep
 
 
@@ -68,6 +69,9 @@ class RankStatus:
 
     unexpected: Sequence[str]
     """Names that the checkpoint has and its state lacks."""
+
+    unmatched: Sequence[UnmatchedPattern]
+    """Patterns of `only` and `skip` that match no name of its state; of `skip`, also none in the checkpoint."""
 
     reader_id: str
     """16 hex digits that name the reading job in its reports."""

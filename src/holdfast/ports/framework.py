@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region
@@ -158,6 +158,9 @@ class Collected:
     pin: Pin | None = None
     """Page-locks memory for copies of the shards; None if all shards are in host memory."""
 
+    unmatched: Sequence[UnmatchedPattern] = ()
+    """Patterns of the selection that match no name of this rank's state."""
+
 
 @value_class
 class Wanted(WantedBoxes):
@@ -205,6 +208,11 @@ class Restoration(Protocol):
     @property
     def skipped(self) -> Sequence[str]:
         """Names excluded by `only` and `skip`."""
+        ...
+
+    @property
+    def unmatched(self) -> Sequence[UnmatchedPattern]:
+        """Patterns of the selection that match no name of this rank's state; of `skip`, also none in the checkpoint."""
         ...
 
     def finish(self) -> None:
@@ -264,6 +272,25 @@ class Selection:
 
     grads: bool = False
     """Whether gradients are selected; each has the FQN of its parameter plus `.grad`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnmatchedPattern:
+    """A pattern of a selection that matches no name: most likely misspelt."""
+
+    argument: Literal["only", "skip"]
+    """The argument that holds it."""
+
+    pattern: str
+    """The pattern."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the call is refused. A glob in `skip` is not: names that it leaves out may come and go."""
+        return self.argument == "only" or not any(wildcard in self.pattern for wildcard in "*?[")
+
+    def __str__(self) -> str:
+        return f"{self.argument}={self.pattern!r}"
 
 
 class Framework(Protocol):

@@ -52,6 +52,7 @@ class StateFingerprint:
             layout=self._layout_fingerprint,
             agreeing=short_digest_of(*(fqn.encode() + digest for fqn, digest in self._agreeing.items())),
             other=short_digest_of(self.tree_bytes, *(fqn.encode() + digest for fqn, digest in self._other.items())),
+            unmatched=tuple(self._collected.unmatched),
         )
 
     def details(self) -> Details:

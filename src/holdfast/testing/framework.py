@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Self
@@ -15,7 +15,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.placement import boxes_at, coordinate_of, replica_ranks
 from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
 from holdfast.geometry.tensor import Layout, Role, Shard, TensorSpec
-from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Target, Wanted
+from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Target, UnmatchedPattern, Wanted
 from holdfast.types.values import Group
 
 
@@ -133,6 +133,7 @@ class _NumpyRestoration:
     state: Mapping[str, object]
     values: Mapping[str, object] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
+    unmatched: Sequence[UnmatchedPattern] = ()
 
     def finish(self) -> None:
         if isinstance(self.state, dict):
@@ -163,7 +164,7 @@ class NumpyFramework:
                 spec = TensorSpec(fqn, value.dtype, value.array.shape)
                 shard = Shard(spec, value.layout, value.holders_with(self._rank), value.role, held)
                 shards.append(LocalShard(shard, _ArraySource(value.array, held)))
-        return Collected(shards, Group("dict", items), {}, skipped)
+        return Collected(shards, Group("dict", items), {}, skipped, unmatched=_unmatched(state, selection))
 
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> _NumpyRestoration:
         """Return what a state wants of a checkpoint."""
@@ -195,13 +196,20 @@ class NumpyFramework:
         stored = {*catalog.tensors, *catalog.tree.items}
         unexpected = sorted(fqn for fqn in stored - set(state) if _takes_part(fqn, selection))
         skipped = [fqn for fqn in state if fqn not in chosen]
-        return _NumpyRestoration(wanted, missing, unexpected, skipped, state, values, measured)
+        unmatched = _unmatched([*state, *stored], selection)
+        return _NumpyRestoration(wanted, missing, unexpected, skipped, state, values, measured, unmatched)
 
 
 def _bytes_of(array: NDArray[np.generic], region: Region) -> bytes:
     if isinstance(region, FlatRange):
         return array.reshape(-1)[region.start : region.stop].tobytes()
     return array[region.relative_to((0,) * len(region.start))].tobytes()
+
+
+def _unmatched(names: Collection[str], selection: Selection) -> tuple[UnmatchedPattern, ...]:
+    patterns = [UnmatchedPattern("only", pattern) for pattern in selection.only or ()]
+    patterns += [UnmatchedPattern("skip", pattern) for pattern in selection.skip]
+    return tuple(each for each in patterns if not any(fnmatchcase(name, each.pattern) for name in names))
 
 
 def _takes_part(fqn: str, selection: Selection) -> bool:

@@ -16,7 +16,7 @@ from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_op
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.naming import require_fqn
-from holdfast.frameworks.torch.state.selection import anything_selected, selected, selected_whole, takes_all, without
+from holdfast.frameworks.torch.state.selection import Selector, without
 from holdfast.frameworks.torch.state.walk import (
     DictNode,
     ModuleNode,
@@ -58,13 +58,14 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         fence=None if unfenced else partial(close_fence, collector.fenced_objects),
         unfenced_because=unfenced,
         pin=next((side.pin for side in collector.sides), None),
+        unmatched=collector.selector.unmatched(),
     )
 
 
 class _Collector:
     def __init__(self, selection: Selection, ranks: Ranks, root: DictNode) -> None:
         self._selection, self._ranks, self._root = selection, ranks, root
-        self._takes_all = takes_all(selection)
+        self.selector = Selector(selection)
         self.shards: list[LocalShard] = []
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
@@ -97,6 +98,7 @@ class _Collector:
 
     def _node(self, node: Node) -> Value:
         """Return a node's entry in the tree; None for a tensor, which the index lists."""
+        self.selector.know(node.path)
         match node:
             case DictNode():
                 return self.dict_group(node)
@@ -111,7 +113,7 @@ class _Collector:
             case OptimizerView():
                 return self._optimizer(node)
             case StatefulNode():
-                if not selected_whole(self._selection, node.path):
+                if not self.selector.selects_whole(node.path):
                     self.skipped.append(node.path)
                     return Skipped(node.path)
                 state = take_apart(node.stateful.state_dict(), node.path, self._reference)
@@ -120,9 +122,8 @@ class _Collector:
                 return self._named_values(node.path, node.value)
 
     def _module(self, node: ModuleNode) -> Group:
-        selection = self._selection
         gradients.require_module_boundary(
-            node.module, node.path, node.tensors, lambda name: selected(selection, name), asked=selection.grads
+            node.module, node.path, node.tensors, self.selector.selects, asked=self._selection.grads
         )
         self.fenced_objects.append(node.module)
         if node.declared:
@@ -131,7 +132,7 @@ class _Collector:
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
             stepped = id(tensor) in self._stepped
             self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=stepped)
-        for fqn, tensor in node.tensors.items() if selection.grads else ():
+        for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         values = {
             fqn: take_apart(value, f"{node.path}.{fqn}", self._reference)
@@ -149,7 +150,7 @@ class _Collector:
             names = dict(_named_tensors(self._root))
             gradients.require_optimizer_boundary(
                 view,
-                lambda parameter: selected(self._selection, f"{names.get(id(parameter), '')}{gradients.SUFFIX}"),
+                lambda parameter: self.selector.selects(f"{names.get(id(parameter), '')}{gradients.SUFFIX}"),
             )
         self.fenced_objects.append(view.optimizer)
         if steps_in_backward(view.names):
@@ -169,7 +170,7 @@ class _Collector:
             self._tensor(fqn, grad, Role.PARAMETER, grad_declared)
 
     def _named_values(self, path: str, value: object) -> Value:
-        if not anything_selected(self._selection, path, value):
+        if not self.selector.selects_any(path, value):
             self.skipped.append(path)
             return Skipped(path)
         if isinstance(value, PerRank | RngState):
@@ -178,7 +179,7 @@ class _Collector:
         return take_apart(without(value, path, self._takes_part), path, self._reference)
 
     def _takes_part(self, path: str) -> bool:
-        if selected(self._selection, path):
+        if self.selector.selects(path):
             return True
         self.skipped.append(path)
         return False
@@ -187,7 +188,7 @@ class _Collector:
         if not self._tensor(fqn, tensor, _loose_role(tensor)):
             return Skipped(fqn)
         grad_fqn = f"{fqn}{gradients.SUFFIX}"
-        if self._selection.grads and gradients.gradient_of(tensor) is not None and selected(self._selection, grad_fqn):
+        if self._selection.grads and gradients.gradient_of(tensor) is not None and self.selector.selects(grad_fqn):
             raise InvalidError(
                 f"{grad_fqn}: the gradient of a tensor in a list, or of a tensor that a state_dict() makes, cannot "
                 "be saved; expected the tensor in a dict or a module. Move it there, or pass "
@@ -207,7 +208,7 @@ class _Collector:
             declared: Its layout, if the tensor does not carry one itself.
             fenced: Whether only code behind the fence changes it, such as the step of an optimizer in the state.
         """
-        if not (self._takes_all or self._takes_part(fqn)):
+        if not (self.selector.takes_all or self._takes_part(fqn)):
             return False
         require_fqn(fqn)
         if fqn in self._numbers:

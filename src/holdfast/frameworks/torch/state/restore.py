@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -19,10 +20,8 @@ from holdfast.frameworks.torch.state.naming import extra_state_owners
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
     EntryMerge,
-    anything_selected,
-    selected,
-    selected_whole,
-    takes_all,
+    Selector,
+    saved_names,
 )
 from holdfast.frameworks.torch.state.walk import (
     DictNode,
@@ -58,7 +57,7 @@ class TorchRestoration:
         ranks: Ranks,
     ) -> None:
         self._catalog, self._selection = catalog, selection
-        self._takes_all = takes_all(selection)
+        self._selector = Selector(selection)
         self._ranks = ranks
         self.wanted: list[Wanted] = []
         self.held: dict[str, int] = {}
@@ -84,6 +83,8 @@ class TorchRestoration:
         if catalog.drops_ties:
             self._forgive_ties()
         self._find_unexpected_tensors(state)
+        tree = (name for key, value in catalog.tree.items.items() for name in saved_names(value, key))
+        self.unmatched = self._selector.unmatched(chain(catalog.tensors, catalog.aliases, tree))
 
     def finish(self) -> None:
         """Set values, once every tensor is filled."""
@@ -97,7 +98,7 @@ class TorchRestoration:
             InvalidError: The tensor cannot be filled, has another shape than the stored one, or would be filled twice
                 with different content.
         """
-        if not (self._takes_all or self.takes_part(fqn)):
+        if not (self._selector.takes_all or self.takes_part(fqn)):
             return True
         stored = self._catalog.aliases.get(fqn, fqn)
         spec = self._catalog.tensors.get(stored)
@@ -169,14 +170,14 @@ class TorchRestoration:
 
     def takes_part(self, name: str) -> bool:
         """Return whether `only` and `skip` select a name; record it as skipped if not."""
-        if selected(self._selection, name):
+        if self._selector.selects(name):
             return True
         self.skipped.append(name)
         self._used.add(self._catalog.aliases.get(name, name))
         return False
 
     def _takes_part_whole(self, path: str) -> bool:
-        if selected_whole(self._selection, path):
+        if self._selector.selects_whole(path):
             return True
         self.skipped.append(path)
         return False
@@ -190,10 +191,11 @@ class TorchRestoration:
                 path = f"{node.path}.{key}"
                 if key in node.children or isinstance(value, Skipped):
                     continue
-                if anything_selected(self._selection, path, value):
+                if self._selector.selects_any(path, value):
                     self.unexpected.append(path)
 
     def _node(self, parent: DictNode, key: str, node: Node, saved: Value) -> None:
+        self._selector.know(node.path)
         match node:
             case DictNode():
                 self._dict(node, saved)
@@ -310,7 +312,7 @@ class TorchRestoration:
             self._dict(branch, saved)
             return
         values = [node.value] if saved is ABSENT else [node.value, saved]
-        if not any(anything_selected(self._selection, node.path, value) for value in values):
+        if not any(self._selector.selects_any(node.path, value) for value in values):
             self.skipped.append(node.path)
             return
         if saved is ABSENT or isinstance(saved, Group):
@@ -319,7 +321,7 @@ class TorchRestoration:
         if isinstance(node.value, PerRank | RngState):
             self._value_of_rank(node.path, node.value, saved)
             return
-        merge = EntryMerge(self._selection, self.takes_part, self.missing, self._leaf)
+        merge = EntryMerge(self._selector, self.takes_part, self.missing, self._leaf)
         loaded = merge.merged(saved, node.value, node.path)
         mapping = parent.mapping
         if not isinstance(mapping, MutableMapping):
@@ -398,9 +400,9 @@ class TorchRestoration:
     def _find_unexpected_tensors(self, state: Mapping[str, object]) -> None:
         masters = set(self._catalog.masters.values())
         for fqn in self._catalog.tensors:
-            if fqn in self._used or fqn in masters or not selected(self._selection, fqn):
+            if fqn in self._used or fqn in masters:
                 continue
-            if any(fqn == key or fqn.startswith(f"{key}.") for key in state):
+            if any(fqn == key or fqn.startswith(f"{key}.") for key in state) and self._selector.selects(fqn):
                 self.unexpected.append(fqn)
 
 

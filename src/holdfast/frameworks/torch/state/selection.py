@@ -2,44 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from typing import TypeGuard
 
 from holdfast.frameworks.torch.containers import dict_like, is_plain_dict, put_together, tensors_in
-from holdfast.ports.framework import Selection
-from holdfast.types.values import Skipped, Value
+from holdfast.ports.framework import Selection, UnmatchedPattern
+from holdfast.types.values import Group, Skipped, Value
 
 ABSENT = object()
 """Marks an entry that a state or a checkpoint lacks."""
 
 
-def takes_all(selection: Selection) -> bool:
-    """Return whether every name is selected."""
-    return selection.only is None and not selection.skip
+class Selector:
+    """Applies a selection to the names of one state, and finds the patterns that match no name."""
+
+    def __init__(self, selection: Selection) -> None:
+        """Know no name yet."""
+        self._selection = selection
+        self._known: list[str] = []
+        """Names of the state. The names above a known name are known too."""
+        self.takes_all = selection.only is None and not selection.skip
+        """Whether every name is selected."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether `only` names what is selected."""
+        return self._selection.only is not None
+
+    def know(self, path: str) -> None:
+        """Record a path of the state, with or without names below it."""
+        if not self.takes_all:
+            self._known.append(f"{path}.")
+
+    def selects(self, name: str) -> bool:
+        """Return whether a name is selected. A pattern applies to the names it matches and to all names below them."""
+        if self.takes_all:
+            return True
+        self._known.append(name)
+        names = _with_names_above(name)
+
+        def matches(patterns: Sequence[str]) -> bool:
+            return any(fnmatchcase(prefix, pattern) for pattern in patterns for prefix in names)
+
+        only, skip = self._selection.only, self._selection.skip
+        return (only is None or matches(only)) and not matches(skip)
+
+    def selects_whole(self, path: str) -> bool:
+        """Return whether a value that is saved and loaded as a whole is selected, by its name or a pattern below it."""
+        return self.selects(f"{path}.")
+
+    def selects_any(self, path: str, value: object) -> bool:
+        """Return whether the selection takes a plain value or any named entry in it."""
+        # A list first, since any() stops early: every name must be recorded.
+        taking_part = [self.selects(name) for name, _ in named_leaves(value, path)]
+        return any(taking_part)
+
+    def unmatched(self, names_elsewhere: Iterable[str] = ()) -> tuple[UnmatchedPattern, ...]:
+        """Return the patterns that match no known name.
+
+        Args:
+            names_elsewhere: Names that the state need not have. `skip` may match them, `only` may not.
+        """
+        only, skip = self._selection.only or (), self._selection.skip
+        left = _unmatched(only, self._known)
+        # A parameter may have a gradient at the next save.
+        grads = {pattern: pattern.removesuffix(".grad") for pattern in skip}
+        left_of_skip = _unmatched(_unmatched({*grads.values()}, self._known), names_elsewhere)
+        return (
+            *(UnmatchedPattern("only", pattern) for pattern in only if pattern in left),
+            *(UnmatchedPattern("skip", pattern) for pattern in skip if grads[pattern] in left_of_skip),
+        )
 
 
-def selected(selection: Selection, name: str) -> bool:
-    """Return whether a name is selected. A pattern applies to the names it matches and to all names below them."""
-    if takes_all(selection):
-        return True
-    names = [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
-
-    def matches(patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(prefix, pattern) for pattern in patterns for prefix in names)
-
-    return (selection.only is None or matches(selection.only)) and not matches(selection.skip)
+def _with_names_above(name: str) -> list[str]:
+    return [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
 
 
-def selected_whole(selection: Selection, path: str) -> bool:
-    """Return whether a value that is saved and loaded as a whole is selected, by its name or by a pattern below it."""
-    return selected(selection, f"{path}.")
-
-
-def anything_selected(selection: Selection, path: str, value: object) -> bool:
-    """Return whether the selection takes a plain value or any named entry in it."""
-    return any(selected(selection, name) for name, _ in named_leaves(value, path))
+def _unmatched(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the patterns that match none of some names, nor a name above them."""
+    matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
+    for name in names:
+        if not matchers:
+            break
+        above = _with_names_above(name)
+        for pattern in [pattern for pattern, matches in matchers.items() if any(map(matches, above))]:
+            del matchers[pattern]
+    return {*matchers}
 
 
 def named_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
@@ -49,6 +100,15 @@ def named_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
             yield from named_leaves(entry, f"{path}.{key}")
     else:
         yield path, value
+
+
+def saved_names(value: Value, path: str) -> Iterator[str]:
+    """Yield the names in a saved value, as far as patterns tell them apart."""
+    yield f"{path}."
+    entries = value.items if isinstance(value, Group) and value.kind != "stateful" else value
+    if isinstance(entries, dict):
+        for key, entry in entries.items():
+            yield from saved_names(entry, f"{path}.{key}")
 
 
 def without(value: object, path: str, takes_part: Callable[[str], bool]) -> object:
@@ -65,8 +125,8 @@ def without(value: object, path: str, takes_part: Callable[[str], bool]) -> obje
 class EntryMerge:
     """Merges saved and present entries of a plain value: selected ones as saved, all others as they are."""
 
-    selection: Selection
-    """The selected names."""
+    selector: Selector
+    """Knows the selected names."""
 
     takes_part: Callable[[str], bool]
     """Returns whether a name is selected; records it as skipped if not."""
@@ -91,7 +151,7 @@ class EntryMerge:
             return present
         if not _holds_names(saved):
             return self._leaf(saved, present, path)
-        if saved and not anything_selected(self.selection, path, saved):
+        if saved and not self.selector.selects_any(path, saved):
             # Nothing is loaded here: the present value stays as it is, of whatever type.
             self._any_takes_part(saved, path)
             kept = self._kept(present, path) if is_plain_dict(present) else present
@@ -121,7 +181,7 @@ class EntryMerge:
             return ABSENT
         leaves = [name for name, _ in named_leaves(present, path)]
         chosen = [name for name in leaves if self.takes_part(name)]
-        if self.selection.only is not None:
+        if self.selector.is_explicit:
             # `only` names them explicitly, so their absence is an error, not a deletion.
             self.missing.extend(chosen)
             return present
