@@ -30,11 +30,21 @@ _MEBIBYTES_MIN = {"xfs": 300}
 _NOLOGFLUSH = 2
 """Nothing goes to the disk any more, the journal's last transactions included: as when the power goes."""
 
+_ADMINISTRATION = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+"""Folders of mkfs and mount, which the PATH of an ordinary login lacks even for root."""
+
+
+def _search_path() -> str:
+    """Return the folders of commands: those of PATH, then those of administration."""
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), *_ADMINISTRATION))
+
 
 def command(*words: str | Path) -> None:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "PATH": _search_path()}
+    texts = [str(word) for word in words]
+    done = subprocess.run(texts, capture_output=True, text=True, timeout=60, check=False, env=environment)
     if done.returncode:
-        raise OSError(f"{' '.join(map(str, words))}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(texts)}: {done.stderr.strip()}")
 
 
 @contextmanager
@@ -52,7 +62,7 @@ def new_image(path: Path, mebibytes: int, kind: str = "ext4") -> None:
     """Make an image of a file system; skip the test where that is not possible."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a file system image")
-    if shutil.which(f"mkfs.{kind}") is None:
+    if shutil.which(f"mkfs.{kind}", path=_search_path()) is None:
         pytest.skip(f"needs mkfs.{kind}")
     with path.open("wb") as image:
         image.truncate(max(mebibytes, _MEBIBYTES_MIN.get(kind, 0)) << 20)

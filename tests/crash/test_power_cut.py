@@ -141,3 +141,13 @@ def test_the_power_cut_is_a_real_one(location: Path, template: Path, kind: str) 
     with mounted(template, location / "m", options="loop", kind=kind) as mount:
         assert (mount / "synced").read_bytes() == b"x" * 10_000
         assert not (mount / "not-synced").exists()
+
+
+def test_a_plain_path_skips_no_power_cut(location: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0 or not any(Path(folder, f"mkfs.{kind}").exists() for folder in ("/sbin", "/usr/sbin")):
+        pytest.skip(f"needs root and mkfs.{kind} in a folder of administration")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    try:
+        new_image(location / "image", IMAGE_MIB, kind)
+    except pytest.skip.Exception as skipped:
+        pytest.fail(f"a power cut is skipped: {skipped}")
