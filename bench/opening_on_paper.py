@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.synthetic import SyntheticJob
 from holdfast.checkpoint.location import CheckpointLocation
@@ -51,9 +51,9 @@ class LeavingBoard(InProcessKeyValueStore):
 class LoneComm(ThreadComm):
     """A comm whose collectives no other rank joins."""
 
-    def broadcast(self, payload: bytes | None) -> bytes:
-        """Return the nonce that every rank of the job has."""
-        return b"on paper"
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the nonce that rank 0 gives to the job."""
+        return [b"on paper"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Se
 
 def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> Opened:
     """Let every rank of a job publish its record; rank 0 decides and plans."""
+    # Nothing is copied here, so no rank needs to find out who shares its memory.
+    settings = replace(settings, arena_bytes_max=0)
     group = ThreadGroup(job.world_size)
     digest = short_digest_of(place.url.encode())
     leaders = [stage * job.ranks_per_stage for stage in range(job.stages)]

@@ -42,7 +42,7 @@ from holdfast.types.reports import LoadReport, SaveReport
 class CheckpointManager:
     """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
 
-    Construction is a collective: rank 0 sends a nonce to every rank. Saving runs no collective.
+    Construction is a collective: ranks agree on a nonce and count who shares their memory. Saving runs no collective.
     """
 
     def __init__(

@@ -72,8 +72,9 @@ class Settings:
 
     arena_bytes_max: int | None = None
     """Host memory for copies of the state in background saves. None: half of the memory that is free at the first save,
-    shared by the ranks of the host; at most 512 MiB with `staging="lazy"`, which reuses memory during the save. If the
-    copies do not fit, the save writes before it returns (except `staging="lazy"`). 0: always."""
+    within the limits of all control groups, shared by the ranks of the same host or group; at most 512 MiB with
+    `staging="lazy"`, which reuses memory during the save. If the copies do not fit, the save writes before it returns
+    (except `staging="lazy"`). 0: always."""
 
     staging: Literal["copy", "lazy"] = "copy"
     """When a background save returns. `copy`: once everything is copied into the arena. `lazy`: at once. Parameters and

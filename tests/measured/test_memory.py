@@ -6,8 +6,10 @@ All in one file: those who run the suite in several processes give them one file
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,47 @@ def test_an_export_keeps_within_its_budget(
     assert found["peak"] < memory_mib + EXPORT_EXTRA_MIB, found
     if memory_mib >= 512:
         assert found["read"] < 1.05 * 2048 * MIB, found
+
+
+SAVE_IN_GROUP = """
+import os, sys, tempfile
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+import torch, holdfast
+state = {f"w{k}": torch.ones(16 << 20) for k in range(6)}
+with holdfast.CheckpointManager(tempfile.mkdtemp() + "/run", process_group=False) as manager:
+    print(manager.save(1, state).wait().staging)
+"""
+STATE_MIB, GROUP_MIB = 384, 900
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of version 1 with a limit, below the group of this process."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make a control group")
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((path for _, controllers, path in (line.split(":", 2) for line in lines) if controllers == "memory"), "")
+    group = Path("/sys/fs/cgroup/memory", own.lstrip("/"), f"holdfast-test-{os.getpid()}")
+    if not own or not (group.parent / "memory.limit_in_bytes").exists():
+        pytest.skip("needs control groups of version 1, in which a group with processes may have groups below it")
+    try:
+        group.mkdir()
+    except OSError as refusal:
+        pytest.skip(f"no control group can be made here: {refusal}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(GROUP_MIB * MIB))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_save_in_a_limited_group_is_written_at_the_call_instead_of_killed(tmp_path: Path, memory_group: Path) -> None:
+    command = [sys.executable, "-c", SAVE_IN_GROUP, str(memory_group)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    # The state is more than half of what the limit leaves beside it: copies would go beyond it.
+    assert ended.stdout.split() == ["none"], ended.stdout
+    peak = int((memory_group / "memory.max_usage_in_bytes").read_text())
+    assert peak <= GROUP_MIB * MIB

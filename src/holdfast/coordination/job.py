@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from holdfast.clock import Clock
 from holdfast.engine.arena import Arena
+from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
 from holdfast.plan.plan_cache import PlanCache
@@ -19,6 +20,7 @@ from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
 
+_NONCE_BYTES = 8
 _ANNOUNCE_SECONDS_MIN = 1.0
 """Shortest time for a call to the key-value store, so that a rank can announce its end after its deadline."""
 
@@ -53,13 +55,13 @@ class Job:
     """The ranks that save and load together, and the resources they share for the life of the process.
 
     Saving and loading both take it. A nonce separates its keys from those of an earlier job on the same key-value
-    store. Construction is a collective: rank 0 sends the nonce to every rank.
+    store. Construction is a collective: rank 0 states the nonce, and every rank states which memory it shares.
     """
 
     def __init__(
         self, comm: Comm, clock: Clock, settings: Settings, framework: Framework | None = None, *, saves: bool = True
     ) -> None:
-        """Agree on the nonce.
+        """Agree on the nonce, and count the ranks that share memory with this one.
 
         Args:
             comm: The ranks.
@@ -69,15 +71,19 @@ class Job:
             saves: False for a job that only loads: it needs no keys, so construction is no collective then.
         """
         self.comm, self.clock, self.settings, self._framework = comm, clock, settings, framework
-        self.nonce = ""
+        self.nonce, statements = "", []
         if saves:
-            self.nonce = comm.broadcast(clock.random_bytes(8) if comm.rank == 0 else None).hex()
+            nonce = clock.random_bytes(_NONCE_BYTES) if comm.rank == 0 else bytes(_NONCE_BYTES)
+            # Only an arena without a stated budget needs the count.
+            statements = comm.all_gather(nonce + (memory_statement() if settings.arena_bytes_max is None else b""))
+            self.nonce = statements[0][:_NONCE_BYTES].hex()
+        memory = MemoryShare(statement[_NONCE_BYTES:] for statement in statements)
         self._process = os.getpid()
         self.process_deadline: float | None = None
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
         """Number of the next save. A rank that missed saves advances it."""
-        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock)
+        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, memory)
         """Memory for copies of the state."""
         self.plan_cache = PlanCache()
         """Plans of earlier saves."""

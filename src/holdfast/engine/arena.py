@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from holdfast.clock import Clock
 from holdfast.engine.buffers import QUARANTINED, allocate_aligned
-from holdfast.engine.memory_limits import free_memory_bytes, ranks_on_host
+from holdfast.engine.memory_limits import MemoryShare
 from holdfast.ports.framework import Pin, Unpin
 from holdfast.settings import MIB
 
@@ -23,21 +23,23 @@ _BLOCK_BUFFERS_MAX, _BLOCK_BYTES_MAX = 64, 64 * MIB
 class Arena:
     """Equal buffers up to a budget. `take` blocks while all of them are in use and the budget is spent."""
 
-    def __init__(self, buffer_bytes: int, bytes_max: int | None, clock: Clock) -> None:
+    def __init__(
+        self, buffer_bytes: int, bytes_max: int | None, clock: Clock, memory: MemoryShare | None = None
+    ) -> None:
         """Allocate nothing yet.
 
         Args:
             buffer_bytes: Bytes of one buffer, a multiple of a page.
-            bytes_max: The budget; None: half of the memory that is free at the first use, divided by the ranks of this
-                host.
+            bytes_max: The budget; None: half of this rank's share of the memory that is free at the first use.
             clock: Measures waits.
+            memory: This rank's share of the free memory; None for a process alone.
         """
         self.buffer_bytes = buffer_bytes
         self.waited_seconds = 0.0
         """Seconds that callers of `take` have waited so far."""
         self.retired = 0
         """Buffers that were quarantined."""
-        self._bytes_max, self._clock = bytes_max, clock
+        self._bytes_max, self._clock, self._memory = bytes_max, clock, memory or MemoryShare()
         # Reentrant: a signal handler may save while this thread is in here.
         self._changed = threading.Condition(threading.RLock())
         self._free: list[memoryview] = []
@@ -118,7 +120,7 @@ class Arena:
     def _budget(self) -> int:
         with self._changed:
             if self._bytes_max is None:
-                self._bytes_max = free_memory_bytes() // 2 // ranks_on_host()
+                self._bytes_max = self._memory.free_bytes() // 2
             return self._bytes_max
 
     def _grow(self, bytes_max: int | None) -> bool:

@@ -1,12 +1,26 @@
-"""How much memory this process may still take: free memory of the host, the limits of its control groups, its ranks."""
+"""How much memory this process may still take: free memory of the host, the limits of its control groups, its ranks.
+
+Ranks that share the host or a limited control group share what it leaves. Environment variables of launchers do not
+tell this: `srun`, `mpirun` and pods set none that all of them share. So ranks state the identities of their domains to
+each other once, and each counts.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
+
+from holdfast.format.digest import short_digest_of
+
+_IDENTITY_BYTES = 8
+_STATED_DOMAINS_MAX = 4
+"""Domains that a rank states: 32 bytes. The host, and the three groups that leave least; deeper trees are rare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +42,21 @@ _V1 = _Version(
 _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"), "/sys/fs/cgroup")
 
 
-def free_memory_bytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
-    """Return the bytes this process may still allocate: available memory of the host, within every group limit.
+@dataclass(frozen=True, slots=True)
+class MemoryDomain:
+    """Memory that all processes of a domain share: the host's, or what the limit of a control group leaves them."""
 
-    Files that cannot be read are skipped: without any limit, the host's available memory is the answer.
+    identity: bytes
+    """Eight bytes, equal in every process of the domain and in no other."""
+
+    free_bytes: int
+    """Bytes that its processes may still allocate together."""
+
+
+def memory_domains(proc: Path = Path("/proc"), root: Path = Path("/")) -> list[MemoryDomain]:
+    """Return the domains of this process: the host, then each control group with a limit, least free bytes first.
+
+    Files that cannot be read are skipped: without any limit, the host is the only domain.
 
     Args:
         proc: Mount point of procfs.
@@ -39,18 +64,55 @@ def free_memory_bytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int
     """
     available = _numbers_in(proc / "meminfo").get("MemAvailable:")
     free = available * 1024 if available is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # A parent's limit applies to all groups below it together, so every level counts and the smallest headroom wins.
-    headrooms = [
-        headroom
-        for version in (_V1, _V2)
-        for folder in _group_folders(version, proc, root)
-        if (headroom := _headroom_bytes(version, folder)) is not None
-    ]
-    return max(min([free, *headrooms]), 0)
+    boot = "".join(_lines_of(proc / "sys/kernel/random/boot_id")) or socket.gethostname()
+    groups: dict[bytes, MemoryDomain] = {}
+    # A parent's limit applies to all groups below it together, so every level is a domain.
+    for version in (_V1, _V2):
+        for folder in _group_folders(version, proc, root):
+            headroom, stat = _headroom_bytes(version, folder), _stat_of(folder)
+            if headroom is not None and stat is not None:
+                # Not the path: every pod sees its own group as the root. The inode numbers the group on its host.
+                identity = short_digest_of(
+                    boot.encode(), version.limit.encode(), f"{stat.st_dev}:{stat.st_ino}".encode()
+                )
+                groups[identity] = MemoryDomain(identity, max(headroom, 0))
+    host = MemoryDomain(short_digest_of(boot.encode()), max(free, 0))
+    return [host, *sorted(groups.values(), key=attrgetter("free_bytes"))]
+
+
+def memory_statement() -> bytes:
+    """Return what this rank states to the others, so that each of them can count who shares its memory."""
+    return b"".join(domain.identity for domain in memory_domains()[:_STATED_DOMAINS_MAX])
+
+
+class MemoryShare:
+    """This rank's share of the free memory, by the number of ranks in each of its domains."""
+
+    def __init__(self, statements: Iterable[bytes] = ()) -> None:
+        """Count the ranks of each domain.
+
+        Args:
+            statements: The `memory_statement` of every rank; none for a rank that did not ask the others.
+        """
+        self._ranks: Counter[bytes] = Counter()
+        for statement in statements:
+            self._ranks.update(
+                {statement[at : at + _IDENTITY_BYTES] for at in range(0, len(statement), _IDENTITY_BYTES)}
+            )
+
+    def free_bytes(self) -> int:
+        """Return the bytes that this rank may still allocate if all ranks of its domains allocate as much."""
+        # Ranks outside this group state nothing here, such as those of other managers with `process_group=False`.
+        least = ranks_on_host()
+        return min(domain.free_bytes // max(self._ranks[domain.identity], least) for domain in memory_domains())
 
 
 def ranks_on_host() -> int:
-    """Return how many ranks share the host, as torchrun states in LOCAL_WORLD_SIZE; 1 if nothing states it."""
+    """Return how many ranks torchrun started on the host, as LOCAL_WORLD_SIZE states; 1 if nothing states it.
+
+    Other launchers state it elsewhere, but `srun` and `mpirun` bind each rank to processors of its own. So this is the
+    number by which ranks divide the processors that all of them may use.
+    """
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(stated), 1) if stated.isdigit() else 1
 
@@ -118,6 +180,13 @@ def _numbers_in(path: Path) -> dict[str, int]:
     """Return the named numbers in a file, one per line; none if it cannot be read."""
     rows = [line.split() for line in _lines_of(path)]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _stat_of(folder: Path) -> os.stat_result | None:
+    try:
+        return folder.stat()
+    except OSError:
+        return None
 
 
 def _lines_of(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
+from holdfast.engine.memory_limits import MemoryShare
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
 
@@ -71,16 +72,13 @@ def test_what_the_budget_holds(budget: int, count: int, holds: bool) -> None:
     assert arena(budget).holds(count) is holds
 
 
-def test_without_a_budget_half_of_what_is_free_is_shared_among_the_ranks_of_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def holds(count: int) -> bool:
-        return Arena(PAGE_BYTES, None, SystemClock()).holds(count)
+def test_without_a_budget_half_of_this_ranks_share_of_the_free_memory_is_used() -> None:
+    class HundredPages(MemoryShare):
+        def free_bytes(self) -> int:
+            return 100 * PAGE_BYTES
 
-    monkeypatch.setattr("holdfast.engine.arena.free_memory_bytes", lambda: 100 * PAGE_BYTES)
-    assert holds(50) and not holds(51)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert holds(12) and not holds(13)
+    shared = Arena(PAGE_BYTES, None, SystemClock(), HundredPages())
+    assert shared.holds(50) and not shared.holds(51)
 
 
 def test_who_asks_for_little_makes_it_grow_little_and_still_gets_what_is_there() -> None:

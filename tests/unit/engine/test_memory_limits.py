@@ -1,10 +1,17 @@
-"""Free memory: the host's, and every limit of a control group from the process's own up to the root."""
+"""Free memory: the host's, every limit of a control group up to the root, and the ranks that share each of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.engine.memory_limits import free_memory_bytes
+import pytest
+
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
+from holdfast.engine import memory_limits
+from holdfast.engine.memory_limits import MemoryShare, memory_domains, memory_statement
+from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 
 V1_MOUNT = "/sys/fs/cgroup/memory"
 V2_MOUNT = "/sys/fs/cgroup"
@@ -18,7 +25,12 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.proc, self.root = folder / "proc", folder / "root"
         (self.proc / "self").mkdir(parents=True)
+        self.boots("one")
         (self.proc / "meminfo").write_text(f"MemTotal: {HOST_FREE // 512} kB\nMemAvailable: {HOST_FREE // 1024} kB\n")
+
+    def boots(self, boot: str) -> None:
+        (self.proc / "sys/kernel/random").mkdir(parents=True, exist_ok=True)
+        (self.proc / "sys/kernel/random/boot_id").write_text(f"{boot}\n")
 
     def belongs_to(self, *lines: str) -> None:
         (self.proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
@@ -42,7 +54,11 @@ class Machine:
         self._has(at + group, {"memory.max": limit, "memory.current": usage, "memory.stat": stat})
 
     def free(self) -> int:
-        return free_memory_bytes(self.proc, self.root)
+        return min(domain.free_bytes for domain in memory_domains(self.proc, self.root))
+
+    def is_this(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the code that runs see this machine from now on."""
+        monkeypatch.setattr(memory_limits, "memory_domains", lambda: memory_domains(self.proc, self.root))
 
     def _has(self, folder: str, files: dict[str, int | str]) -> None:
         at = self.root / folder.lstrip("/")
@@ -55,7 +71,7 @@ def test_free_memory_is_what_the_host_has() -> None:
     (total,) = (
         int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:")
     )
-    assert 0 < free_memory_bytes() <= total * 1024
+    assert 0 < MemoryShare().free_bytes() <= total * 1024
 
 
 def test_without_control_groups_the_host_decides(tmp_path: Path) -> None:
@@ -212,3 +228,100 @@ def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
     machine.mounts_v2()
     machine.has_v2("/a", 1_000_000, 1_000_001)
     assert machine.free() == 0
+
+
+def shares(monkeypatch: pytest.MonkeyPatch, ranks: list[Machine]) -> list[int]:
+    """Return what each rank may allocate after all of them stated their domains."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    statements = []
+    for machine in ranks:
+        machine.is_this(monkeypatch)
+        statements.append(memory_statement())
+    assert max(map(len, statements)) <= 32, "what each rank receives grows with this"
+    free = []
+    for machine in ranks:
+        machine.is_this(monkeypatch)
+        free.append(MemoryShare(statements).free_bytes())
+    return free
+
+
+def test_ranks_of_one_host_share_it_whatever_launched_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = Machine(tmp_path / "here"), Machine(tmp_path / "there")
+    there.boots("two")
+    assert shares(monkeypatch, [here, here, here, there]) == [HOST_FREE // 3] * 3 + [HOST_FREE]
+
+
+def test_ranks_of_one_control_group_share_what_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path)
+    machine.belongs_to("0::/job/step")
+    machine.mounts_v2()
+    machine.has_v2("/job", 1_000_000, 600_000)
+    machine.has_v2("/job/step", "max", 600_000)
+    assert shares(monkeypatch, [machine] * 4) == [100_000] * 4
+
+
+def test_pods_with_groups_of_their_own_share_only_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pods = [Machine(tmp_path / name) for name in ("one", "other")]
+    for pod in pods:
+        # Each pod sees its own group as the root of the hierarchy.
+        pod.belongs_to("0::/")
+        pod.mounts_v2()
+        pod.has_v2("", 10_000_000, 4_000_000)
+    assert shares(monkeypatch, pods) == [6_000_000] * 2
+    for pod in pods:
+        pod.has_v2("", HOST_FREE, 0)
+    assert shares(monkeypatch, pods) == [HOST_FREE // 2] * 2, "each may have the whole host, but not both"
+
+
+def test_tasks_with_groups_of_their_own_share_the_group_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, tasks = Machine(tmp_path), []
+    for task in range(2):
+        machine = Machine(tmp_path / str(task))
+        machine.root = tmp_path
+        machine.belongs_to(f"0::/job/task_{task}")
+        machine.mounts_v2()
+        machine.has_v2(f"/job/task_{task}", 8_000_000 + task, 5_000_000)
+        tasks.append(machine)
+    machine.has_v2("/job", 16_000_000, 12_000_000)
+    assert shares(monkeypatch, tasks) == [2_000_000] * 2
+
+
+def test_the_groups_that_leave_least_are_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path)
+    machine.belongs_to("0::/1/2/3/4/5/6")
+    machine.mounts_v2()
+    levels = ["/1", "/1/2", "/1/2/3", "/1/2/3/4", "/1/2/3/4/5", "/1/2/3/4/5/6"]
+    for level, usage in zip(levels, (0, 900_000, 0, 800_000, 0, 0), strict=True):
+        machine.has_v2(level, 1_000_000, usage)
+    assert shares(monkeypatch, [machine] * 4) == [25_000] * 4
+
+
+def test_ranks_that_did_not_ask_count_those_that_torchrun_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Machine(tmp_path).is_this(monkeypatch)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert MemoryShare().free_bytes() == HOST_FREE // 4
+    statement = memory_statement()
+    assert MemoryShare([statement] * 2).free_bytes() == HOST_FREE // 4, "a group of two of the four"
+    assert MemoryShare([statement] * 8).free_bytes() == HOST_FREE // 8
+
+
+def test_arenas_and_usage_at_construction_stay_below_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path)
+    machine.belongs_to("4:memory:/job")
+    machine.mounts_v1()
+    limit, usage, ranks = 4000 * PAGE_BYTES, 3000 * PAGE_BYTES, 5
+    machine.has_v1("/job", limit, usage)
+    machine.is_this(monkeypatch)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def arena_pages(comm: ThreadComm) -> int:
+        arena = Job(comm, SystemClock(), Settings(window_bytes=PAGE_BYTES, chunk_bytes=PAGE_BYTES)).arena
+        return next(count for count in range(1, 10_000) if not arena.holds(count)) - 1
+
+    pages = [int(str(count)) for count in outcomes_of_ranks(ranks, arena_pages)]
+    assert pages == [100] * ranks
+    assert sum(pages) * PAGE_BYTES + usage < limit
