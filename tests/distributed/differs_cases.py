@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 
 import torch
+import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import CheckpointError
@@ -38,6 +41,23 @@ def patterns_by_stage(world: World, path: str) -> dict[str, str]:
         "load of one": load(only="model.layer1"),
         "load of none": load(only="modle.layer1"),
     }
+
+
+def root_unseen_by_one(world: World, path: str, blind: int) -> dict[str, object]:
+    """Load where one rank finds an empty mount point instead of the run."""
+    with holdfast.CheckpointManager(f"{path}-{blind}") as manager:
+        manager.save(1000, {"w": torch.ones(4)}).wait()
+    dist.barrier()
+    root = f"{path}-{blind}" + ("-unmounted" if world.rank == blind else "")
+    state = {"w": torch.zeros(4)}
+    with holdfast.CheckpointManager(root) as manager:
+        said = _outcome(lambda: manager.load(state))
+    return {"said": said, "host": platform.node(), "sum": float(state["w"].sum()), "left": os.path.exists(root)}
+
+
+def root_of_a_new_run(world: World, path: str) -> object:
+    with holdfast.CheckpointManager(path) as manager:
+        return manager.load({"w": torch.zeros(4)})
 
 
 class Warnings:

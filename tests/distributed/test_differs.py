@@ -11,8 +11,8 @@ from tests.distributed.launch import Case, Results, run_world
 CASES = "tests.distributed.differs_cases"
 
 
-def case(function: str, root: Path, **arguments: object) -> Case:
-    return Case(f"{CASES}:{function}", {"path": str(root / function), **arguments}, function)
+def case(function: str, root: Path, name: str = "", **arguments: object) -> Case:
+    return Case(f"{CASES}:{function}", {"path": str(root / function), **arguments}, name)
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     cases = [
         case("patterns_by_stage", root),
         case("glob_that_matches_nothing", root),
+        *(case("root_unseen_by_one", root, f"unseen-by-{rank}", blind=rank) for rank in (0, 1)),
+        case("root_of_a_new_run", root),
     ]
     return run_world(2, cases, root, deadline_seconds=150)
 
@@ -43,3 +45,24 @@ def test_a_glob_that_matches_nothing_is_logged_once_by_rank_0(results: Results) 
     first, second = results.values("glob_that_matches_nothing")
     assert isinstance(first, list) and len(first) == 1 and "skip='modle.*' matches no name on any rank" in first[0]
     assert second == []
+
+
+def test_a_root_that_rank_0_alone_does_not_see_is_unavailable(results: Results) -> None:
+    values = results.values("unseen-by-0")
+    for value in values:
+        assert isinstance(value, dict)
+        said, host = value["said"], value["host"]
+        assert said.startswith("UnavailableError")
+        assert f"rank 0 on host {host} finds no run, but ranks [1] on hosts [{host}] find one" in said
+        assert value["sum"] == 0
+    assert [value["left"] for value in values] == [False, True]  # type: ignore[index]
+
+
+def test_a_root_that_another_rank_does_not_see_is_no_start_from_scratch(results: Results) -> None:
+    for value in results.values("unseen-by-1"):
+        assert isinstance(value, dict)
+        assert value["said"].startswith("UnavailableError") and "expected that rank 1 can read them" in value["said"]
+
+
+def test_a_root_without_a_run_has_no_step(results: Results) -> None:
+    assert results.values("root_of_a_new_run") == [None, None]

@@ -16,6 +16,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.leases.reader import ReaderLease
 from holdfast.loading.messages import ChosenStep
+from holdfast.loading.run_visibility import require_no_run_elsewhere
 from holdfast.loading.step_choice import StepDamage, StepSelector
 from holdfast.repository.catalog import short_packs
 from holdfast.types.manifest import Manifest
@@ -65,6 +66,7 @@ def resolve(
         lease: On rank 0, protects the step from deletion.
     Raises:
         CheckpointError: Rank 0 cannot choose or read a checkpoint; on every rank.
+        UnavailableError: Rank 0 finds no run, and another rank does; on every rank.
     """
     sound: _SoundStep | None = None
     own: Exception | None = None
@@ -83,6 +85,7 @@ def resolve(
     if chosen.error is not None:
         raise own if own is not None else error_from(chosen.error, "rank 0: ")
     if chosen.folder is None:
+        require_no_run_elsewhere(job, home.store)
         return None
     location = replace(home, folder=chosen.folder, step=chosen.step)
     if sound is not None:

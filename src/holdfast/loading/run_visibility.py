@@ -1,0 +1,60 @@
+"""Finds out whether a root without a run is empty, or whether rank 0 alone does not see the run."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+from holdfast.coordination.job import Job, error_text, raise_together
+from holdfast.coordination.message_codec import decode_message, encode_message
+from holdfast.errors import CheckpointError, UnavailableError, first_three
+from holdfast.format.names import RUN_FILE
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What one rank finds at the root."""
+
+    host: str
+    """Name of its host."""
+
+    sees_run: bool
+    """Whether `holdfast.json` is there."""
+
+    error: str | None
+    """Why it cannot tell, as an `error_text`."""
+
+
+def require_no_run_elsewhere(job: Job, root: Store) -> None:
+    """Refuse to start from scratch while another rank sees a run that rank 0 does not see; a collective.
+
+    Rank 0 with an unmounted file system would otherwise have the whole job begin anew.
+
+    Args:
+        job: The ranks.
+        root: The root of the run, as this rank sees it.
+    Raises:
+        UnavailableError: On every rank: a rank sees a run, or cannot look.
+    """
+    if job.comm.world_size == 1:
+        return
+    sees_run, own = False, None
+    try:
+        sees_run = exists(root, RUN_FILE)
+    except CheckpointError as error:
+        own = error
+    sight = _Sight(platform.node(), sees_run, None if own is None else error_text(own))
+    sights = [decode_message(data, _Sight) for data in job.comm.all_gather(encode_message(sight))]
+    if sights[0].sees_run:
+        return
+    raise_together([each.error for each in sights], job.comm.rank, own)
+    seeing = [rank for rank, each in enumerate(sights) if each.sees_run]
+    if seeing:
+        hosts = sorted({sights[rank].host for rank in seeing})
+        raise UnavailableError(
+            f"{root.url}: rank 0 on host {sights[0].host} finds no run, but ranks [{first_three(seeing)}] on hosts "
+            f"[{first_three(hosts)}] find one; expected one root for all ranks. Nothing was loaded. Check the mount on "
+            f"host {sights[0].host}, and that every rank passes the same root"
+        )
