@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections import OrderedDict
 from functools import cache
 
 from holdfast.checkpoint.checkpoint import Checkpoint
@@ -205,19 +206,34 @@ def new_job(process_group: ProcessGroup, settings: Settings, *, saves: bool = Tr
     return Job(comm, SystemClock(), settings, framework_of(comm), saves=saves)
 
 
-_jobs: weakref.WeakKeyDictionary[object, dict[Settings, Job]] = weakref.WeakKeyDictionary()
+_JOBS_MAX = 4
+"""Jobs kept for the saves by path of one group: one for each value of `Settings`, of those used last."""
+
+_jobs: weakref.WeakKeyDictionary[object, OrderedDict[Settings, Job]] = weakref.WeakKeyDictionary()
 
 
 def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
-    """Return the job that all saves by path of a group share; a collective of its ranks at the first of them."""
+    """Return the job that saves by path of a group and of equal settings share.
+
+    A collective of its ranks at the first of them. Jobs of one group share connections and threads.
+    """
     comm = comm_of(process_group)
     from holdfast.frameworks.torch.comm import SoloComm, group_of
 
-    # A process alone has no group: the class of its comm is the key.
+    # A process alone has no group: the class of its comm is the key. A job refers to its group weakly, so the entry of
+    # a group that is destroyed goes with it.
     key = SoloComm if isinstance(comm, SoloComm) else group_of(process_group)
-    jobs = _jobs.setdefault(key, {})
+    jobs = _jobs.setdefault(key, OrderedDict())
+    # A process that was forked has none of the threads.
+    living = [job for job in jobs.values() if not job.is_inherited]
     if settings not in jobs or jobs[settings].is_inherited:
-        jobs[settings] = Job(comm, SystemClock(), settings, framework_of(comm))
+        jobs[settings] = (
+            living[0].with_settings(settings) if living else Job(comm, SystemClock(), settings, framework_of(comm))
+        )
+    jobs.move_to_end(settings)
+    # Every rank drops the same ones: each makes the same calls. A save in flight keeps its job until it ends.
+    while len(jobs) > _JOBS_MAX:
+        jobs.popitem(last=False)
     return jobs[settings]
 
 

@@ -59,7 +59,14 @@ class Job:
     """
 
     def __init__(
-        self, comm: Comm, clock: Clock, settings: Settings, framework: Framework | None = None, *, saves: bool = True
+        self,
+        comm: Comm,
+        clock: Clock,
+        settings: Settings,
+        framework: Framework | None = None,
+        *,
+        saves: bool = True,
+        queues: tuple[BackgroundQueue, BackgroundQueue] | None = None,
     ) -> None:
         """Agree on the nonce, and count the ranks that share memory with this one.
 
@@ -69,6 +76,7 @@ class Job:
             settings: How the job saves and loads.
             framework: Takes states apart and fills them; None for a job that only moves stored bytes.
             saves: False for a job that only loads: it needs no keys, so construction is no collective then.
+            queues: The queues for copies and commits of a job that shares them; None: make new ones.
         """
         self.comm, self.clock, self.settings, self._framework = comm, clock, settings, framework
         self.nonce, statements = "", []
@@ -87,13 +95,22 @@ class Job:
         """Memory for copies of the state."""
         self.plan_cache = PlanCache()
         """Plans of earlier saves."""
-        self.copies = BackgroundQueue("holdfast-copy")
+        copies, commits = queues or (BackgroundQueue("holdfast-copy"), BackgroundQueue("holdfast-commit"))
+        self.copies = copies
         """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
-        self.commits = BackgroundQueue("holdfast-commit")
+        self.commits = commits
         """Writes, votes and commits of saves, away from the training thread."""
         self._logged: set[str] = set()
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
+
+    def with_settings(self, settings: Settings) -> Job:
+        """Return a job of the same ranks with other settings, over the same connections and threads.
+
+        A collective. Close neither of the jobs: `close` ends the threads of both.
+        """
+        queues = self.copies, self.commits
+        return Job(self.comm, self.clock, settings, self._framework, queues=queues)
 
     @property
     def framework(self) -> Framework:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -132,7 +133,8 @@ class ProcessGroupComm:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and dist.get_rank(group) < 0:
             raise InvalidError("process_group: this rank is not a member; expected calls by members only")
-        self._group = group
+        # A weak reference: a job by path lives as long as its group, and must not keep the group alive.
+        self._given = None if group is None else weakref.ref(group)
         # Read once: a commit may still run when the process group is destroyed. The store is kept for the same reason:
         # on the rank that hosts it, the server stops with the last reference.
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -140,6 +142,14 @@ class ProcessGroupComm:
         self.key_value_store = TorchKeyValueStore(PrefixStore("holdfast", self._default_store))
         """The key-value store of the job."""
         self._rank_of_global = {member: rank for rank, member in enumerate(dist.get_process_group_ranks(group))}
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The group; None for the default group."""
+        group = None if self._given is None else self._given()
+        if group is None and self._given is not None:
+            raise InvalidError("process_group: it was destroyed; expected a group that exists. Make a new one")
+        return group
 
     def rank_of_global(self, rank: int) -> int | None:
         """Return the group's rank of a global rank, or None if it is not a member."""
