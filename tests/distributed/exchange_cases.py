@@ -111,6 +111,7 @@ def comm_suite(world: World) -> list[str]:
     for size in sizes:
         suite.test_ranks_and_size(size)
         suite.test_all_gather_gives_every_payload_by_rank(size)
+        suite.test_bitwise_or_joins_the_bits_of_all_ranks(size)
         suite.test_exchange_gives_every_rank_what_is_meant_for_it(size)
         for payload in (b"", b"\0", bytes(range(256)) * 300):
             suite.test_broadcast_gives_the_payload_of_rank_0(size, payload)

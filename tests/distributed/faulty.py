@@ -97,6 +97,9 @@ class BoardedComm:
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._inner.all_gather(payload)
 
+    def bitwise_or(self, payload: bytes) -> bytes:
+        return self._inner.bitwise_or(payload)
+
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         self._inner.exchange(gives, takes)
 

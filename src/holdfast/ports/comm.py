@@ -71,6 +71,10 @@ class Comm(Protocol):
         """Return every rank's payload, by rank. A collective, as `broadcast`."""
         ...
 
+    def bitwise_or(self, payload: bytes) -> bytes:
+        """Return the bitwise OR of the payloads of all ranks, which have one length. A collective, as `broadcast`."""
+        ...
+
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         """Send bytes to other ranks and receive theirs. A collective, as `broadcast`.
 

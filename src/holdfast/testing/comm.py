@@ -87,6 +87,17 @@ class ThreadComm:
         """Return every rank's payload, by rank."""
         return self._group.meet(self.rank, bytes(payload))
 
+    def bitwise_or(self, payload: bytes) -> bytes:
+        """Return the bitwise OR of the payloads of all ranks."""
+        payloads = self._group.meet(self.rank, bytes(payload))
+        sizes = [len(each) for each in payloads]
+        if len({*sizes}) > 1:
+            raise InvalidError(f"rank {self.rank}: payloads have {first_three(sizes)} bytes; expected one length")
+        joined = 0
+        for each in payloads:
+            joined |= int.from_bytes(each)
+        return joined.to_bytes(len(payload))
+
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         """Send bytes to other ranks and receive theirs."""
         sent = {rank: [bytes(buffer) for buffer in buffers] for rank, buffers in gives.items()}
@@ -294,6 +305,14 @@ class CommSuite:
 
     def test_all_gather_of_nothing(self) -> None:
         assert self.run(3, lambda comm: comm.all_gather(b"")) == [[b""] * 3] * 3
+
+    @pytest.mark.parametrize("world_size", (1, 2, 5))
+    def test_bitwise_or_joins_the_bits_of_all_ranks(self, world_size: int) -> None:
+        found = self.run(world_size, lambda comm: comm.bitwise_or(bytes((1 << comm.rank, 0, 128)) * 1000))
+        assert found == [bytes(((1 << world_size) - 1, 0, 128)) * 1000] * world_size
+
+    def test_bitwise_or_of_nothing(self) -> None:
+        assert self.run(3, lambda comm: comm.bitwise_or(b"")) == [b""] * 3
 
     @pytest.mark.parametrize("world_size", (1, 2, 5))
     def test_exchange_gives_every_rank_what_is_meant_for_it(self, world_size: int) -> None:

@@ -31,6 +31,9 @@ class RankOneOfTwo:
         assert payload.startswith(bytes(8)), "construction gathers the nonce of rank 0; saving runs no collective"
         return [b"nonce678", payload]
 
+    def bitwise_or(self, payload: bytes) -> bytes:
+        raise AssertionError("saving runs no collective")
+
     def exchange(self, gives: object, takes: object) -> None:
         raise AssertionError("saving runs no collective")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -179,6 +180,20 @@ class ProcessGroupComm:
             padded.cpu().numpy()[: int(length.item())].tobytes()
             for padded, length in zip(gathered, lengths, strict=True)
         ]
+
+    def bitwise_or(self, payload: bytes) -> bytes:
+        """Return the bitwise OR of the payloads of all ranks, which have one length."""
+        if not payload:
+            return b""
+        device = self._device()
+        if device.type == "cpu":
+            joined = _tensor_of(payload, len(payload), device)
+            dist.all_reduce(joined, op=dist.ReduceOp.BOR, group=self._group)
+            return joined.numpy().tobytes()
+        # NCCL has no bitwise operation. The maximum of single bits is the same.
+        bits = torch.from_numpy(np.unpackbits(np.frombuffer(payload, dtype=np.uint8))).to(device)
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group)
+        return np.packbits(bits.cpu().numpy()).tobytes()
 
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         """Send bytes to other ranks and receive theirs."""
