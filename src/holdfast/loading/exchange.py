@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from holdfast.coordination.job import Job
 from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.engine.gc_pause import GcPause
@@ -16,6 +18,7 @@ from holdfast.plan.exchange import (
     description_of,
     exchanging_beats_reading,
     job_exchange,
+    reads_enough,
 )
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
@@ -37,6 +40,22 @@ class Offer:
     description: bytes = b""
     """Its reads, by `description_of`; empty if it takes part in no exchange, or its reads are too many to describe."""
 
+    reads_enough: bool = False
+    """Whether this rank alone reads so much that an exchange may pay, or forces it."""
+
+    def encode(self) -> bytes:
+        """Return the offer for other ranks; empty if it holds no description."""
+        return msgspec.msgpack.encode(self) if self.description else b""
+
+    @staticmethod
+    def decode(data: bytes) -> Offer:
+        """Return the value that `encode` wrote."""
+        return msgspec.msgpack.decode(data, type=Offer)
+
+
+NO_OFFER = Offer()
+"""The offer of a rank that takes part in no exchange."""
+
 
 @dataclass(frozen=True, slots=True)
 class AgreedExchange:
@@ -54,8 +73,8 @@ def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size:
     if settings.share_reads == "never" or world_size == 1:
         return Offer()
     round_bytes, forced = settings._tuning.exchange_bytes_max // 4, settings.share_reads == "always"
-    description = description_of(plan, _pack_numbers(manifest), round_bytes, world_size, forced=forced)
-    return Offer(settings.share_reads, round_bytes, description)
+    description = description_of(plan, _pack_numbers(manifest), round_bytes, forced=forced)
+    return Offer(settings.share_reads, round_bytes, description, forced or reads_enough(plan))
 
 
 def agree_on_exchange(offers: Sequence[Offer]) -> AgreedExchange | None:

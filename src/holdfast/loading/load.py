@@ -4,22 +4,21 @@ The states of a load, the same on every rank at each collective, and who moves i
 
 - resolving: rank 0 chooses a step, reads and judges its manifest and index. Its broadcast ends this state.
 - planned: each rank alone has computed its reads, or has an error. Nobody has changed a value.
-- agreed: an all-gather showed every rank that all of them can load, and whether they exchange bytes.
+- agreed: the statuses showed every rank that all of them can load, and whether they exchange bytes.
 - filling: each rank writes its tensors from storage or from bytes of other ranks, and checks every digest.
-- verified: an all-gather showed every rank that all tensors of all ranks are placed.
-- restored: each rank has put back the values that are not tensors. An all-gather ends the load.
+- verified: a gather of errors showed every rank that all tensors of all ranks are placed.
+- restored: each rank has put back the values that are not tensors. A gather of errors ends the load.
 - failed: a collective showed an error of some rank; every rank raises.
-- fell back: an all-gather showed every rank that the step is damaged, and every rank raises `StepDamaged`. `load`
+- fell back: a gather showed every rank that the step is damaged, and every rank raises `StepDamaged`. `load`
   catches it and is resolving again, with an older step. Any state after resolving can lead here.
 
-A load of one exact step cannot fall back. It skips the all-gather of "verified": only the all-gather that ends the load
-follows the filling.
+A load of one exact step cannot fall back. It skips the gather of "verified": only the gather that ends the load follows
+the filling.
 """
 
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +31,6 @@ from holdfast.coordination.unmatched_patterns import judge_unmatched
 from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.errors import CheckpointError, InvalidError
-from holdfast.format.digest import short_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.geometry.box import Box
@@ -42,6 +40,7 @@ from holdfast.loading.messages import RankStatus
 from holdfast.loading.requirements import filled_bytes, require_begun_filled, require_complete, require_saved_dtypes
 from holdfast.loading.resolve import Resolved, resolve
 from holdfast.loading.same_content import same_content
+from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
 from holdfast.plan.reads import load_plan
 from holdfast.ports.framework import Catalog, Restoration, Selection
@@ -54,6 +53,9 @@ from holdfast.types.plan import LoadPlan
 from holdfast.types.reports import LoadReport
 
 logger = logging.getLogger(__name__)
+
+_MISSING_NAMED_MAX = 10_000
+"""Most names that a rank lists of those that the checkpoint lacks. It counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +162,6 @@ class AgreedLoad:
 
     unexpected: tuple[str, ...]
     """Names that the checkpoint has and every rank lacks, sorted: a pipeline rank alone lacks most names."""
-
-    reader_id: str
-    """16 hex digits that name the reading job in its reports."""
 
 
 @contextmanager
@@ -279,39 +278,39 @@ def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exce
     """Return what all ranks carry out; raise on every rank if any cannot load. A collective."""
     comm, manifest = attempt.job.comm, resolved.manifest
     with attempt.trace.phase("agree"):
-        statuses = [RankStatus.decode(data) for data in comm.all_gather(_status_of(planned, comm.world_size).encode())]
         own = planned if isinstance(planned, Exception) else None
+        names = partial(names_of, resolved.index.tensors, manifest.aliases, manifest.tree)
+        gathered = gather_statuses(comm, _status_of(planned), names)
+        statuses = gathered.by_rank
         raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
         assert not isinstance(planned, Exception), "an error on any rank has been raised"
         unmatched_error = judge_unmatched(attempt.job, resolved.location.url, [each.unmatched for each in statuses])
         if unmatched_error is not None:
             raise unmatched_error
-        missing = sorted({name for status in statuses for name in status.missing})
-        unexpected = sorted(set(statuses[0].unexpected).intersection(*(status.unexpected for status in statuses)))
+        missing = sorted(gathered.missing.union(planned.restoration.missing))
+        unexpected = sorted(gathered.unexpected)
         if attempt.request.strict:
             stored = {*resolved.index.tensors, *manifest.aliases} if unexpected else set()
-            require_complete(missing, unexpected, stored, resolved.location.url)
+            require_complete(missing, unexpected, stored, resolved.location.url, is_whole=gathered.is_whole)
         exchange = _exchange_of(attempt, [status.offer for status in statuses])
-        return AgreedLoad(planned, exchange, tuple(missing), tuple(unexpected), statuses[0].reader_id)
+        return AgreedLoad(planned, exchange, tuple(missing), tuple(unexpected))
 
 
-def _status_of(planned: PlannedLoad | Exception, world_size: int) -> RankStatus:
-    # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
-    reader_id = short_digest_of(platform.node().encode(), str(world_size).encode()).hex()
+def _status_of(planned: PlannedLoad | Exception) -> RankStatus:
     if isinstance(planned, Exception):
-        return RankStatus(error_text(planned), (), (), (), reader_id, Offer())
+        return RankStatus(error_text(planned))
     restoration = planned.restoration
-    return RankStatus(
-        None, restoration.missing, restoration.unexpected, restoration.unmatched, reader_id, planned.offer
-    )
+    missing = sorted({*restoration.missing})
+    named, unnamed = tuple(missing[:_MISSING_NAMED_MAX]), len(missing[_MISSING_NAMED_MAX:])
+    return RankStatus(None, named, unnamed, tuple(restoration.unexpected), tuple(restoration.unmatched), planned.offer)
 
 
 def _exchange_of(attempt: LoadAttempt, offers: list[Offer]) -> AgreedExchange | None:
     """Return the exchange that follows from all offers, if any; a collective if there is one.
 
     If any rank cannot compute it, every rank raises before the first round. A rank that fails here
-    cannot know whether the others exchange bytes, so it joins one all-gather. If the others do not exchange, their next
-    all-gather receives its error. Both all-gathers carry the same message.
+    cannot know whether the others exchange bytes, so it joins one gather of errors. If the others do not exchange,
+    their next gather of errors receives its error. Both carry the same message.
     """
     exchange, own = None, None
     try:
@@ -326,8 +325,8 @@ def _exchange_of(attempt: LoadAttempt, offers: list[Offer]) -> AgreedExchange | 
 def _raise_together(attempt: LoadAttempt, own: Exception | None) -> None:
     """Raise on every rank if any rank failed; a collective."""
     comm = attempt.job.comm
-    statuses = comm.all_gather(error_text(own).encode() if own is not None else b"")
-    raise_or_fall_back([text.decode() or None for text in statuses], comm.rank, own, attempt.selector)
+    errors = gather_errors(comm, None if own is None else error_text(own))
+    raise_or_fall_back(errors, comm.rank, own, attempt.selector)
 
 
 def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad) -> TransferStats | Exception:
@@ -398,7 +397,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     )
     # Nothing is written beside another system's checkpoint, which has no attempt.
     store = location.store if job.settings.reports and manifest.attempt else None
-    trace.end(report, agreed.reader_id, store, location.folder)
+    trace.end(report, resolved.reader_id, store, location.folder)
     if job.comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
         logger.info(message, location.url, len(report.loaded), report.bytes, report.seconds)

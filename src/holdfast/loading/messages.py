@@ -1,11 +1,12 @@
 """Messages between the ranks of a load: rank 0's chosen step, and the status of every rank.
 
-A message is MessagePack. Fields that are not bytes are JSON inside it: another system's names may contain lone
-surrogates, which MessagePack strings cannot hold.
+Fields that are not bytes are JSON: another system's names may contain lone surrogates, which MessagePack strings cannot
+hold.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ import msgspec
 
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.errors import CheckpointError
-from holdfast.loading.exchange import Offer
+from holdfast.loading.exchange import NO_OFFER, Offer
 from holdfast.ports.framework import UnmatchedPattern
 from holdfast.types.reports import SkippedStep
 
@@ -43,6 +44,9 @@ class ChosenStep:
     newer: tuple[int, ...] = ()
     """Newer steps that exist and were not asked for, ascending."""
 
+    reader_id: str = ""
+    """16 hex digits that name the reading job in its reports."""
+
     frames: Sequence[bytes] = ()
     """The manifest, and the index or its overview, encoded."""
 
@@ -59,32 +63,33 @@ class ChosenStep:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What each rank sends to every rank once it has planned: whether it can load, and what it would read."""
+    """What each rank says to every rank once it has planned: whether it can load, and what it would read."""
 
-    error: str | None
+    error: str | None = None
     """Why it cannot, as an `error_text`."""
 
-    missing: Sequence[str]
+    missing: tuple[str, ...] = ()
     """Names that its state has and the checkpoint lacks."""
 
-    unexpected: Sequence[str]
+    unnamed: int = 0
+    """Number of such names beyond those in `missing`."""
+
+    unexpected: tuple[str, ...] = ()
     """Names that the checkpoint has and its state lacks."""
 
-    unmatched: Sequence[UnmatchedPattern]
+    unmatched: tuple[UnmatchedPattern, ...] = ()
     """Patterns of `only` and `skip` that match no name of its state; of `skip`, also none in the checkpoint."""
 
-    reader_id: str
-    """16 hex digits that name the reading job in its reports."""
-
-    offer: Offer
+    offer: Offer = NO_OFFER
     """What it would read, for an exchange."""
 
     def encode(self) -> bytes:
-        """Return the message."""
-        return msgspec.msgpack.encode([encode_message(replace(self, offer=Offer())), self.offer])
+        """Return everything but the offer; empty if there is nothing to say."""
+        texts = replace(self, offer=NO_OFFER)
+        # Names of one state resemble each other, so they compress well.
+        return zlib.compress(encode_message(texts), 1) if texts != RankStatus() else b""
 
     @staticmethod
     def decode(data: bytes) -> RankStatus:
         """Return the value that `encode` wrote."""
-        head, offer = msgspec.msgpack.decode(data, type=tuple[bytes, Offer])
-        return replace(decode_message(head, RankStatus), offer=offer)
+        return decode_message(zlib.decompress(data), RankStatus)

@@ -65,7 +65,9 @@ def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     return filled
 
 
-def require_complete(missing: Sequence[str], unexpected: Sequence[str], stored: Collection[str], url: str) -> None:
+def require_complete(
+    missing: Sequence[str], unexpected: Sequence[str], stored: Collection[str], url: str, *, is_whole: bool
+) -> None:
     """Refuse a state whose names differ from the checkpoint's.
 
     Args:
@@ -73,13 +75,17 @@ def require_complete(missing: Sequence[str], unexpected: Sequence[str], stored: 
         unexpected: Names that the state lacks.
         stored: Names of all stored tensors, aliases included.
         url: The checkpoint's.
+        is_whole: Whether `missing` holds every name; otherwise those of some ranks were too many to send.
     Raises:
         InvalidError: A name is missing or unexpected.
     """
     differences = [
-        f"{len(names)} {kind}: {first_three(names)}"
-        for kind, names in (("missing from the checkpoint", missing), ("unexpected in the checkpoint", unexpected))
-        if names
+        f"{number} {kind}: {first_three(names)}"
+        for kind, number, names in (
+            ("missing from the checkpoint", f"{'' if is_whole else 'at least '}{len(missing)}", missing),
+            ("unexpected in the checkpoint", f"{len(unexpected)}", unexpected),
+        )
+        if names or not (is_whole or names is unexpected)
     ]
     if not differences:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
 from holdfast.coordination.job import Job, error_from, error_text, is_absence
 from holdfast.errors import CheckpointError, CorruptError, MissingError
+from holdfast.format.digest import short_digest_of
 from holdfast.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
@@ -44,6 +46,9 @@ class Resolved:
 
     newer: tuple[int, ...]
     """Newer steps that exist and were not asked for."""
+
+    reader_id: str
+    """16 hex digits that name the reading job in its reports."""
 
 
 _SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex]
@@ -80,7 +85,10 @@ def resolve(
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
             chosen = ChosenStep(error=error_text(error))
-        message = replace(chosen, passed_over=tuple(selector.passed_over), newer=tuple(selector.newer)).encode()
+        # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
+        reader_id = short_digest_of(platform.node().encode(), str(job.comm.world_size).encode()).hex()
+        passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
+        message = replace(chosen, passed_over=passed_over, newer=newer, reader_id=reader_id).encode()
     chosen = ChosenStep.decode(job.comm.broadcast(message))
     if chosen.error is not None:
         raise own if own is not None else error_from(chosen.error, "rank 0: ")
@@ -95,7 +103,7 @@ def resolve(
     else:
         manifest, index = resolved_frames(chosen.frames, location)
     require_stored = stored_by(index, chosen.short_packs)
-    return Resolved(location, manifest, index, require_stored, chosen.passed_over, chosen.newer)
+    return Resolved(location, manifest, index, require_stored, chosen.passed_over, chosen.newer, chosen.reader_id)
 
 
 def _next_sound_step(

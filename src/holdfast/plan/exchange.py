@@ -60,13 +60,11 @@ whole exchange, which takes about a second at this size."""
 _MEMBERS_MAX = 1 << 27
 """The same limit for pairs of segment and rank: assigning rounds takes time in proportion to them."""
 
-_DESCRIPTIONS_BYTES_MAX = 64 * MIB
-"""Limit of all descriptions together; beyond it, sending them often costs more than the exchange saves."""
+_DESCRIPTION_BYTES_MAX = MIB
+"""Limit of one description; beyond it, sending descriptions often costs more than the exchange saves."""
 
 
-def description_of(
-    plan: LoadPlan, pack_numbers: Mapping[str, int], round_bytes: int, world_size: int, *, forced: bool
-) -> bytes:
+def description_of(plan: LoadPlan, pack_numbers: Mapping[str, int], round_bytes: int, *, forced: bool) -> bytes:
     """Return a description of a rank's reads for the other ranks: a few bytes per run, cut at bounds of chunks.
 
     A pack is divided into cells of equal size. A run is cut before each chunk that starts in a new cell, so ranks that
@@ -76,7 +74,6 @@ def description_of(
         plan: What the rank would read alone.
         pack_numbers: Number of each pack of the checkpoint, the same on every rank.
         round_bytes: Bytes that a rank may read in one round.
-        world_size: Number of ranks.
         forced: Whether the description may have any length; otherwise one that is too long is empty.
     """
     cell = max(round_bytes // _CELLS_IN_ROUND, 1)
@@ -94,7 +91,12 @@ def description_of(
     table[:, 2] -= table[:, 1]
     table[1:, :2] = np.diff(table[:, :2], axis=0)
     packed = zlib.compress(np.ascontiguousarray(table.T).tobytes(), 1)
-    return packed if forced or len(packed) * world_size <= _DESCRIPTIONS_BYTES_MAX else b""
+    return packed if forced or len(packed) <= _DESCRIPTION_BYTES_MAX else b""
+
+
+def reads_enough(plan: LoadPlan) -> bool:
+    """Return whether a rank reads so much that an exchange may pay off. If no rank does, ranks need no descriptions."""
+    return plan.bytes >= _GAIN_BYTES_MIN
 
 
 def _rows_of(description: bytes) -> Ints:

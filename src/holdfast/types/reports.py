@@ -89,7 +89,8 @@ class LoadReport:
     """FQNs filled on this rank."""
 
     missing: tuple[str, ...]
-    """Names that the state has on at least one rank and the checkpoint lacks."""
+    """Names that the state has on at least one rank and the checkpoint lacks. Of other ranks' names only those that fit
+    into 1 MiB."""
 
     unexpected: tuple[str, ...]
     """Names that the checkpoint has under the passed keys and the state lacks on every rank."""

@@ -96,6 +96,10 @@ class Watched(ThreadComm):
         self.said.append("all_gather")
         return super().all_gather(payload)
 
+    def bitwise_or(self, payload: bytes) -> bytes:
+        self.said.append("bitwise_or")
+        return super().bitwise_or(payload)
+
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         self.said.append("exchange")
         time.sleep(0.003)  # Long enough for the next round to be read: it must not lie where this one does.
@@ -206,14 +210,15 @@ def test_where_nothing_is_wanted_twice_nothing_is_said_twice(store: MemoryStore)
     run_ranks(RANKS, save)
     for setting in ("auto", "always", "never"):
         found = loaded(rows, [replace(ALWAYS, share_reads=setting)] * RANKS, lambda: {"w": sharded(RANKS, rows=30_000)})
-        assert [said for _, _, said in found] == [["broadcast", "all_gather", "all_gather"]] * RANKS
+        offers = ["bitwise_or"] if setting == "always" else []
+        assert [said for _, _, said in found] == [["broadcast", "all_gather", *offers, "bitwise_or"]] * RANKS
 
 
 def test_values_of_the_newest_step_wait_for_one_more_word(store: MemoryStore) -> None:
     """Another rank may find the step damaged, and then the older one must find the values untouched."""
     settings = [replace(ALWAYS, share_reads="never")] * RANKS
     said = [said for _, _, said in loaded(store, settings, step=None)]
-    assert said == [["broadcast", "all_gather", "all_gather", "all_gather"]] * RANKS
+    assert said == [["broadcast", "all_gather", "bitwise_or", "bitwise_or"]] * RANKS
 
 
 @pytest.mark.parametrize("unwilling", range(RANKS))
@@ -301,7 +306,9 @@ def test_a_rank_that_cannot_plan_the_exchange_ends_the_load_on_all(
         if rank not in failed:
             assert isinstance(error, UnavailableError)
             assert str(error) == f"rank {failed[0]}: MemoryError: no memory for the exchange"
-    assert [said for _, _, said in found] == [["broadcast", "all_gather", "all_gather"]] * RANKS
+    offers = ["bitwise_or"] if exchange == "always" else []
+    errors = ["bitwise_or", "all_gather", "bitwise_or"]
+    assert [said for _, _, said in found] == [["broadcast", "all_gather", *offers, *errors]] * RANKS
 
 
 def test_a_pack_that_is_gone_is_every_ranks_error(store: MemoryStore) -> None:

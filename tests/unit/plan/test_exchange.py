@@ -71,7 +71,7 @@ def exchanged(
     plans: Sequence[LoadPlan], packs: int, round_bytes: int = ROUND, *, forced: bool = True
 ) -> JobExchange | None:
     numbers = {f"r{pack:05d}.safetensors": pack for pack in range(packs)}
-    said = [description_of(plan, numbers, round_bytes, len(plans), forced=True) for plan in plans]
+    said = [description_of(plan, numbers, round_bytes, forced=True) for plan in plans]
     return job_exchange(said, round_bytes, forced=forced)
 
 
@@ -211,20 +211,21 @@ def test_a_cut_inside_a_chunk_is_read_by_one_of_the_two() -> None:
     assert exchanged(plans, 1, forced=False) is None
 
 
-def test_what_many_describe_at_great_length_is_not_described() -> None:
+def test_what_takes_too_long_to_describe_is_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = pieces_of_packs([[2 * CHUNK] * 2000])
     plan = plan_of(pieces, {fqn: (0, 1 + number % 1000) for number, fqn in enumerate(pieces)})
     numbers = {"r00000.safetensors": 0}
-    assert description_of(plan, numbers, ROUND, 1 << 20, forced=False) == b""
-    assert len(description_of(plan, numbers, ROUND, 1 << 20, forced=True)) < 16 * len(plan.runs)
-    assert description_of(plan, numbers, ROUND, 2, forced=False)
+    assert description_of(plan, numbers, ROUND, forced=False)
+    monkeypatch.setattr("holdfast.plan.exchange._DESCRIPTION_BYTES_MAX", 64)
+    assert description_of(plan, numbers, ROUND, forced=False) == b""
+    assert 64 < len(description_of(plan, numbers, ROUND, forced=True)) < 16 * len(plan.runs)
 
 
 def described(first: int, count: int, length: int) -> bytes:
     """What a rank says that reads so many runs of one pack, none next to another."""
     pieces = pieces_of_packs([[length, 1] * count])
     plan = plan_of(pieces, {f"0.{2 * number}": (0, length) for number in range(first, count)})
-    return description_of(plan, {"r00000.safetensors": 0}, ROUND, 1, forced=True)
+    return description_of(plan, {"r00000.safetensors": 0}, ROUND, forced=True)
 
 
 def test_what_could_save_too_little_is_planned_by_force_only() -> None:
