@@ -337,7 +337,12 @@ class CheckpointManager:
             raise
         handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, step, handle))
         self._position.lineage = request.lineage
-        self._pending = [known for known in self._pending if not known.committed.done() or known.failure is not None]
+        # Those in flight, and failures that `wait` must raise.
+        self._pending = [
+            known
+            for known in self._pending
+            if not known.committed.done() or (known.failure is not None and not known.was_awaited)
+        ]
         self._pending.append(handle)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)

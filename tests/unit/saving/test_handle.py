@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -146,6 +148,25 @@ def test_what_was_told_is_not_raised_again() -> None:
         return "closed"
 
     assert world.play(part) == ["closed"]
+
+
+def test_the_manager_keeps_no_handle_of_a_failure_that_was_raised(caplog: pytest.LogCaptureFixture) -> None:
+    # A captured record would keep the error, whose traceback refers to the handle.
+    caplog.set_level(logging.CRITICAL, logger="holdfast")
+    world, _ = broken_run()
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        kept: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+        for step in range(5):
+            handle = run.save(step, {"w": plain(1.0)})
+            kept.add(handle)
+            with pytest.raises(UnavailableError, match="upload"):
+                handle.wait()
+        del handle
+        gc.collect()
+        return len(kept)
+
+    assert world.play(part) == [1], "the last one, until the next save"
 
 
 def test_several_failures_are_raised_as_one_with_all_as_its_cause() -> None:
