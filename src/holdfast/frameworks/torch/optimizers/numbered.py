@@ -78,7 +78,7 @@ def _names_of(groups: list[Value], view: OptimizerView) -> list[list[str]]:
     saved_names: list[list[Any]] = [members if isinstance(members, list) else [] for members in names]
     if list(map(len, saved_names)) == list(map(len, saved)) and _are_all(saved_names, view):
         return saved_names
-    present = [[view.names[parameter] for parameter in group["params"]] for group in view.optimizer.param_groups]
+    present = [[view.names[parameter] for parameter in parameters] for _, parameters in view.members.groups()]
     if list(map(len, present)) != list(map(len, saved)):
         raise InvalidError(
             f"{view.path}: groups of [{first_three(map(len, present))}] parameters, and of "

@@ -65,13 +65,14 @@ class OptimizerRestoration:
         self._members = _mapping(saved, "param_groups")
         self._hyperparameters = _mapping(saved, "hyperparameters")
         self._values = _mapping(saved, "state")
+        self._keepers = _mapping(saved, "keepers") if "keepers" in saved.items else {}
         listed = (*catalog.tensors, *catalog.aliases) if tensors is None else tensors
         self._stored = _stored_by_name(listed, f"{view.path}.state.", self._values)
         self._groups: list[tuple[dict[str, object], dict[str, object]]] = []
         self._states: list[tuple[torch.Tensor, dict[str, object]]] = []
-        for group in view.optimizer.param_groups:
-            self._group(group)
-            for parameter in group["params"]:
+        for group, parameters in view.members.groups():
+            self._group(group, parameters)
+            for parameter in parameters:
                 self._state(parameter, group, catalog)
         known = set(view.names.values())
         for name in self._members:
@@ -100,12 +101,9 @@ class OptimizerRestoration:
         for group, values in self._groups:
             group.update(values)
         for parameter, state in self._states:
-            if state:
-                self._view.optimizer.state[parameter] = state
-            else:
-                self._view.optimizer.state.pop(parameter, None)
+            self._view.members.set_state(parameter, state, self._keepers)
 
-    def _group(self, group: dict[str, object]) -> None:
+    def _group(self, group: dict[str, object], parameters: Iterable[torch.Tensor]) -> None:
         """Choose a group's hyperparameters.
 
         Raises:
@@ -113,8 +111,6 @@ class OptimizerRestoration:
         """
         chosen: dict[str, Value] | None = None
         chosen_name = ""
-        parameters = group["params"]
-        assert isinstance(parameters, list)
         for parameter in parameters:
             name = self._view.names[parameter]
             path = f"{self._view.path}.param_groups.{name}"
@@ -124,7 +120,7 @@ class OptimizerRestoration:
             values = self._hyperparameters.get(str(key)) if key is not None else None
             if not isinstance(values, dict):
                 # A frozen parameter is never stepped, and DeepSpeed leaves it out of its optimizer.
-                if key is not None or parameter.requires_grad or self._view.optimizer.state.get(parameter):
+                if key is not None or parameter.requires_grad or self._view.members.state_of(parameter):
                     self._taker.missing.append(path)
                 continue
             if "params" in values:
@@ -149,7 +145,7 @@ class OptimizerRestoration:
         view, name = self._view, self._view.names[parameter]
         if name not in self._members:
             return
-        present = view.optimizer.state.get(parameter, {})
+        present = view.members.state_of(parameter, view.path)
         state: dict[str, object] = {}
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
@@ -171,15 +167,16 @@ class OptimizerRestoration:
         for key, value in values.items() if isinstance(values, dict) else ():
             if self._taker.takes_part(view.state_fqn(name, key)):
                 state[key] = put_together(value, self._leaf)
-        stepped = bool(self._stored.get(name) or values)
+        saved_keys = {*self._stored.get(name, ()), *(values if isinstance(values, dict) else ())}
         for key, value in present.items():
             if key in state:
                 continue
             fqn = view.state_fqn(name, key)
             if not self._taker.takes_part(fqn):
                 state[key] = value
-            elif stepped:
+            elif saved_keys if view.members.is_one else saved_keys & view.members.keys_beside(parameter, key):
                 # The checkpoint has state of this parameter, but not this entry, without which a step would fail.
+                # Of several optimizers the one that keeps the entry was stepped, or had no state yet.
                 self._taker.missing.append(fqn)
                 state[key] = value
         if id(parameter) not in view.elsewhere:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.held import declared_like
+from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.geometry.sharded import Sharded
 from holdfast.types.values import Group, Value
 
@@ -36,6 +37,9 @@ class OptimizerView:
 
     declared: Mapping[int, Sharded]
     """Layouts declared by the user or read off FSDP1, by the identity of the local tensor."""
+
+    members: OptimizerMembers
+    """The optimizer and those inside it."""
 
     elsewhere: frozenset[int] = frozenset()
     """Parameters without an element on this rank under FSDP1, by identity; only other ranks have their state."""
@@ -135,13 +139,13 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
     aliases: dict[str, list[str]] = defaultdict(list)
     for alias, name in view.ties.items():
         aliases[name].append(alias)
-    for key in view.optimizer.state:
+    for key in view.members.keys_of_state():
         if key not in view.names:
             raise InvalidError(
                 f"{view.path}: state under {str(key)[:80]!r} belongs to no parameter of its groups; "
                 "expected state by parameter only. Remove the entry, or leave it out with skip="
             )
-    for group in view.optimizer.param_groups:
+    for group, parameters in view.members.groups():
         values = {
             name: take_apart(value, f"{view.path}.param_groups.{name}", small_tensor)
             for name, value in group.items()
@@ -149,13 +153,16 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
         }
         content = hashlib.blake2b(repr(values).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
         hyperparameters[content] = values
-        for parameter in group["params"]:
+        for parameter in parameters:
             name = view.names[parameter]
             for stored_name in (name, *aliases[name]):
                 members[stored_name] = content
                 if kept := _collect_state(view, stored_name, parameter, on_state):
                     state[stored_name] = kept
-    return Group("optimizer", {"hyperparameters": hyperparameters, "param_groups": members, "state": state})
+    items: dict[str, Value] = {"hyperparameters": hyperparameters, "param_groups": members, "state": state}
+    if keepers := view.members.keepers(view.path):
+        items["keepers"] = keepers
+    return Group("optimizer", items)
 
 
 def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState) -> dict[str, Value]:
@@ -167,7 +174,7 @@ def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_s
 
     if id(parameter) in view.elsewhere:
         return kept
-    for key, value in view.optimizer.state.get(parameter, {}).items():
+    for key, value in view.members.state_of(parameter, view.path).items():
         if not isinstance(key, str) or "." in key:
             raise InvalidError(
                 f"{view.path}.state.{name}: key {key!r}; expected a name without dots. Rename it, or skip= it"

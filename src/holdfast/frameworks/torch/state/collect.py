@@ -12,6 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import close_fence, steps_in_backward
 from holdfast.frameworks.torch.held import Ranks, memory_of
+from holdfast.frameworks.torch.optimizers.outside import outside_state, require_whole_state
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import gradients, rng
@@ -153,8 +154,17 @@ class _Collector:
                 lambda parameter: self.selector.selects(f"{names.get(id(parameter), '')}{gradients.SUFFIX}"),
             )
         self.fenced_objects.append(view.optimizer)
+        outside = outside_state(view) if self.selector.selects_whole(view.path) else None
+        if outside is not None or view.members.keep_state_inside:
+            kind = type(view.optimizer).__name__
+            self.unfenced[f"{kind} holds other optimizers, and may change weights or its own state between steps"] = (
+                None
+            )
         if steps_in_backward(view.names):
             self.unfenced["parameters have hooks that run in backward, and may be stepped there"] = None
+        if outside is not None:
+            state = take_apart(require_whole_state(view, outside), view.path, self._reference)
+            return Group("stateful", {"state": state})
         group = collect_optimizer(view, on_state)
         members = group.items["param_groups"]
         assert isinstance(members, dict)

@@ -13,6 +13,7 @@ from holdfast.frameworks.torch.containers import put_together, tensors_in
 from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
+from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.state import gradients, rng
@@ -207,18 +208,9 @@ class TorchRestoration:
             case ModuleNode():
                 self._module(node, saved)
             case OptimizerView():
-                tensors = None
-                if (by_number := numbered(saved)) is not None:
-                    saved, tensors = by_name(by_number, node, self._catalog, self._leaf({}))
-                    self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **tensors})
-                if not isinstance(saved, Group) or saved.kind != "optimizer":
-                    if self._takes_part_whole(node.path):
-                        self.missing.append(node.path)
-                else:
-                    restoration = OptimizerRestoration(node, saved, self, self._catalog, tensors)
-                    self._finishes.append(restoration.finish)
+                self._optimizer(node, saved)
             case StatefulNode():
-                self._stateful(node, saved)
+                self._stateful(node.path, node.stateful, saved, node.stateful.state_dict)
             case ValueNode():
                 self._value(parent, key, node, saved)
 
@@ -261,20 +253,55 @@ class TorchRestoration:
         self.want(fqn, grad, gradients.declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1))
         self._finishes.append(lambda: gradients.give_gradient(tensor, grad, fqn))
 
-    def _stateful(self, node: StatefulNode, saved: Value) -> None:
-        if not self._takes_part_whole(node.path):
+    def _optimizer(self, view: OptimizerView, saved: Value) -> None:
+        if isinstance(saved, Group) and saved.kind == "stateful":
+            if has_own_state_dict(view.optimizer):
+                self._optimizer_as_object(view, saved)
+                return
+            saved = saved.items.get("state")
+        tensors = None
+        if (by_number := numbered(saved)) is not None:
+            saved, tensors = by_name(by_number, view, self._catalog, self._leaf({}))
+            self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **tensors})
+        if not isinstance(saved, Group) or saved.kind != "optimizer":
+            if self._takes_part_whole(view.path):
+                self.missing.append(view.path)
             return
-        present = node.stateful.state_dict()
+        restoration = OptimizerRestoration(view, saved, self, self._catalog, tensors)
+        self._finishes.append(restoration.finish)
+        if self._selector.selects_whole(view.path) and (outside := outside_state(view)) is not None:
+            self.missing += [f"{view.path}.{name}" for name in outside.names]
+
+    def _optimizer_as_object(self, view: OptimizerView, saved: Group) -> None:
+        """Have an optimizer load what its own `state_dict` returned when it was saved."""
+        if not may_step(view):
+            self._stateful(view.path, view.optimizer, saved, view.optimizer.state_dict)
+        elif not is_sharded(view):
+            self._stateful(view.path, view.optimizer, saved, dict)
+        elif self._takes_part_whole(view.path):
+            raise InvalidError(
+                f"{view.path}: was saved by its own state_dict(), which may step {type(view.optimizer).__name__} if it "
+                "is called now, and its parameters are sharded; expected state by parameter. Pass an object that "
+                "forwards state_dict() and load_state_dict(), or leave it out with skip="
+            )
+
+    def _stateful(
+        self, path: str, stateful: Stateful, saved: Value, present_state: Callable[[], dict[str, object]]
+    ) -> None:
+        """Have an object load its saved state. The tensors of `present_state()` are filled if their shapes fit."""
+        if not self._takes_part_whole(path):
+            return
+        present = present_state()
         if isinstance(saved, Group) and saved.kind == "stateful":
             saved = saved.items.get("state")
         elif isinstance(saved, dict) or (isinstance(saved, Group) and saved.kind in ("dict", "module")):
             # Systems that store only dicts do not distinguish an object's state from a dict or a module.
-            saved = self._with_tensors(saved, present, node.path)
+            saved = self._with_tensors(saved, present, path)
         else:
-            self.missing.append(node.path)
+            self.missing.append(path)
             return
-        loaded = put_together(saved, self._leaf(tensors_in(present, node.path)))
-        self._load_later(node.path, node.stateful, loaded)
+        loaded = put_together(saved, self._leaf(tensors_in(present, path)))
+        self._load_later(path, stateful, loaded)
 
     def _load_later(self, path: str, stateful: Stateful, loaded: object) -> None:
         if not isinstance(loaded, dict):

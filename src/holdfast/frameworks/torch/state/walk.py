@@ -12,6 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import holds_tensor
 from holdfast.frameworks.torch.fsdp1 import declarations, holds_any
 from holdfast.frameworks.torch.held import RankOfGlobal, tensors_of
+from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, named_parameters_of, ties_of
 from holdfast.frameworks.torch.state.naming import module_entries
 from holdfast.frameworks.torch.state.unsupported import require_supported, require_whole
@@ -104,8 +105,8 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
         _require_unlisted(optimizer, path, known.listed)
         names = named_parameters_of(optimizer, path, known.modules, loose)
         ties = ties_of(names, known.modules)
-        elsewhere = frozenset(known.elsewhere)
-        parent.children[key] = OptimizerView(optimizer, path, names, known.declared, elsewhere, ties)
+        members, elsewhere = OptimizerMembers(optimizer), frozenset(known.elsewhere)
+        parent.children[key] = OptimizerView(optimizer, path, names, known.declared, members, elsewhere, ties)
     return root
 
 
