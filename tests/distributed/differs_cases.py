@@ -8,6 +8,7 @@ import platform
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import holdfast
 from holdfast.errors import CheckpointError
@@ -83,3 +84,107 @@ def glob_that_matches_nothing(world: World, path: str) -> list[str]:
         for step in (1, 2):
             manager.save(step, state, skip="modle.*").wait()
     return texts
+
+
+class QuantLinear(nn.Module):
+    """Keeps its weight as GPTQ and AWQ do: a buffer of integers, each rank's own half."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.register_buffer("qweight", torch.randint(0, 1 << 30, (8, 4), dtype=torch.int32, generator=generator))
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class Loader:
+    """A data loader with a position of its own on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.position = 1000 + rank
+
+    def state_dict(self) -> dict[str, object]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.position = int(str(state["position"]))
+
+
+class Metric:
+    """Accumulates by rank, as the metrics of torcheval do."""
+
+    def __init__(self, rank: int) -> None:
+        self.total, self.counts = torch.tensor(float(rank)), torch.tensor([rank, 1])
+
+    def state_dict(self) -> dict[str, object]:
+        return {"total": self.total, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.total, self.counts = state["total"], state["counts"]  # type: ignore[assignment]
+
+
+class ModuleMetric(nn.Module):
+    """Keeps its states as torchmetrics does: attributes that only its state dict lists."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.counts = torch.tensor([rank, 1])
+
+    def state_dict(self, *_: object, prefix: str = "", **passed: object) -> dict[str, object]:  # type: ignore[override]
+        state: dict[str, object] = passed.get("destination", {})  # type: ignore[assignment]
+        state[f"{prefix}counts"] = self.counts.detach()
+        return state
+
+
+ModuleMetric.__name__ = "Metric"
+
+
+def what_differs(world: World, path: str) -> dict[str, object]:
+    """Save what differs by rank, each by itself; return what was said and logged."""
+    rank = world.rank
+    norm = nn.BatchNorm1d(4)
+    norm((rank + 1.0) * torch.arange(1, 3)[:, None].expand(2, 4))
+    states: dict[str, object] = {
+        "buffer": QuantLinear(rank),
+        "loader": Loader(rank),
+        "rng": torch.Generator().manual_seed(rank).get_state(),
+        "metric": Metric(rank),
+        "module metric": nn.ModuleDict({"accuracy": ModuleMetric(rank), "head": nn.Linear(1, 1)}),
+        "norm": norm,
+        "value": {"seed": rank, "name": "run"},
+    }
+    torch.manual_seed(0)
+    said: dict[str, object] = {}
+    for name, value in states.items():
+        if name == "module metric":
+            dist.broadcast(value["head"].weight.data, 0)  # type: ignore[index]
+            dist.broadcast(value["head"].bias.data, 0)  # type: ignore[index]
+        with Warnings() as texts:
+            said[name] = _outcome(lambda value=value, name=name: holdfast.save(f"{path}-{name}", {"x": value}))
+        said[f"{name} logged"] = texts
+    return said
+
+
+def each_ranks_own(world: World, path: str) -> list[object]:
+    """Save and load what is declared to differ; return what each rank got back, and what was logged."""
+    rank = world.rank
+    loader, weight = Loader(rank), torch.arange(4, dtype=torch.int32) + 4 * rank
+
+    def state() -> dict[str, object]:
+        return {
+            "loader": holdfast.PerRank(loader),
+            "seed": holdfast.PerRank(rank),
+            "rng": holdfast.RngState(),
+            "qweight": holdfast.Sharded(weight, (8,), (4 * rank,)),
+        }
+
+    torch.manual_seed(rank)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(rank))
+    with Warnings() as texts:
+        holdfast.save(path, state())
+    loader.position, before = -1, weight.clone()
+    weight.zero_()
+    torch.manual_seed(99)
+    loaded = state()
+    holdfast.load(path, loaded)
+    same = torch.equal(weight, before) and torch.equal(torch.rand(1), expected)
+    return [loader.position, loaded["seed"].value, same, texts]  # type: ignore[attr-defined]

@@ -23,6 +23,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         case("glob_that_matches_nothing", root),
         *(case("root_unseen_by_one", root, f"unseen-by-{rank}", blind=rank) for rank in (0, 1)),
         case("root_of_a_new_run", root),
+        case("what_differs", root),
+        case("each_ranks_own", root),
     ]
     return run_world(2, cases, root, deadline_seconds=150)
 
@@ -66,3 +68,40 @@ def test_a_root_that_another_rank_does_not_see_is_no_start_from_scratch(results:
 
 def test_a_root_without_a_run_has_no_step(results: Results) -> None:
     assert results.values("root_of_a_new_run") == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("buffer", "x.qweight"), ("loader", "x"), ("rng", "x")], ids=["buffer", "loader", "rng"]
+)
+def test_what_would_be_lost_is_refused_on_every_rank(results: Results, kind: str, named: str) -> None:
+    for value in results.values("what_differs"):
+        assert isinstance(value, dict)
+        assert value[kind].startswith("InvalidError: save: tensors or objects differ between ranks"), value[kind]
+        assert f": {named} (ranks [0] ≠ ranks [1])." in value[kind]
+        for words in ("holdfast.PerRank", "holdfast.RngState()", "holdfast.Sharded", "DTensor", "skip="):
+            assert words in value[kind]
+        assert value[f"{kind} logged"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("metric", ["x.counts", "x.total"]),
+        ("module metric", ["x.accuracy.counts"]),
+        ("norm", ["x.running_mean", "x.running_var"]),
+        ("value", ["x.seed"]),
+    ],
+    ids=["metric", "module metric", "norm", "value"],
+)
+def test_what_differs_in_ordinary_runs_is_logged_by_rank_0(results: Results, kind: str, named: list[str]) -> None:
+    first, second = results.values("what_differs")
+    assert isinstance(first, dict) and isinstance(second, dict)
+    assert first[kind] == second[kind] == "done"
+    assert second[f"{kind} logged"] == []
+    texts = first[f"{kind} logged"]
+    expected = [f"save: {name} differs between ranks: only that of rank 0 is saved." for name in named]
+    assert [text.partition(" If each rank")[0] for text in texts] == expected
+
+
+def test_what_is_declared_to_differ_comes_back_on_every_rank(results: Results) -> None:
+    assert results.values("each_ranks_own") == [[1000, 0, True, []], [1001, 1, True, []]]

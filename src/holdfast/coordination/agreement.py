@@ -32,9 +32,10 @@ from holdfast.coordination.records import (
     refusal_in,
 )
 from holdfast.coordination.save_context import SaveContext
-from holdfast.coordination.unmatched_patterns import judge_unmatched
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
 from holdfast.geometry.tensor import Role
+from holdfast.plan.rank_differences import Differences, refusal_of
+from holdfast.plan.unmatched_patterns import judge_unmatched
 
 _GRACE_SECONDS = 2.0
 """Extra seconds that the other ranks wait: rank 0 sets its verdict at its own deadline."""
@@ -193,9 +194,11 @@ class SaveAgreement:
         skew_error = self._skew_error(statements)
         if skew_error is not None:
             return self._refusal(skew_error)
-        unmatched_error = judge_unmatched(job, self._name, [statement.unmatched for statement in statements])
+        unmatched_error, warnings = judge_unmatched(self._name, [statement.unmatched for statement in statements])
         if unmatched_error is not None:
             return self._refusal(unmatched_error)
+        for text in warnings:
+            job.warn_once(self._name, text)
         classes: dict[bytes, list[int]] = {}
         for rank, statement in enumerate(statements):
             classes.setdefault(statement.layout, []).append(rank)
@@ -244,23 +247,27 @@ class SaveAgreement:
                     f"{self._job.settings.commit_timeout_seconds} s; look at those ranks"
                 )
             )
-        disagreements = _disagreements(details)
-        if disagreements:
-            return self._refusal(
-                InvalidError(
-                    f"{self._name}: plain tensors differ between ranks that hold them under one name: "
-                    f"{first_three(disagreements)}. Expected equal copies. If they are parts of one tensor, declare "
-                    "the layout (make it a DTensor). If each rank has a tensor of its own, leave it out with skip=. If "
-                    "they are replicas, training has made them diverge: broadcast them from one rank"
-                )
-            )
-        differing = {name for name, values in _ranks_by_digest(details, "other").items() if len(values) > 1}
-        return self._with_context(claim, replace(verdict, describe=None, divergent=tuple(sorted(differing))))
+        found = Differences.between(
+            {rank: each.agreeing for rank, each in details.items()},
+            {rank: each.other for rank, each in details.items()},
+        )
+        # A save by path has no save before it that would have warned.
+        is_first = self._step < 0 or not self._job.has_agreed
+        lossy = {name for each in details.values() for name in each.lossy}
+        refused = [*found.refused(lossy, is_first=is_first), *_mismatches(details)]
+        if refused:
+            return self._refusal(refusal_of(self._name, refused))
+        new = [name for name in found.others if self._job.is_first_occurrence(f"{name} differs between ranks")]
+        for text in found.warnings(new):
+            self._job.warn_once(self._name, text)
+        return self._with_context(claim, replace(verdict, describe=None, divergent=tuple(found.others)))
 
     def _with_context(self, claim: Callable[[], SaveContext], verdict: SaveVerdict) -> SaveVerdict:
         """Return the verdict with the context, or a refusal if the location cannot be claimed."""
         try:
-            return replace(verdict, context=claim())
+            agreed = replace(verdict, context=claim())
+            self._job.has_agreed = True
+            return agreed
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
             return self._refusal(error)
 
@@ -326,23 +333,9 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"[{first_three(ranks)}]"
 
 
-def _ranks_by_digest(details_of: Mapping[int, Details], kind: str) -> dict[str, dict[str, list[int]]]:
-    """Return the ranks by name and digest; `kind` is `agreeing` or `other`."""
-    ranks: dict[str, dict[str, list[int]]] = {}
-    for rank, details in details_of.items():
-        for name, digest in getattr(details, kind).items():
-            ranks.setdefault(name, {}).setdefault(digest, []).append(rank)
-    return ranks
-
-
-def _disagreements(details_of: Mapping[int, Details]) -> list[str]:
-    """Return a text for each plain tensor that differs; the lowest rank of a class stands for its silent members."""
+def _mismatches(details_of: Mapping[int, Details]) -> list[str]:
+    """Return a text for each plain tensor of which ranks state different dtypes, shapes or roles."""
     texts: list[str] = []
-    for fqn, by_digest in sorted(_ranks_by_digest(details_of, "agreeing").items()):
-        if len(by_digest) > 1:
-            groups = [f"ranks {_listed(ranks)}" for ranks in by_digest.values()]
-            more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
-            texts.append(f"{fqn} ({' ≠ '.join(groups[:3])}{more})")
     shapes: dict[str, tuple[int, tuple[str, tuple[int, ...], Role]]] = {}
     for rank, details in details_of.items():
         for fqn, plain in details.plain.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import weakref
@@ -19,6 +20,8 @@ from holdfast.plan.plan_cache import PlanCache
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 8
 _ANNOUNCE_SECONDS_MIN = 1.0
@@ -100,6 +103,8 @@ class Job:
         """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
         self.commits = commits
         """Writes, votes and commits of saves, away from the training thread."""
+        self.has_agreed = False
+        """Whether the ranks have agreed on a save; known to rank 0 only."""
         self._logged: set[str] = set()
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
@@ -151,6 +156,16 @@ class Job:
             return False
         self._logged.add(message)
         return True
+
+    def warn_once(self, name: str, text: str) -> None:
+        """Log a warning on rank 0, unless the same text was logged before.
+
+        Args:
+            name: Name of the save or load that it is about.
+            text: The warning.
+        """
+        if self.comm.rank == 0 and self.is_first_occurrence(text):
+            logger.warning("%s: %s", name, text)
 
     def record_keys(self, sequence: int, keys: Sequence[str]) -> None:
         """Record keys that this rank set for a save; `delete_keys_before` removes them."""

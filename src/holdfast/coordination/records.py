@@ -71,7 +71,10 @@ class Details:
     """Sample digest of each plain tensor that must agree, hex."""
 
     other: Mapping[str, str]
-    """Digest of each buffer and value that may differ, hex."""
+    """Digest of each buffer, object and value that may differ, hex."""
+
+    lossy: Sequence[str]
+    """Names in `other` of which one rank's cannot stand for all: integer buffers of several elements, and objects."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from functools import partial
 from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job, error_text
-from holdfast.coordination.unmatched_patterns import judge_unmatched
 from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.errors import CheckpointError, InvalidError
@@ -43,6 +42,7 @@ from holdfast.loading.same_content import same_content
 from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
 from holdfast.plan.reads import load_plan
+from holdfast.plan.unmatched_patterns import judge_unmatched
 from holdfast.ports.framework import Catalog, Restoration, Selection
 from holdfast.repository.catalog import read_per_rank
 from holdfast.settings import Settings
@@ -284,9 +284,11 @@ def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exce
         statuses = gathered.by_rank
         raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
         assert not isinstance(planned, Exception), "an error on any rank has been raised"
-        unmatched_error = judge_unmatched(attempt.job, resolved.location.url, [each.unmatched for each in statuses])
-        if unmatched_error is not None:
-            raise unmatched_error
+        error, warnings = judge_unmatched(resolved.location.url, [each.unmatched for each in statuses])
+        if error is not None:
+            raise error
+        for text in warnings:
+            attempt.job.warn_once(resolved.location.url, text)
         missing = sorted(gathered.missing.union(planned.restoration.missing))
         unexpected = sorted(gathered.unexpected)
         if attempt.request.strict:

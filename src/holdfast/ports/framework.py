@@ -161,6 +161,9 @@ class Collected:
     unmatched: Sequence[UnmatchedPattern] = ()
     """Patterns of the selection that match no name of this rank's state."""
 
+    accumulators: Sequence[str] = ()
+    """Paths of metrics: they count what their rank has seen, so their states differ by rank in ordinary runs."""
+
 
 @value_class
 class Wanted(WantedBoxes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
@@ -13,6 +14,10 @@ from holdfast.format.values import values
 from holdfast.geometry.tensor import Role
 from holdfast.ports.framework import Collected
 from holdfast.types.values import Group, Value
+
+_STATISTICS_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool"})
+"""Element types of buffers that differ by rank in ordinary runs: running averages, masks. All others are integers, or
+packed and quantised weights."""
 
 
 class StateFingerprint:
@@ -65,7 +70,19 @@ class StateFingerprint:
         agreeing = {fqn: digest.hex() for fqn, digest in self._agreeing.items()}
         other = {fqn: digest.hex() for fqn, digest in self._other.items()}
         other |= {path: short_digest_of(data).hex() for path, data in _leaves(self._collected.tree, "")}
-        return Details(self._location.url, plain, agreeing, other)
+        return Details(self._location.url, plain, agreeing, other, self._lossy())
+
+    def _lossy(self) -> list[str]:
+        """Return the buffers and objects of which one rank's cannot stand for all.
+
+        The integers of a quantised weight, of a random state and of an object's position are data of one rank. A
+        counter, and what an accumulator counts, differs by rank in ordinary runs.
+        """
+        specs = [shard.tensor for shard in self._shards if shard.holders is None and shard.role is Role.BUFFER]
+        names = [spec.fqn for spec in specs if spec.dtype not in _STATISTICS_DTYPES and prod(spec.global_shape) > 1]
+        names += _objects(self._collected.tree, "")
+        accumulators = self._collected.accumulators
+        return [name for name in names if not any(name == path or name.startswith(f"{path}.") for path in accumulators)]
 
     def _layout(self) -> bytes:
         """Return all inputs of a plan that every rank of a class shares."""
@@ -107,8 +124,20 @@ class StateFingerprint:
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:
     """Yield the path and the encoded value of every leaf of a tree."""
     items = value.items if isinstance(value, Group) else value if isinstance(value, dict) else None
-    if items is None or not all(isinstance(key, str) for key in items):
+    # An object owns its layout, and is saved whole: from one rank.
+    is_whole = isinstance(value, Group) and value.kind == "stateful"
+    if is_whole or items is None or not all(isinstance(key, str) for key in items):
         yield path, values.dumps(values.encode(value, path))
         return
     for key, item in items.items():
         yield from _leaves(item, f"{path}.{key}" if path else key)
+
+
+def _objects(value: Value, path: str) -> Iterator[str]:
+    """Yield the path of every object with a `state_dict` in a tree."""
+    if isinstance(value, Group):
+        if value.kind == "stateful":
+            yield path
+        elif value.kind == "dict":
+            for key, item in value.items.items():
+                yield from _objects(item, f"{path}.{key}" if path else key)

@@ -64,7 +64,7 @@ class SaveReport:
     """Seconds from the call until the checkpoint was durable and visible."""
 
     divergent: tuple[str, ...]
-    """Buffers and values that differed between ranks; the lowest rank's were saved."""
+    """Buffers, objects and values that differed between ranks; the lowest rank's were saved."""
 
     skipped: tuple[str, ...]
     """Names that `only` and `skip` left out."""

@@ -16,7 +16,7 @@ from holdfast.frameworks.torch.optimizers.outside import outside_state, require_
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import gradients, rng
-from holdfast.frameworks.torch.state.naming import require_fqn
+from holdfast.frameworks.torch.state.naming import is_metric, metric_paths, require_fqn
 from holdfast.frameworks.torch.state.selection import Selector, without
 from holdfast.frameworks.torch.state.walk import (
     DictNode,
@@ -60,6 +60,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         unfenced_because=unfenced,
         pin=next((side.pin for side in collector.sides), None),
         unmatched=collector.selector.unmatched(),
+        accumulators=collector.accumulators,
     )
 
 
@@ -71,6 +72,7 @@ class _Collector:
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
+        self.accumulators: list[str] = []
         self.fenced_objects: list[torch.nn.Module | torch.optim.Optimizer] = []
         self.unfenced: dict[str, None] = {}
         """Why forward or backward may change the state where the fence does not see it."""
@@ -117,10 +119,16 @@ class _Collector:
                 if not self.selector.selects_whole(node.path):
                     self.skipped.append(node.path)
                     return Skipped(node.path)
-                state = take_apart(node.stateful.state_dict(), node.path, self._reference)
-                return Group("stateful", {"state": state})
+                return self._stateful(node)
             case ValueNode():
                 return self._named_values(node.path, node.value)
+
+    def _stateful(self, node: StatefulNode) -> Group:
+        on_tensor = self._reference
+        if is_metric(node.stateful):
+            self.accumulators.append(node.path)
+            on_tensor = partial(self._reference, role=Role.BUFFER)
+        return Group("stateful", {"state": take_apart(node.stateful.state_dict(), node.path, on_tensor)})
 
     def _module(self, node: ModuleNode) -> Group:
         gradients.require_module_boundary(
@@ -133,6 +141,9 @@ class _Collector:
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
             stepped = id(tensor) in self._stepped
             self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=stepped)
+        if any(_counts(tensor) for tensor in node.tensors.values()):
+            # Only then, since it walks all modules.
+            self.accumulators += [f"{node.path}.{path}".rstrip(".") for path in metric_paths(node.module)]
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         values = {
@@ -194,8 +205,8 @@ class _Collector:
         self.skipped.append(path)
         return False
 
-    def _reference(self, fqn: str, tensor: torch.Tensor) -> Value:
-        if not self._tensor(fqn, tensor, _loose_role(tensor)):
+    def _reference(self, fqn: str, tensor: torch.Tensor, role: Role | None = None) -> Value:
+        if not self._tensor(fqn, tensor, role or _loose_role(tensor)):
             return Skipped(fqn)
         grad_fqn = f"{fqn}{gradients.SUFFIX}"
         if self._selection.grads and gradients.gradient_of(tensor) is not None and self.selector.selects(grad_fqn):
@@ -258,6 +269,11 @@ def _named_tensors(root: DictNode) -> Iterator[tuple[int, str]]:
             yield id(node.tensor), node.path
         elif isinstance(node, ModuleNode):
             yield from ((id(tensor), f"{node.path}.{fqn}") for fqn, tensor in node.tensors.items())
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may hold what a metric counts: several integers."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.numel() > 1
 
 
 def _loose_role(tensor: torch.Tensor) -> Role:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,20 +38,27 @@ def module_entries(module: torch.nn.Module, path: str) -> dict[str, tuple[str, o
     Tensors are the module's own objects (parameters, buffers, DTensors), so that filling them fills the module.
     The call of `state_dict` makes FSDP2 reshard its parameters first.
     """
-    wrapped = [_unwrapped(name) for name, child in module.named_modules() if isinstance(child, DistributedDataParallel)]
-    prefixes = sorted((f"{name}.module." if name else "module." for name in wrapped), key=len, reverse=True)
+    prefixes = _ddp_prefixes(module)
     entries: dict[str, tuple[str, object]] = {}
     for key, value in state_entries(module).items():
-        fqn = _unwrapped(key)
-        for prefix in prefixes:
-            if fqn.startswith(prefix):
-                fqn = prefix.removesuffix("module.") + fqn.removeprefix(prefix)
+        fqn = _without_prefixes(key, prefixes)
         if fqn in entries:
             raise InvalidError(
                 f"{path}: {entries[fqn][0]} and {key} are both {fqn} without wrapper prefixes; rename one"
             )
         entries[fqn] = key, value
     return entries
+
+
+def metric_paths(module: torch.nn.Module) -> list[str]:
+    """Return the names of the metrics in a module, without wrapper prefixes; empty text for the module itself."""
+    prefixes = _ddp_prefixes(module)
+    return [_without_prefixes(f"{name}.", prefixes)[:-1] for name, child in module.named_modules() if is_metric(child)]
+
+
+def is_metric(value: object) -> bool:
+    """Return whether an object is a metric of torchmetrics, torcheval or ignite: each has a base class `Metric`."""
+    return any(kind.__name__ == "Metric" for kind in type(value).__mro__)
 
 
 def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -60,6 +69,19 @@ def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
             prefix = _unwrapped(name)
             owners[f"{prefix}._extra_state" if prefix else "_extra_state"] = child
     return owners
+
+
+def _ddp_prefixes(module: torch.nn.Module) -> list[str]:
+    wrapped = [_unwrapped(name) for name, child in module.named_modules() if isinstance(child, DistributedDataParallel)]
+    return sorted((f"{name}.module." if name else "module." for name in wrapped), key=len, reverse=True)
+
+
+def _without_prefixes(key: str, prefixes: Sequence[str]) -> str:
+    fqn = _unwrapped(key)
+    for prefix in prefixes:
+        if fqn.startswith(prefix):
+            fqn = prefix.removesuffix("module.") + fqn.removeprefix(prefix)
+    return fqn
 
 
 def _unwrapped(name: str) -> str:
