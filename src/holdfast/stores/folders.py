@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
+from holdfast.errors import InvalidError
 from holdfast.stores.keys import is_part
 from holdfast.stores.syscalls import Closing, Syscalls, close_quietly
 
@@ -23,7 +24,10 @@ Parts = Sequence[str]
 
 
 class Folders:
-    """The folders of one local store; every call raises the `OSError` that the system gives."""
+    """The folders of one local store; every call raises the `OSError` that the system gives.
+
+    One case is not the system's: a root that is a symbolic link to nothing raises `InvalidError`.
+    """
 
     def __init__(self, root: str, syscalls: Syscalls, file_mode: int) -> None:
         """Set the root; does no I/O.
@@ -134,12 +138,14 @@ class Folders:
         try:
             return self._syscalls.open(self._root, _ROOT)
         except FileNotFoundError:
+            missing = [self._root]
+            while (parent := os.path.dirname(missing[-1])) != missing[-1] and not self._exists(parent):
+                missing.append(parent)
+            # A reader that took it for an empty root would make training begin anew; no writer can create it.
+            _require_no_link(missing[-1])
             if not create:
                 raise
         self._ancestors_durable = False
-        missing = [self._root]
-        while (parent := os.path.dirname(missing[-1])) != missing[-1] and not self._exists(parent):
-            missing.append(parent)
         for path in reversed(missing):
             with suppress(FileExistsError):
                 self._syscalls.mkdir(path, self._mode)
@@ -175,3 +181,14 @@ class Folders:
                     return
                 self.sync_folder(fd)
             path = parent
+
+
+def _require_no_link(missing: str) -> None:
+    """Refuse a path that does not exist because it is a symbolic link to nothing."""
+    with suppress(OSError):
+        target = os.readlink(missing)
+        if not os.path.exists(missing):
+            raise InvalidError(
+                f"{missing} is a symbolic link to {target}, which does not exist; expected a folder. Mount or create "
+                "the folder, or remove the link"
+            )

@@ -79,6 +79,19 @@ class TestLinks:
         assert os.listdir(tmp_path / "root") == []
         assert (tmp_path / "there").read_bytes() == b"precious"
 
+    @pytest.mark.parametrize("root", ["root", "root/run"])
+    def test_a_root_that_is_or_is_below_a_link_to_nothing_is_refused_by_name(self, tmp_path: Path, root: str) -> None:
+        (tmp_path / "root").symlink_to("not-mounted")
+        store = local(tmp_path / root)
+        # A reader must not take it for an empty root: training would begin anew.
+        calls = every_call(store, "key") | {"folders": store.folders, "list": lambda: list(store.list())}
+        for call in calls.values():
+            with pytest.raises(InvalidError, match=r"/root is a symbolic link to not-mounted, which does not exist"):
+                call()
+        (tmp_path / "not-mounted").mkdir()
+        store.put("key", DATA)
+        assert store.get("key", len(DATA)) == DATA
+
     def test_root_may_be_a_link(self, tmp_path: Path) -> None:
         (tmp_path / "disk").mkdir()
         (tmp_path / "root").symlink_to(tmp_path / "disk")
