@@ -143,8 +143,8 @@ def async_save(
     Arguments as `save`.
 
     Raises:
-        InvalidError: The state or the call is wrong, or ranks disagree; nothing was written. `SaveHandle.wait` raises
-            all other errors.
+        InvalidError: The state or the call is wrong, or ranks disagree, and these ranks never agreed on a save before.
+            Nothing was written. `SaveHandle.wait` raises all other errors.
     """
     return begin_save(*_request(path, state, selection_of(only, skip, grads), process_group, settings))
 

@@ -98,6 +98,10 @@ class Settings:
     commit_timeout_seconds: float = 600.0
     """How long a rank waits for the others, first to agree on a save and again after its own vote."""
 
+    failed_saves_max: int | None = None
+    """After how many failed saves in a row a call of `save` or `maybe_save` raises, on every rank. None: never. A
+    failed save does not end training, so without a limit a job may run for long with nothing but log lines."""
+
     lease_seconds: float = 10.0
     """How long the writer of a root may send no heartbeat before another job takes over; it sends one every third of
     that time. Only counts if the other job cannot see the writer's process, as on another machine. Long enough for a
@@ -151,6 +155,8 @@ class Settings:
         self._require("staging", self.staging in ("copy", "lazy"), "'copy' or 'lazy'")
         self._require("share_reads", self.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'")
         self._require("commit_timeout_seconds", 0 < self.commit_timeout_seconds < math.inf, "a positive, finite number")
+        failures = self.failed_saves_max
+        self._require("failed_saves_max", failures is None or failures >= 1, "a whole number from 1, or None")
         lease_range = f"seconds from {LEASE_SECONDS_MIN} to {LEASE_SECONDS_MAX}"
         self._require("lease_seconds", LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX, lease_range)
         self._require("collect_grace_seconds", 0 <= self.collect_grace_seconds < math.inf, "a finite number, 0 or more")

@@ -56,6 +56,8 @@ class SaveAgreement:
         self._save_id = step, location.hex()
         self._deadline = job.deadline()
         self._refused: str | None = None
+        self.raises = False
+        """Whether the call raises the refusal; decided by the verdict, so the same on every rank."""
         # Read the next number before any verdict. In the other order, a verdict set in between would raise the number
         # and move this rank past a save that it belongs to.
         latest = int(self._find(job.key("opening", "next")) or 0)  # The number after the last save that rank 0 closed.
@@ -69,7 +71,7 @@ class SaveAgreement:
                 # The other ranks refused this very save before this rank called. This rank takes the refusal and its
                 # number. With the next number, its count would stay one ahead of the others' count. The exception:
                 # rank 0 has already opened that number, because it retries the same save.
-                self._refused = verdict.refused
+                self._refused, self.raises = verdict.refused, verdict.raises
                 break
             # The other ranks opened and closed this number without this rank. Join them at the next.
             job.sequence = max(job.sequence + 1, latest)
@@ -96,7 +98,10 @@ class SaveAgreement:
         return (statement.step, statement.location.hex()) == self._save_id
 
     def refuse(self, error: BaseException) -> None:
-        """Publish that this rank cannot save, so that no other rank waits for it. Never raises."""
+        """Publish that this rank cannot save, so that no other rank waits for it. Never raises.
+
+        After an `Exception` this rank also waits for the verdict. It says whether the refusal raises on every rank.
+        """
         job = self._job
         if self._refused is not None:
             return
@@ -106,7 +111,11 @@ class SaveAgreement:
             job.record_keys(self._sequence, [key])
             if job.comm.rank == 0:
                 text = error_text(error)
-                self._set_verdict("verdict", self._refusal(error_from(text, f"{self._name}: rank 0 refused: ")))
+                self._take(
+                    self._set_verdict("verdict", self._refusal(error_from(text, f"{self._name}: rank 0 refused: ")))
+                )
+            elif isinstance(error, Exception):
+                self._take(self._await_verdict("verdict"))
 
     def agree(
         self,
@@ -140,9 +149,15 @@ class SaveAgreement:
                 verdict = self._set_verdict("final", self._decide_on_details(verdict, claim))
             else:
                 verdict = self._await_verdict("final")
+        self._take(verdict)
         if verdict.refused is not None:
             raise error_from(verdict.refused)
         return self._agreement(verdict)
+
+    def _take(self, verdict: SaveVerdict) -> None:
+        """Take note of the verdict on this save."""
+        self.raises = verdict.raises
+        self._job.history.has_agreed |= verdict.context is not None
 
     def _agreement(self, verdict: SaveVerdict) -> Agreement:
         rank, world_size = self._job.comm.rank, self._job.comm.world_size
@@ -191,6 +206,14 @@ class SaveAgreement:
                 error = error_from(refusal)
                 return self._refusal(type(error)(f"{self._name}: rank {rank} refused: {error}"))
         statements = [Statement.decode(record) for record in records]
+        failures, failures_max = job.history.failures, job.settings.failed_saves_max
+        if failures_max is not None and failures >= failures_max:
+            return self._refusal(
+                UnavailableError(
+                    f"{self._name}: the last saves failed, {failures} in a row; expected fewer than {failures_max} "
+                    "(settings.failed_saves_max). Nothing was saved. The log has their errors: look there first"
+                )
+            )
         skew_error = self._skew_error(statements)
         if skew_error is not None:
             return self._refusal(skew_error)
@@ -272,7 +295,15 @@ class SaveAgreement:
             return self._refusal(error)
 
     def _refusal(self, error: Exception) -> SaveVerdict:
-        return SaveVerdict(self._save_id, refused=error_text(error))
+        """Return a refusal. It raises only where no training can be far on, or where the caller asked for it.
+
+        A wrong state or call raises until the ranks have agreed once. After that it would end a training that has run
+        for days. The rank that sets the verdict decides for all ranks.
+        """
+        history, failures_max = self._job.history, self._job.settings.failed_saves_max
+        raises = isinstance(error, InvalidError) and not history.has_agreed
+        raises |= failures_max is not None and history.failures + 1 >= failures_max
+        return SaveVerdict(self._save_id, refused=error_text(error), raises=raises)
 
     def _read_details(self, ranks: Sequence[int]) -> list[Details]:
         keys = [self._key("details", self._sequence, rank) for rank in ranks]

@@ -54,6 +54,39 @@ class BackgroundQueue:
         self._executor.shutdown(wait=True)
 
 
+class SaveHistory:
+    """How the saves of a job ended so far: whether one got past its agreement, and how many failed in a row."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._committed_at: float | None = None
+        self.has_agreed = False
+        """Whether the ranks have agreed on a save. Until then, a wrong state or call is raised in the call."""
+        self.failures = 0
+        """Saves that failed since the last commit, or since a call raised for their number."""
+
+    def note_committed(self) -> None:
+        """Take note of a commit."""
+        with self._lock:
+            self.failures, self._committed_at = 0, self._clock.monotonic_seconds()
+
+    def note_failed(self) -> str:
+        """Count a failed save; return the count and the time since the last commit, for a log line."""
+        with self._lock:
+            self.failures += 1
+            if self._committed_at is None:
+                since = "no save of this process has been committed"
+            else:
+                since = f"the last commit was {self._clock.monotonic_seconds() - self._committed_at:,.0f} s ago"
+            return f"failure {self.failures} in a row; {since}"
+
+    def note_raised(self) -> None:
+        """Begin to count anew: a call has raised, so the caller knows."""
+        with self._lock:
+            self.failures = 0
+
+
 class Job:
     """The ranks that save and load together, and the resources they share for the life of the process.
 
@@ -94,6 +127,8 @@ class Job:
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
         """Number of the next save. A rank that missed saves advances it."""
+        self.history = SaveHistory(clock)
+        """How the saves of this job ended so far."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, memory)
         """Memory for copies of the state."""
         self.plan_cache = PlanCache()

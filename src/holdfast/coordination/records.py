@@ -121,7 +121,10 @@ class SaveVerdict:
     """Step and digest of the location. Distinguishes a retry of this save from another save with the same number."""
 
     refused: str | None = None
-    """The error that every rank raises, as `error_text` wrote it."""
+    """The error of every rank, as `error_text` wrote it."""
+
+    raises: bool = False
+    """Whether the call raises the error, on every rank. Otherwise the handle holds it, on every rank."""
 
     describe: RankRanges | None = None
     """Ranks that must publish details before the final verdict."""

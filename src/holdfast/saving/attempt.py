@@ -3,7 +3,7 @@
 States of an attempt, and who moves it from one to the next:
 
     opening    -> agreed      the training thread, once rank 0's verdict is there
-    opening    -> refused     the training thread: the call raises InvalidError, or the handle fails
+    opening    -> refused     the training thread: the verdict says whether the call raises, or the handle fails
     agreed     -> staged      the thread that copied or wrote the last byte (`Transfer`); training may change the state
     staged     -> written     the commit thread, once this rank's packs and part are durable
     written    -> voted       the commit thread, with its vote in the key-value store
@@ -60,7 +60,7 @@ class SaveProgress(Enum):
     """It takes the state apart. A failure refuses the save on every rank; for want of memory the handle fails."""
 
     AGREEING = "agreeing"
-    """Rank 0 decides. A disagreement raises InvalidError in the call; any other failure lives in the handle."""
+    """Rank 0 decides, also whether a refusal raises in the call of every rank. Other failures live in the handle."""
 
     AGREED = "agreed"
     """It copies, writes and votes. The attempt is aborted on every rank, unless one may be publishing."""
@@ -96,7 +96,7 @@ class SaveAttempt:
         self.awaited = awaited
         dispatcher = dispatcher or EventDispatcher((), job.clock)
         self.trace = OperationTrace("save", self.location.step, self.location.url, job.comm, job.clock, dispatcher)
-        self.handle = SaveHandle(self.name, awaited=awaited)
+        self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
         self.handle.committed.add_done_callback(self.trace.fail_with)
         self.gc_pause = GcPause()
         """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
@@ -121,7 +121,9 @@ class SaveAttempt:
         """Run the part of a save that blocks training. If it fails, end the save by the rules of its state.
 
         Raises:
-            InvalidError: The state or the call is wrong, or ranks disagree: nothing was written on any rank.
+            InvalidError: The state or the call is wrong, or ranks disagree, and the ranks never agreed on a save of
+                this job. Nothing was written on any rank.
+            CheckpointError: `settings.failed_saves_max` saves in a row have failed.
         """
         if self.job.is_inherited:
             raise InvalidError(
@@ -207,9 +209,13 @@ class SaveAttempt:
             raised = _refusal(error, self.name)
             assert self._opening is not None, "it was opened"
             self._opening.refuse(raised)
-        if isinstance(raised, InvalidError) or not isinstance(raised, CheckpointError | TimeoutError):
-            return raised
-        self.handle.fail(typed(raised, self.name))
+        if not isinstance(raised, Exception):
+            return raised  # An interrupt such as Ctrl-C goes to the caller.
+        failure = typed(raised, self.name)
+        if self._opening is not None and self._opening.raises:
+            self.job.history.note_raised()
+            return failure
+        self.handle.fail(failure)
         return None
 
     def _end_agreed(self, error: BaseException) -> BaseException | None:

@@ -9,6 +9,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Literal, Protocol
 
+from holdfast.clock import SystemClock
+from holdfast.coordination.job import SaveHistory
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.types.reports import SaveReport
 
@@ -37,16 +39,18 @@ class SaveHandle:
     A failure ends every moment not yet reached.
     """
 
-    def __init__(self, name: str, *, awaited: bool = False) -> None:
+    def __init__(self, name: str, *, awaited: bool = False, history: SaveHistory | None = None) -> None:
         """Start with no moment reached.
 
         Args:
             name: Name of the save, for messages.
             awaited: Whether the caller waits for the commit in any case, so that a failure need not be logged.
+            history: Counts the failures in a row; None: a history of this save alone.
         """
         self.name = name
         """Name of the save, for messages."""
         self._lock = threading.Lock()
+        self._history = history or SaveHistory(SystemClock())
         self._waiting = int(awaited)
         self.was_awaited = False
         """Whether a `wait` has raised the failure."""
@@ -114,15 +118,17 @@ class SaveHandle:
 
     def reach_committed(self, report: SaveReport) -> None:
         """Mark the save as committed."""
+        self._history.note_committed()
         self.in_flight = None
         self.replicated.set_result(None)
         self.committed.set_result(report)
 
     def fail(self, error: BaseException) -> None:
         """Mark the save as failed; log the error if no caller waits for it."""
+        counted = self._history.note_failed()
         with self._lock:
             if not self._waiting:
-                logger.error("%s failed: %s: %s", self.name, type(error).__name__, error)
+                logger.error("%s failed: %s: %s (%s)", self.name, type(error).__name__, error, counted)
         self.in_flight = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):

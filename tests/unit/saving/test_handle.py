@@ -66,7 +66,10 @@ def test_a_failure_nobody_waits_for_is_logged_once(caplog: pytest.LogCaptureFixt
         handle.fail(UnavailableError("disk full"))
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert record.getMessage() == "save of step 7 failed: UnavailableError: disk full"
+    assert record.getMessage() == (
+        "save of step 7 failed: UnavailableError: disk full "
+        "(failure 1 in a row; no save of this process has been committed)"
+    )
     assert not handle.was_awaited
     with pytest.raises(UnavailableError):
         handle.wait()

@@ -1,0 +1,118 @@
+"""Which refusals a call raises: those of the first save, alike on every rank. Later ones live in the handle."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.errors import InvalidError, UnavailableError
+from tests.unit.ranks import PATIENT, World, plain, saved, sharded
+
+
+def kept(run: CheckpointManager, step: int, state: Mapping[str, object]) -> object:
+    """Save; return the error that the handle holds, or the error with a mark that the call raised it."""
+    try:
+        handle = run.save(step, state)
+    except Exception as error:
+        return "raised", error
+    try:
+        return handle.wait(timeout=25.0)
+    except Exception as error:
+        return error
+
+
+def halves(rank: int) -> dict[str, object]:
+    return {"half": plain(float(rank))}
+
+
+def test_replicas_that_come_apart_later_raise_on_no_rank() -> None:
+    world = World(3)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        saved(run, 1, halves(0))
+        return kept(run, 2, halves(rank)), saved(run, 3, halves(0))
+
+    for refused, _ in world.play(part):  # type: ignore[misc]
+        assert isinstance(refused, InvalidError) and "half" in str(refused), refused
+    assert world.committed() == [1, 3]
+
+
+@pytest.mark.parametrize("failing", (0, 1))
+def test_a_state_that_fails_once_on_one_rank_raises_on_no_rank(failing: int) -> None:
+    world = World(2)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        good = {"w": sharded(2)}
+        bad = {**good, "loader": RuntimeError("worker 2 exited")} if rank == failing else good
+        saved(run, 1, good)
+        return kept(run, 2, bad), saved(run, 3, good)
+
+    for refused, _ in world.play(part):  # type: ignore[misc]
+        assert isinstance(refused, InvalidError) and "worker 2 exited" in str(refused), refused
+    assert world.committed() == [1, 3]
+
+
+@pytest.mark.parametrize("failing", (0, 1))
+def test_the_first_save_raises_on_every_rank_until_the_ranks_agreed_once(failing: int) -> None:
+    world = World(2)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        bad = {"w": sharded(2), "v": object() if rank == failing else 1}
+        return kept(run, 1, bad), kept(run, 2, bad), saved(run, 3, {"w": sharded(2)})
+
+    for first, second, _ in world.play(part):  # type: ignore[misc]
+        for refused in (first, second):
+            assert isinstance(refused, tuple) and isinstance(refused[1], InvalidError), refused
+    assert world.committed() == [3]
+
+
+def test_failed_saves_max_raises_on_every_rank_and_counts_anew() -> None:
+    world = World(2, settings=replace(PATIENT, failed_saves_max=2))
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        saved(run, 1, halves(0))
+        bad = [kept(run, step, halves(rank)) for step in (2, 3, 4)]
+        return bad, saved(run, 5, halves(0))
+
+    for bad, _ in world.play(part):  # type: ignore[misc]
+        assert [isinstance(each, tuple) for each in bad] == [False, True, False], bad
+    assert world.committed() == [1, 5]
+
+
+def test_failures_after_the_agreement_count_too_and_the_next_call_raises() -> None:
+    world = World(2, settings=replace(PATIENT, failed_saves_max=1))
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        saved(run, 1, halves(0))
+        run._job.history.note_failed()
+        return kept(run, 2, halves(0)), saved(run, 3, halves(0))
+
+    for refused, _ in world.play(part):  # type: ignore[misc]
+        assert isinstance(refused, tuple) and isinstance(refused[1], UnavailableError), refused
+        assert "the last saves failed, 1 in a row" in str(refused[1])
+    assert world.committed() == [1, 3]
+
+
+def test_the_log_line_of_a_failure_counts_and_says_how_long_ago_the_last_commit_was(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def part(rank: int, run: CheckpointManager) -> object:
+        saved(run, 1, halves(0))
+        for step in (2, 3):
+            run.save(step, halves(rank))
+        return None
+
+    with caplog.at_level(logging.ERROR, logger="holdfast"):
+        World(2).play(part)
+    lines = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert any("failure 2 in a row; the last commit was 0 s ago" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("wrong", (0, -1))
+def test_a_number_of_failures_below_one_is_refused(wrong: int) -> None:
+    with pytest.raises(InvalidError, match="failed_saves_max"):
+        replace(PATIENT, failed_saves_max=wrong)
