@@ -81,6 +81,11 @@ def _hook_every_step() -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
+def is_of_fence(hook: object) -> bool:
+    """Return whether a hook of `load_state_dict` is the fence's own, as torch stores it."""
+    return getattr(hook, "hook", hook) is _HOOK
+
+
 def _hook_loading(fenced: torch.nn.Module | torch.optim.Optimizer) -> None:
     if isinstance(fenced, torch.optim.Optimizer):
         _hook_once(fenced, getattr(fenced, "_optimizer_load_state_dict_pre_hooks", None))
@@ -93,7 +98,7 @@ def _hook_loading(fenced: torch.nn.Module | torch.optim.Optimizer) -> None:
 
 def _hook_once(fenced: torch.nn.Module | torch.optim.Optimizer, hooks: Mapping[int, object] | None) -> bool:
     """Add the hook to an object without it; return whether it was added."""
-    if hooks is None or any(getattr(hook, "hook", hook) is _HOOK for hook in hooks.values()):
+    if hooks is None or any(map(is_of_fence, hooks.values())):
         # An optimizer that wraps another has no hooks, but calls load_state_dict of the inner one.
         return False
     try:

@@ -67,6 +67,19 @@ def require_storable(tensor: torch.Tensor, fqn: str) -> None:
     storable_dtype(tensor, fqn)
 
 
+def require_not_expanded(local: torch.Tensor, fqn: str, subject: str) -> None:
+    """Refuse a tensor with several elements at one address, which cannot be filled.
+
+    Raises:
+        InvalidError: It is expanded; after `fqn` the message begins with `subject`.
+    """
+    if any(length > 1 and not step for length, step in zip(local.shape, local.stride(), strict=True)):
+        raise InvalidError(
+            f"{fqn}: {subject} expanded, so several of its elements share memory; expected memory for each. "
+            "Pass tensor.contiguous() or the tensor that was expanded"
+        )
+
+
 def _require_dense(tensor: torch.Tensor, fqn: str) -> None:
     kind = type(tensor).__name__
     shards = local_shards_of(tensor)

@@ -277,9 +277,87 @@ def test_entries_of_a_modules_own_methods_come_back_or_are_missed(tmp_path: Path
     loaded = Own(0)
     holdfast.load(tmp_path / "c", {"model": wrap(loaded)})
     assert loaded.count == 7
-    inside = nn.Module()
-    inside.layer = Own(7)
-    inside.register_state_dict_post_hook(lambda module, entries, prefix, _: entries.update({f"{prefix}lost": 1}))
-    holdfast.save(tmp_path / "d", {"model": inside}, skip="model.layer.count")
-    with pytest.raises(InvalidError, match=r"model: Module took nothing of .*lost"):
-        holdfast.load(tmp_path / "d", {"model": inside}, skip="model.layer.count")
+
+
+def nested() -> nn.Module:
+    """Return a module around one that has methods of its own; torch calls only those of the outermost on a load."""
+    outer = nn.Module()
+    outer.layer = Own(7)
+    return outer
+
+
+def test_entries_that_nothing_loads_are_refused_at_the_save(tmp_path: Path) -> None:
+    model = nested()
+    model.register_state_dict_post_hook(lambda module, entries, prefix, _: entries.update({f"{prefix}lost": 1}))
+    with pytest.raises(InvalidError, match=r"model: state_dict\(\) of Module makes layer\.count, lost, .*load"):
+        holdfast.save(tmp_path / "c", {"model": model})
+    assert not (tmp_path / "c").exists()
+    holdfast.save(tmp_path / "c", {"model": model}, skip=["model.layer.count", "model.lost"])
+    holdfast.load(tmp_path / "c", {"model": model}, skip=["model.layer.count", "model.lost"])
+
+
+class Quantised(nn.Linear):
+    """As bitsandbytes' 4-bit layers: beside the weight it saves tensors that it does not load."""
+
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(2)
+
+
+class Loading(Quantised):
+    """Loads them, too."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
+        state_dict.pop(f"{prefix}weight.absmax", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def hooked() -> nn.Module:
+    """Return a module whose hook loads what the method of its layer saves."""
+    model = nn.Sequential(Quantised(2, 2))
+    model.register_load_state_dict_pre_hook(lambda _, state, prefix, *__: state.pop(f"{prefix}0.weight.absmax", None))
+    return model
+
+
+def test_tensors_that_a_layer_saves_and_does_not_load_are_refused_at_the_save(tmp_path: Path) -> None:
+    with pytest.raises(InvalidError, match=r"model: state_dict\(\) of Sequential makes 0\.weight\.absmax, which no"):
+        holdfast.save(tmp_path / "c", {"model": nn.Sequential(Quantised(2, 2))})
+    for number, model in enumerate([nn.Sequential(Loading(2, 2)), hooked()]):
+        holdfast.save(tmp_path / f"{number}", {"model": model})
+        holdfast.load(tmp_path / f"{number}", {"model": model})
+
+
+def test_a_lazy_saves_hooks_load_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(Quantised(2, 2))
+    settings = holdfast.Settings(staging="lazy")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.CheckpointManager(tmp_path / "r", process_group=False, settings=settings) as manager:
+        manager.save(1, {"model": model, "optimizer": optimizer}, skip="*.absmax").wait()
+        with pytest.raises(InvalidError, match=r"0\.weight\.absmax"):
+            holdfast.save(tmp_path / "c", {"model": model}, process_group=False)
+
+
+def test_entries_that_the_loading_module_does_not_take_are_refused(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"model": Own(7)})
+    loading = nn.Module()
+    loading.linear = nn.Linear(2, 2)
+    loading.register_state_dict_post_hook(lambda module, entries, prefix, _: entries.update({f"{prefix}count": 1}))
+    with pytest.raises(InvalidError, match=r"model: Module took nothing of .*count"):
+        holdfast.load(tmp_path / "c", {"model": loading})
+
+
+def test_extra_state_that_nothing_sets_is_refused_at_the_save(tmp_path: Path) -> None:
+    class Getting(nn.Module):
+        def get_extra_state(self) -> object:
+            return 3
+
+    with pytest.raises(InvalidError, match=r"model: state_dict\(\) of Sequential makes 0\._extra_state, which no"):
+        holdfast.save(tmp_path / "c", {"model": nn.Sequential(Getting())})
+
+
+def test_an_expanded_buffer_is_refused_at_the_save(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
+    with pytest.raises(InvalidError, match=r"model\.mask: a load could not fill it: it is expanded.*contiguous\(\)"):
+        holdfast.save(tmp_path / "c", {"model": model})
+    assert not (tmp_path / "c").exists()

@@ -213,6 +213,28 @@ def test_equal_hyperparameters_of_two_groups_fill_one_group(tmp_path: Path) -> N
     assert other.param_groups[0]["lr"] == 0.9
 
 
+def with_empty_group(model: nn.Module, rates: tuple[float, float, float]) -> torch.optim.AdamW:
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    biases = [each for each in model.parameters() if each.ndim == 1]
+    groups = [{"params": matrices, "lr": rates[0]}, {"params": [], "lr": rates[1]}, {"params": biases, "lr": rates[2]}]
+    return torch.optim.AdamW(groups)
+
+
+def test_hyperparameters_of_an_empty_group_are_kept(tmp_path: Path) -> None:
+    model = net()
+    optimizer = with_empty_group(model, (0.5, 0.25, 0.125))
+    holdfast.save(tmp_path / "numbered", {"model": model, "optimizer": optimizer.state_dict()})
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    for source in ("c", "numbered"):
+        other = with_empty_group(model, (1.0, 1.0, 1.0))
+        holdfast.load(tmp_path / source, {"model": model, "optimizer": other})
+        assert [group["lr"] for group in other.param_groups] == [0.5, 0.25, 0.125]
+        assert other.param_groups[1]["params"] == []
+    other = with_empty_group(model, (1.0, 1.0, 1.0))
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": other}, skip="optimizer.param_groups.*")
+    assert [group["lr"] for group in other.param_groups] == [1.0, 1.0, 1.0]
+
+
 def test_hyperparameters_saved_as_tensors_come_back_as_tensors(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.3))

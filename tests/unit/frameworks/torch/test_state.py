@@ -575,3 +575,16 @@ def test_tensors_tied_inside_a_list_are_tied_again(tmp_path: Path) -> None:
     assert isinstance(queue, list)
     assert queue[0] is queue[1]
     assert torch.equal(queue[0], kept) and torch.equal(queue[2], torch.ones(2))
+
+
+def test_an_object_whose_state_is_no_dict_is_refused_at_the_save(tmp_path: Path) -> None:
+    class Listing:
+        def state_dict(self) -> list[int]:
+            return [1, 2]
+
+        def load_state_dict(self, state: object) -> None:
+            raise AssertionError(state)
+
+    with pytest.raises(InvalidError, match=r"loader: Listing\.state_dict\(\) returned list; expected a dict"):
+        holdfast.save(tmp_path / "c", {"loader": Listing()})
+    assert not (tmp_path / "c").exists()

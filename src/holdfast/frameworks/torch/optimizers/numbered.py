@@ -49,20 +49,23 @@ def by_name(
     hyperparameters: dict[str, Value] = {}
     members: dict[str, Value] = {}
     values: dict[str, Value] = {}
+    empty_groups: dict[str, Value] = {}
     names: dict[str, str] = {}
     for position, (group, group_fqns) in enumerate(zip(groups, fqns, strict=True)):
         hyperparameters[str(position)] = {
             key: put_together(value, on_leaf) for key, value in group.items() if key not in ("params", "param_names")
         }
+        if not group_fqns:
+            empty_groups[str(position)] = str(position)
         for number, name in zip(group["params"], group_fqns, strict=True):
             members[name], names[str(number)] = str(position), name
             entries = _entries(state, number)
             if kept := {key: value for key, value in entries.items() if not isinstance(value, TensorRef)}:
                 values[name] = kept
-    group = {"hyperparameters": hyperparameters, "param_groups": members, "state": values}
+    tables = {"hyperparameters": hyperparameters, "param_groups": members, "state": values}
     aliases = _aliases(view, names, catalog)
     _require_shapes(view, aliases, catalog)
-    return Group("optimizer", group), aliases
+    return Group("optimizer", {**tables, "empty_groups": empty_groups}), aliases
 
 
 def _names_of(groups: list[Value], view: OptimizerView) -> list[list[str]]:

@@ -66,12 +66,15 @@ class OptimizerRestoration:
         self._hyperparameters = _mapping(saved, "hyperparameters")
         self._values = _mapping(saved, "state")
         self._keepers = _mapping(saved, "keepers") if "keepers" in saved.items else {}
+        self._empty_groups = _mapping(saved, "empty_groups") if "empty_groups" in saved.items else {}
         listed = (*catalog.tensors, *catalog.aliases) if tensors is None else tensors
         self._stored = _stored_by_name(listed, f"{view.path}.state.", self._values)
         self._groups: list[tuple[dict[str, object], dict[str, object]]] = []
         self._states: list[tuple[torch.Tensor, dict[str, object]]] = []
-        for group, parameters in view.members.groups():
+        for position, (group, parameters) in enumerate(view.members.groups()):
             self._group(group, parameters)
+            if not parameters:
+                self._empty_group(group, str(position))
             for parameter in parameters:
                 self._state(parameter, group, catalog)
         known = set(view.names.values())
@@ -123,14 +126,25 @@ class OptimizerRestoration:
                 if key is not None or parameter.requires_grad or self._view.members.state_of(parameter):
                     self._taker.missing.append(path)
                 continue
-            if "params" in values:
-                raise CorruptError(f"{path}: the hyperparameters hold params; expected none. Read another copy")
             if chosen is None:
                 chosen, chosen_name = values, name
             elif chosen is not values:
                 self._require_same(chosen_name, chosen, name, values)
         if chosen is not None:
-            self._groups.append((group, {k: put_together(v, lambda leaf: leaf) for k, v in chosen.items()}))
+            self._groups.append((group, self._hyperparameters_of(chosen)))
+
+    def _empty_group(self, group: dict[str, object], position: str) -> None:
+        """Choose the hyperparameters of a group without parameters: those of the empty group at its position."""
+        values = self._hyperparameters.get(str(self._empty_groups.get(position)))
+        if isinstance(values, dict) and self._taker.takes_part(f"{self._view.path}.param_groups.{position}"):
+            self._groups.append((group, self._hyperparameters_of(values)))
+
+    def _hyperparameters_of(self, values: dict[str, Value]) -> dict[str, object]:
+        if "params" in values:
+            raise CorruptError(
+                f"{self._view.path}.param_groups: the hyperparameters hold params; expected none. Read another copy"
+            )
+        return {key: put_together(value, lambda leaf: leaf) for key, value in values.items()}
 
     def _require_same(self, first: str, chosen: dict[str, Value], second: str, values: dict[str, Value]) -> None:
         for key in sorted(chosen.keys() | values.keys()):

@@ -136,6 +136,7 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
     hyperparameters: dict[str, Value] = {}
     members: dict[str, Value] = {}
     state: dict[str, Value] = {}
+    empty_groups: dict[str, Value] = {}
     aliases: dict[str, list[str]] = defaultdict(list)
     for alias, name in view.ties.items():
         aliases[name].append(alias)
@@ -145,7 +146,7 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
                 f"{view.path}: state under {str(key)[:80]!r} belongs to no parameter of its groups; "
                 "expected state by parameter only. Remove the entry, or leave it out with skip="
             )
-    for group, parameters in view.members.groups():
+    for position, (group, parameters) in enumerate(view.members.groups()):
         values = {
             name: take_apart(value, f"{view.path}.param_groups.{name}", small_tensor)
             for name, value in group.items()
@@ -153,6 +154,8 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
         }
         content = hashlib.blake2b(repr(values).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
         hyperparameters[content] = values
+        if not parameters:
+            empty_groups[str(position)] = content
         for parameter in parameters:
             name = view.names[parameter]
             for stored_name in (name, *aliases[name]):
@@ -160,6 +163,8 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
                 if kept := _collect_state(view, stored_name, parameter, on_state):
                     state[stored_name] = kept
     items: dict[str, Value] = {"hyperparameters": hyperparameters, "param_groups": members, "state": state}
+    if empty_groups:
+        items["empty_groups"] = empty_groups
     if keepers := view.members.keepers(view.path):
         items["keepers"] = keepers
     return Group("optimizer", items)

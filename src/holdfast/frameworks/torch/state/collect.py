@@ -11,11 +11,12 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import close_fence, steps_in_backward
-from holdfast.frameworks.torch.held import Ranks, memory_of
+from holdfast.frameworks.torch.held import Ranks, local_of, memory_of
 from holdfast.frameworks.torch.optimizers.outside import outside_state, require_whole_state
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import gradients, rng
+from holdfast.frameworks.torch.state.made_entries import require_loadable
 from holdfast.frameworks.torch.state.naming import is_metric, metric_paths, require_fqn
 from holdfast.frameworks.torch.state.selection import Selector, without
 from holdfast.frameworks.torch.state.walk import (
@@ -29,7 +30,7 @@ from holdfast.frameworks.torch.state.walk import (
     leaves,
     walk,
 )
-from holdfast.frameworks.torch.tensors import TorchSource, held_storable, storable_dtype
+from holdfast.frameworks.torch.tensors import TorchSource, held_storable, require_not_expanded, storable_dtype
 from holdfast.frameworks.torch.ties import Ties
 from holdfast.geometry.sharded import Sharded
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
@@ -119,16 +120,21 @@ class _Collector:
                 if not self.selector.selects_whole(node.path):
                     self.skipped.append(node.path)
                     return Skipped(node.path)
-                return self._stateful(node)
+                return self._state_of_object(node.path, node.stateful, node.stateful.state_dict())
             case ValueNode():
                 return self._named_values(node.path, node.value)
 
-    def _stateful(self, node: StatefulNode) -> Group:
+    def _state_of_object(self, path: str, owner: object, state: object) -> Group:
+        if not isinstance(state, dict):
+            raise InvalidError(
+                f"{path}: {type(owner).__name__}.state_dict() returned {type(state).__name__}; expected a dict, as a "
+                "load passes to load_state_dict(). Return one, or leave it out with skip="
+            )
         on_tensor = self._reference
-        if is_metric(node.stateful):
-            self.accumulators.append(node.path)
+        if is_metric(owner):
+            self.accumulators.append(path)
             on_tensor = partial(self._reference, role=Role.BUFFER)
-        return Group("stateful", {"state": take_apart(node.stateful.state_dict(), node.path, on_tensor)})
+        return Group("stateful", {"state": take_apart(state, path, on_tensor)})
 
     def _module(self, node: ModuleNode) -> Group:
         gradients.require_module_boundary(
@@ -137,10 +143,13 @@ class _Collector:
         self.fenced_objects.append(node.module)
         if node.declared:
             self.unfenced["FSDP1 moves its parameters to other memory in forward and backward"] = None
+        others: dict[str, torch.Tensor] = {}
         for fqn, tensor in node.tensors.items():
-            role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
+            role, name = Role.PARAMETER, f"{node.path}.{fqn}"
+            if not isinstance(tensor, torch.nn.Parameter):
+                role, others[fqn] = Role.BUFFER, tensor
             stepped = id(tensor) in self._stepped
-            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=stepped)
+            self._tensor(name, tensor, role, node.declared.get(id(tensor)), fenced=stepped)
         if any(_counts(tensor) for tensor in node.tensors.values()):
             # Only then, since it walks all modules.
             self.accumulators += [f"{node.path}.{path}".rstrip(".") for path in metric_paths(node.module)]
@@ -151,6 +160,13 @@ class _Collector:
             for fqn, value in node.values.items()
             if self._takes_part(f"{node.path}.{fqn}")
         }
+        if others or values:
+            buffers = {id(buffer) for buffer in node.module.buffers()}
+            kept = {fqn: tensor for fqn, tensor in others.items() if f"{node.path}.{fqn}" in self._numbers}
+            for fqn, tensor in kept.items():
+                require_not_expanded(local_of(tensor), f"{node.path}.{fqn}", "a load could not fill it: it is")
+            made = [fqn for fqn, tensor in kept.items() if id(tensor) not in buffers]
+            require_loadable(node, [*made, *values])
         return Group("module", values)
 
     def _optimizer(self, view: OptimizerView) -> Group:
@@ -174,13 +190,12 @@ class _Collector:
         if steps_in_backward(view.names):
             self.unfenced["parameters have hooks that run in backward, and may be stepped there"] = None
         if outside is not None:
-            state = take_apart(require_whole_state(view, outside), view.path, self._reference)
-            return Group("stateful", {"state": state})
+            return self._state_of_object(view.path, view.optimizer, require_whole_state(view, outside))
         group = collect_optimizer(view, on_state)
-        members = group.items["param_groups"]
-        assert isinstance(members, dict)
-        for name in [name for name in members if not self._takes_part(f"{view.path}.param_groups.{name}")]:
-            del members[name]
+        for members in (group.items["param_groups"], group.items.get("empty_groups", {})):
+            assert isinstance(members, dict)
+            for name in [name for name in members if not self._takes_part(f"{view.path}.param_groups.{name}")]:
+                del members[name]
         return group
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from itertools import chain
 
 import torch
 
-from holdfast.errors import InvalidError, first_three
+from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import put_together, tensors_in
-from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.state import gradients, rng
-from holdfast.frameworks.torch.state.naming import extra_state_owners
+from holdfast.frameworks.torch.state.made_entries import load_made_entries
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
     EntryMerge,
@@ -34,9 +33,15 @@ from holdfast.frameworks.torch.state.walk import (
     ValueNode,
     walk,
 )
-from holdfast.frameworks.torch.tensors import TorchTarget, dtype_name, held_storable, storable_dtype, torch_dtype
+from holdfast.frameworks.torch.tensors import (
+    TorchTarget,
+    dtype_name,
+    held_storable,
+    require_not_expanded,
+    storable_dtype,
+    torch_dtype,
+)
 from holdfast.frameworks.torch.ties import Ties, storage_key
-from holdfast.frameworks.torch.wrappers import unwrapped
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Selection, Wanted
 from holdfast.types.per_rank import PerRank, RngState
@@ -121,7 +126,7 @@ class TorchRestoration:
         self._used.add(stored)
         for part in held.parts:
             if not part.local.is_contiguous():
-                _require_not_expanded(part.local, fqn)
+                require_not_expanded(part.local, fqn, "the target is")
         if held.global_shape != spec.global_shape:
             raise InvalidError(
                 f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
@@ -237,7 +242,7 @@ class TorchRestoration:
                 self.missing.append(path)
         self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values]
         if made_by_hooks:
-            self._finishes.append(lambda: _load_module_entries(node, made_by_hooks))
+            self._finishes.append(lambda: load_made_entries(node, made_by_hooks))
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         """Have a parameter's gradient filled as it was saved, or removed if none was saved."""
@@ -433,51 +438,9 @@ class TorchRestoration:
                 self.unexpected.append(fqn)
 
 
-def _require_not_expanded(local: torch.Tensor, fqn: str) -> None:
-    """Refuse to fill a tensor with several elements at one address."""
-    if any(length > 1 and not step for length, step in zip(local.shape, local.stride(), strict=True)):
-        raise InvalidError(
-            f"{fqn}: the target is expanded, so several of its elements share memory; expected memory for each. "
-            "Pass tensor.contiguous() or the tensor that was expanded"
-        )
-
-
 def _children(saved: Value) -> Mapping[str, Value]:
     if isinstance(saved, Group):
         return saved.items
     if isinstance(saved, dict):
         return {key: value for key, value in saved.items() if isinstance(key, str)}
     return {}
-
-
-def _load_module_entries(node: ModuleNode, entries: dict[str, object]) -> None:
-    """Pass a module the entries that only its own hooks and methods can load.
-
-    Raises:
-        InvalidError: They raise, or none of them takes an entry.
-    """
-    left: Sequence[str] = ()
-    try:
-        if any(map(is_wrapper, node.module.modules())):
-            # Not by `load_state_dict`, whose FSDP1 hooks would gather parameters.
-            owners = extra_state_owners(node.module)
-            for fqn, value in entries.items():
-                if fqn not in owners:
-                    raise InvalidError(
-                        f"{fqn}: was made by a state-dict hook inside {type(node.module).__name__}, which cannot load "
-                        "it under FSDP1; leave it out with skip=, or use fully_shard (FSDP2)"
-                    )
-                owners[fqn].set_extra_state(value)
-        else:
-            # Hooks of a module run only if its own load_state_dict is called, not that of a wrapper around it.
-            module, prefix = unwrapped(node.module)
-            keys = {node.keys[fqn].removeprefix(prefix): value for fqn, value in entries.items()}
-            left = getattr(module.load_state_dict(keys, strict=False), "unexpected_keys", ())
-    except Exception as error:
-        raise InvalidError(f"{node.path}: {type(node.module).__name__} refused its extra state: {error}") from error
-    if left:
-        raise InvalidError(
-            f"{node.path}: {type(node.module).__name__} took nothing of {first_three(left)}, which state_dict() made; "
-            "expected its load_state_dict() to load what state_dict() returns at the same depth. Use "
-            "get_extra_state/set_extra_state, or leave it out with skip="
-        )
