@@ -90,7 +90,7 @@ class PlanCache:
             plan: Computes the plan.
         """
         known = self._known.get(shards)
-        if known is not None and known[0] == holders:
+        if known is not None and _are_equal(known[0], holders):
             self._known.move_to_end(shards)
             return known[1], False
         new_plan = plan()
@@ -98,3 +98,19 @@ class PlanCache:
         while len(self._known) > _PLANS_MAX:
             self._known.popitem(last=False)
         return new_plan, True
+
+
+def _are_equal(known: Holders, holders: Holders) -> bool:
+    """Return whether both state the same ranks for the same tensors."""
+    if known.keys() != holders.keys():
+        return False
+    # Tens of thousands of tensors share a few groups of thousands of ranks. Equal groups of two saves are different
+    # objects, so `==` of the mappings would compare the ranks of each tensor.
+    equal: dict[tuple[int, int], bool] = {}
+    for fqn, ranks in holders.items():
+        groups = id(known[fqn]), id(ranks)
+        if groups not in equal:
+            equal[groups] = known[fqn] == ranks
+        if not equal[groups]:
+            return False
+    return True

@@ -12,6 +12,7 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import Layout, Placement, Role
+from holdfast.plan.plan_cache import PlanCache, save_plan
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import SaveReport
 from tests.unit.ranks import World, plain, saved, sharded
@@ -29,6 +30,35 @@ def declared(rows: Mapping[int, tuple[int, int]], value: float = 1.0) -> GlobalT
     """A tensor of 8 by 3 of which each rank says which rows it holds."""
     array = np.arange(24, dtype=np.float32).reshape(8, 3) + value
     return GlobalTensor("float32", array, declared={rank: (Box((a, 0), (b, 3)),) for rank, (a, b) in rows.items()})
+
+
+class CountedRanks(tuple[int, ...]):
+    """Ranks that count how often they are compared, element by element, with others."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedRanks.comparisons += 1
+        return tuple(self) == tuple(other) if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
+def test_ranks_are_compared_once_and_not_for_each_tensor() -> None:
+    def holders(*changed: int) -> dict[str, tuple[int, ...]]:
+        halves = CountedRanks(range(1000)), CountedRanks(range(1000, 2000)), CountedRanks((7,))
+        return {str(number): halves[2 if number in changed else number % 2] for number in range(500)}
+
+    plans, plan = PlanCache(), save_plan(())
+    assert plans.of(b"layout", holders(), lambda: plan) == (plan, True)
+    CountedRanks.comparisons = 0
+    assert plans.of(b"layout", holders(), lambda: plan) == (plan, False)
+    assert CountedRanks.comparisons == 2, "once for each group of ranks"
+    assert plans.of(b"layout", holders(499), lambda: plan) == (plan, True)
+    fewer = holders(499)
+    del fewer["3"]
+    assert plans.of(b"layout", fewer, lambda: plan) == (plan, True)
 
 
 def test_an_unchanged_layout_is_planned_once() -> None:
