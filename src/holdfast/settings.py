@@ -124,6 +124,11 @@ class Settings:
     differs are named. Finds what samples miss: a flipped bit, a replica that missed a step. Off, since the call then
     reads the state once (`docs/performance.md`)."""
 
+    replicas: Literal["refuse", "lowest"] = "refuse"
+    """What a save does if samples of replicated plain tensors differ between ranks. `refuse`: it saves nothing, because
+    undeclared parts of one tensor look the same. `lowest`: it saves the lowest rank's, marks the step unhealthy
+    (`divergent`), and warns once. For replicas that drift on real hardware. Rank 0's value decides."""
+
     reports: bool = True
     """Whether every rank writes a report beside the checkpoint that it saved or loaded, for `holdfast trace` and for
     people. False for a checkpoint that many jobs load and none should write to."""
@@ -153,6 +158,7 @@ class Settings:
             "arena_bytes_max", arena is None or 0 <= arena <= 1 << 50, f"a whole number from 0 to {1 << 50}, or None"
         )
         self._require("staging", self.staging in ("copy", "lazy"), "'copy' or 'lazy'")
+        self._require("replicas", self.replicas in ("refuse", "lowest"), "'refuse' or 'lowest'")
         self._require("share_reads", self.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'")
         self._require("commit_timeout_seconds", 0 < self.commit_timeout_seconds < math.inf, "a positive, finite number")
         failures = self.failed_saves_max

@@ -164,6 +164,26 @@ def what_differs(world: World, path: str) -> dict[str, object]:
     return said
 
 
+def drifted(world: World, path: str) -> dict[str, object]:
+    """Train replicas that drift apart, save with either answer, and load what was saved."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.full((1, 4), 1.0 + world.rank / 1000)).square().sum().backward()
+    optimizer.step()
+    state = {"model": net, "optimizer": optimizer}
+    said: dict[str, object] = {"refuse": _outcome(lambda: holdfast.save(path, state))}
+    with Warnings() as texts:
+        report = holdfast.save(path, state, settings=holdfast.Settings(replicas="lowest"))
+    said["logged"], said["divergent"] = texts, report.divergent
+    holdfast.load(path, state)
+    moments = [optimizer.state[each]["exp_avg_sq"] for each in net.parameters()]
+    said["loaded"] = [float(each.detach().double().sum()) for each in (*net.parameters(), *moments)]
+    health = holdfast.open_checkpoint(path).manifest.health
+    said["marked"] = None if health is None else sorted(health.divergent or ())
+    return said
+
+
 def each_ranks_own(world: World, path: str) -> list[object]:
     """Save and load what is declared to differ; return what each rank got back, and what was logged."""
     rank = world.rank

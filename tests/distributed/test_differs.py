@@ -25,6 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         case("root_of_a_new_run", root),
         case("what_differs", root),
         case("each_ranks_own", root),
+        case("drifted", root),
     ]
     return run_world(2, cases, root, deadline_seconds=150)
 
@@ -105,3 +106,18 @@ def test_what_differs_in_ordinary_runs_is_logged_by_rank_0(results: Results, kin
 
 def test_what_is_declared_to_differ_comes_back_on_every_rank(results: Results) -> None:
     assert results.values("each_ranks_own") == [[1000, 0, True, []], [1001, 1, True, []]]
+
+
+def test_replicas_that_drift_are_refused_or_saved_from_the_lowest_rank(results: Results) -> None:
+    first, second = results.values("drifted")
+    assert isinstance(first, dict) and isinstance(second, dict)
+    assert first["refuse"] == second["refuse"] and "Settings(replicas='lowest')" in first["refuse"]
+    assert first["loaded"] == second["loaded"]
+    names = [
+        *(f"model.{name}" for name in ("bias", "weight")),
+        *(f"optimizer.state.{name}.{key}" for name in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq")),
+    ]
+    assert set(first["divergent"]) <= set(names) and "optimizer.state.weight.exp_avg_sq" in first["divergent"]
+    assert first["marked"] == second["marked"] == first["divergent"]
+    (text,) = first["logged"]
+    assert "replicated tensors differ between ranks" in text and second["logged"] == []

@@ -160,8 +160,8 @@ class SaveAgreement:
         self._job.history.has_agreed |= verdict.context is not None
 
     def _agreement(self, verdict: SaveVerdict) -> Agreement:
-        rank, world_size = self._job.comm.rank, self._job.comm.world_size
-        classes = [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(world_size))]
+        rank = self._job.comm.rank
+        classes = self._classes(verdict)
         class_ranks = next(ranks for ranks in classes if rank in ranks)
         assert verdict.context is not None, "a verdict to go ahead carries the context"
         return Agreement(
@@ -171,8 +171,13 @@ class SaveAgreement:
             shared=self._holders(classes) if len(classes) > 1 else {},
             is_leader=rank == class_ranks[0],
             divergent=verdict.divergent,
+            drift=verdict.drift,
             context=verdict.context,
         )
+
+    def _classes(self, verdict: SaveVerdict) -> list[tuple[int, ...]]:
+        """Return the ranks of each class, ascending."""
+        return [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(self._job.comm.world_size))]
 
     def _holders(self, classes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the ranks that hold each plain tensor, from the details of the lowest rank of each class."""
@@ -275,15 +280,26 @@ class SaveAgreement:
             {rank: each.other for rank, each in details.items()},
         )
         # A save by path has no save before it that would have warned.
-        is_first = self._step < 0 or not self._job.has_agreed
+        job = self._job
+        is_first = self._step < 0 or not job.has_agreed
         lossy = {name for each in details.values() for name in each.lossy}
-        refused = [*found.refused(lossy, is_first=is_first), *_mismatches(details)]
+        refused = found.refused(lossy, is_first=is_first) if job.settings.replicas == "refuse" else []
+        refused += _mismatches(details)
         if refused:
             return self._refusal(refusal_of(self._name, refused))
-        new = [name for name in found.others if self._job.is_first_occurrence(f"{name} differs between ranks")]
+        new = [name for name in found.others if job.is_first_occurrence(f"{name} differs between ranks")]
         for text in found.warnings(new):
-            self._job.warn_once(self._name, text)
-        return self._with_context(claim, replace(verdict, describe=None, divergent=tuple(found.others)))
+            job.warn_once(self._name, text)
+        if found.replicas and job.is_first_occurrence("replicas differ"):
+            job.warn_once(self._name, found.drift_warning())
+        drift = found.drift(self._silent_ranks(verdict, asked))
+        divergent = tuple(sorted({*found.others, *(drift.divergent or {} if drift else {})}))
+        return self._with_context(claim, replace(verdict, describe=None, divergent=divergent, drift=drift))
+
+    def _silent_ranks(self, verdict: SaveVerdict, asked: Sequence[int]) -> dict[int, list[int]]:
+        """Return the ranks that described nothing, by the lowest rank of their class, whose state is theirs too."""
+        described = {*asked}
+        return {ranks[0]: [rank for rank in ranks if rank not in described] for ranks in self._classes(verdict)}
 
     def _with_context(self, claim: Callable[[], SaveContext], verdict: SaveVerdict) -> SaveVerdict:
         """Return the verdict with the context, or a refusal if the location cannot be claimed."""

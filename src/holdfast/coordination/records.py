@@ -10,6 +10,7 @@ from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_context import SaveContext
 from holdfast.geometry.tensor import Role
 from holdfast.ports.framework import UnmatchedPattern
+from holdfast.types.health import Health
 
 Plain = Mapping[str, tuple[str, tuple[int, ...], Role]]
 """Plain tensors by FQN: dtype, global shape, role."""
@@ -97,7 +98,10 @@ class Agreement:
     """Whether this rank writes values and provenance for its class."""
 
     divergent: tuple[str, ...]
-    """Buffers and values that differ between ranks."""
+    """Names that differ between ranks."""
+
+    drift: Health | None
+    """The replicas that differ, if the save keeps the lowest rank's. Then that rank writes every plain tensor."""
 
     context: SaveContext
     """Rank 0's decisions for every rank."""
@@ -133,7 +137,10 @@ class SaveVerdict:
     """Ranks by layout, ascending; empty if all ranks have one layout."""
 
     divergent: tuple[str, ...] = ()
-    """Buffers and values that differ between ranks."""
+    """Names that differ between ranks."""
+
+    drift: Health | None = None
+    """The replicas that differ, the first of many, if the save keeps the lowest rank's."""
 
     context: SaveContext | None = None
     """Rank 0's decisions, if the save goes ahead."""

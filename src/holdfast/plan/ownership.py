@@ -37,7 +37,12 @@ class _Item:
 
 
 def owned_by(
-    rank: int, shards: Sequence[Shard], plain_holders: Mapping[str, Ranks], split_bytes_min: int
+    rank: int,
+    shards: Sequence[Shard],
+    plain_holders: Mapping[str, Ranks],
+    split_bytes_min: int,
+    *,
+    lowest_only: bool = False,
 ) -> list[Owned]:
     """Return what `rank` writes of the shards that it holds.
 
@@ -50,6 +55,7 @@ def owned_by(
         shards: Its shards.
         plain_holders: For each plain tensor the ranks that hold it, ascending.
         split_bytes_min: Smaller pieces are not divided.
+        lowest_only: Whether every plain tensor is written by its lowest holder, as buffers are.
     """
     replicated: dict[Ranks, list[_Item]] = {}
     copies: dict[Ranks, list[_Item]] = {}
@@ -59,7 +65,7 @@ def owned_by(
             item = _Item(Owned(number, region), shard.tensor.fqn, region.numel * shard.tensor.itemsize)
             if shard.holders is not None:
                 replicated.setdefault(shard.holders, []).append(item)
-            elif shard.role is Role.BUFFER:
+            elif lowest_only or shard.role is Role.BUFFER:
                 if plain_holders[shard.tensor.fqn][0] == rank:
                     owned.append(item.owned)
             else:

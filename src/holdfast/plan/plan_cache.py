@@ -85,7 +85,8 @@ class PlanCache:
         """Return the plan of a layout, and whether it is a new one.
 
         Args:
-            shards: Digest of this rank's shards: FQNs, dtypes, shapes, layouts, regions, roles, in order.
+            shards: Digest of this rank's shards (FQNs, dtypes, shapes, layouts, regions, roles, in order), and of all
+                else that decides the plan.
             holders: Holders of the plain tensors among them.
             plan: Computes the plan.
         """

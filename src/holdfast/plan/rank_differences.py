@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from holdfast.errors import InvalidError, first_three, printable
+from holdfast.types.health import NAMED_RANKS_MAX, Health
 
 _LINES_MAX = 20
 """Most warnings of one save."""
@@ -15,6 +17,9 @@ _ADVICE = (
     "of one tensor, declare the layout: holdfast.Sharded(…) or a DTensor. If they should be equal, broadcast them from "
     "one rank. Or leave them out with skip="
 )
+
+_DRIFTED_MAX = 20
+"""Most replicas that a drift names: every rank receives it."""
 
 Ranks = Sequence[int]
 
@@ -33,6 +38,18 @@ def ranks_by_digest(digests_of: Mapping[int, Mapping[str, str]]) -> RanksByDiges
         for name, digest in digests.items():
             ranks.setdefault(name, {}).setdefault(digest, []).append(rank)
     return ranks
+
+
+def outvoted(groups: Sequence[Ranks]) -> tuple[tuple[int, ...], bool]:
+    """Return the ranks whose copy differs from most others, and whether no copy has a majority: then all ranks.
+
+    Args:
+        groups: Ranks with equal copies; two groups or more.
+    """
+    largest, second, *_ = groups = sorted(groups, key=len, reverse=True)
+    is_undecided = len(largest) == len(second)
+    ranks = sorted(chain.from_iterable(groups if is_undecided else groups[1:]))
+    return tuple(ranks[:NAMED_RANKS_MAX]), is_undecided
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +99,31 @@ class Differences:
             )
         return lines
 
+    def drift_warning(self) -> str:
+        """Return the warning of replicas that differ, where the lowest rank's are saved."""
+        return (
+            f"{len(self.replicas)} replicated tensors differ between ranks: {printable(first_three(self.replicas))}. "
+            "With replicas='lowest' those of the lowest rank are saved, and the step is marked unhealthy; later saves "
+            "do so without this warning. Broadcast the parameters and optimizer state from one rank to end the drift"
+        )
+
+    def drift(self, silent: Mapping[int, Ranks]) -> Health | None:
+        """Return the first replicas that differ, as the health of a checkpoint names them; None if none differ.
+
+        Args:
+            silent: Ranks that described nothing, by the rank whose state is theirs too.
+        """
+        divergent: dict[str, tuple[int, ...]] = {}
+        undecided = []
+        for name, by_digest in islice(self.replicas.items(), _DRIFTED_MAX):
+            groups = [
+                [*ranks, *(rank for each in ranks for rank in silent.get(each, ()))] for ranks in by_digest.values()
+            ]
+            divergent[name], is_undecided = outvoted(groups)
+            if is_undecided:
+                undecided.append(name)
+        return Health(divergent=divergent, undecided=tuple(undecided)) if divergent else None
+
     def _saved_rank(self, name: str) -> int:
         return min(map(min, self.others[name].values()))
 
@@ -95,7 +137,7 @@ def refusal_of(name: str, texts: Sequence[str]) -> InvalidError:
     """
     return InvalidError(
         f"{name}: tensors or objects differ between ranks that hold them under one name: {first_three(texts)}. "
-        f"Expected equal copies. {_ADVICE}"
+        f"Expected equal copies. {_ADVICE}. Settings(replicas='lowest') saves those of the lowest rank"
     )
 
 

@@ -313,11 +313,14 @@ class SaveAttempt:
             logger.info(
                 "%s: committed in %.2f s, %d bytes on this rank", self.name, report.committed_seconds, report.bytes
             )
-            if outcome.unhealthy:
+            # The agreement has warned once of replicas that drift.
+            known = findings_of(self.agreement.drift)
+            findings = [finding for finding in outcome.unhealthy if finding not in known]
+            if findings:
                 logger.warning(
                     "%s: committed, but marked unhealthy: %s. The report lists the findings (unhealthy)",
                     self.name,
-                    "; ".join(outcome.unhealthy[:3]),
+                    "; ".join(findings[:3]),
                 )
         store = self.location.store if self.job.settings.reports else None
         self.trace.end(report, self.agreement.attempt, store, self.location.folder)

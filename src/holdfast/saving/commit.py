@@ -31,7 +31,7 @@ from holdfast.saving.health import last_counted_health
 from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings
-from holdfast.types.health import Health
+from holdfast.types.health import Health, with_drift
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def assemble(
     health = context.health  # For a copy: the health recorded with its source.
     if health is None:
         before = last_counted_health(location, parent) if whole.findings.has_counts else (None,)
-        health = whole.findings.health(*before)
+        health = with_drift(whole.findings.health(*before), agreement.drift)
     manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
     data = encode_manifest(
         replace(

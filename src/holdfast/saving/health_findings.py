@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 from holdfast.errors import CorruptError
-from holdfast.types.health import NAMED_RANKS_MAX, Counted, Expectation, Health, Replicas
+from holdfast.plan.rank_differences import outvoted
+from holdfast.types.health import Counted, Expectation, Health, Replicas
 
 _Copies = dict[bytes, list[int]]
 """Ranks by the digests of their copies."""
@@ -108,10 +109,7 @@ class Findings:
             for fqn, copies in self._by_name(group).items():
                 if len(copies) < 2:
                     continue
-                groups = sorted(copies.values(), key=len, reverse=True)
-                is_undecided = len(groups[0]) == len(groups[1])
-                ranks = sorted(chain.from_iterable(groups if is_undecided else groups[1:]))
-                divergent[fqn] = tuple(ranks[:NAMED_RANKS_MAX])
+                divergent[fqn], is_undecided = outvoted([*copies.values()])
                 if is_undecided:
                     undecided.append(fqn)
         return dict(sorted(divergent.items())), tuple(sorted(undecided))

@@ -99,12 +99,15 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     shards = [local.shard for local in collected.shards]
     holders = agreement.holders_of_each([shard.tensor.fqn for shard in shards if shard.holders is None])
 
+    # Parameters and their moments must come from one rank if replicas differ.
+    is_drifted = agreement.drift is not None
+
     def plan() -> SavePlan:
-        owned = owned_by(rank, shards, holders, settings.chunk_bytes)
+        owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
         packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max)
         return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
-    chosen, is_new = job.plan_cache.of(fingerprint.shards, holders, plan)
+    chosen, is_new = job.plan_cache.of(fingerprint.shards + bytes([is_drifted]), holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from holdfast.errors import first_three
@@ -64,13 +64,26 @@ class Health:
     """Tensors with more such elements than the last checkpoint in which they were not new, and its number."""
 
     divergent: Mapping[str, tuple[int, ...]] | None = None
-    """Ranks whose copy differs from most others, by FQN, at most `NAMED_RANKS_MAX`; None: not compared."""
+    """Ranks whose copy differs from most others, by FQN, at most `NAMED_RANKS_MAX`; None: not compared, or only in
+    samples that are equal."""
 
     undecided: tuple[str, ...] = ()
     """FQNs in `divergent` without a majority among the copies; their ranks are all holders."""
 
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Hosts of those ranks, for people."""
+
+
+def with_drift(health: Health | None, drift: Health | None) -> Health | None:
+    """Return a health with the replicas whose samples differ; a comparison of whole copies says more of its tensors."""
+    if drift is None or drift.divergent is None:
+        return health
+    if health is None:
+        return drift
+    compared = health.divergent or {}
+    undecided = {*health.undecided, *(fqn for fqn in drift.undecided if fqn not in compared)}
+    divergent = {**drift.divergent, **compared}
+    return replace(health, divergent=dict(sorted(divergent.items())), undecided=tuple(sorted(undecided)))
 
 
 def is_healthy(health: Health | None) -> bool | None:

@@ -72,7 +72,7 @@ class SaveReport:
     unhealthy: tuple[str, ...] = ()
     """Findings against the checkpoint, one text each; of many, the first. They name tensors with new non-finite values,
     and replicas that differ. Empty without findings, and without checks (`Settings.count_nonfinite`,
-    `compare_replicas`)."""
+    `compare_replicas`, `replicas="lowest"`)."""
 
     phases: tuple[Phase, ...] = ()
     """Phases of this rank, by start."""

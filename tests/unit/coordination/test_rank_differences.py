@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import InvalidError
 from holdfast.geometry.tensor import Role
 from holdfast.testing.framework import GlobalTensor
+from holdfast.types.health import Health
 from holdfast.types.reports import SaveReport
 from holdfast.types.values import Group
-from tests.unit.ranks import World, plain, saved
+from tests.unit.ranks import PATIENT, World, plain, saved
 
 ADVICE = ("holdfast.PerRank", "RngState", "holdfast.Sharded", "DTensor", "broadcast", "skip=")
 
@@ -24,6 +26,11 @@ def buffer(values: list[int], dtype: str = "int32") -> GlobalTensor:
 
 def stateful(**state: object) -> Group:
     return Group("stateful", {"state": state})
+
+
+def require_reports(outcomes: list[object]) -> list[SaveReport]:
+    assert all(isinstance(each, SaveReport) for each in outcomes), outcomes
+    return [each for each in outcomes if isinstance(each, SaveReport)]
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -100,6 +107,79 @@ def test_many_names_are_one_line_beyond_twenty(caplog: pytest.LogCaptureFixture)
     texts = warnings_in(caplog)
     assert len(texts) == 20 and "x18 differs" in texts[18]
     assert "x19, x20, x21 and 28 more differ between ranks: only those of ranks [0] are saved" in texts[19]
+
+
+LOWEST = replace(PATIENT, replicas="lowest")
+
+
+def drifting(rank: int, step: int) -> dict[str, object]:
+    """Parameters that are equal at step 1; later those of rank 2 differ, and by the end those of every rank."""
+    values = {1: 0.0, 2: float(rank == 2), 3: float(rank)}
+    return {f"w{number}": plain(values[step] + number, count=100 + number) for number in range(5)} | {"v": plain(9.0)}
+
+
+def test_replicas_that_drift_are_saved_from_the_lowest_rank_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    world = World(3, LOWEST)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        reports = [saved(run, step, drifting(rank, step)) for step in (1, 2, 3)]
+        into = drifting(rank, 2)
+        run.load(into, 3)
+        return reports, into
+
+    names = tuple(f"w{number}" for number in range(5))
+    for reports, into in world.play(part):  # type: ignore[misc]
+        assert [report.divergent for report in require_reports(reports)] == [(), names, names]
+        assert [bool(report.unhealthy) for report in reports] == [False, True, True]
+        assert all((into[name].array == drifting(0, 3)[name].array).all() for name in into)  # type: ignore[attr-defined]
+    # Parameters and their moments must come from one rank: the lowest writes all of them.
+    assert {piece.pack for pieces in world.pieces(3).values() for piece in pieces} == {"r00000.safetensors"}
+    assert len({piece.pack for pieces in world.pieces(1).values() for piece in pieces}) == 3
+    health = [world.manifest(step).health for step in (1, 2, 3)]
+    assert health[0] is None and world.manifest(2).healthy is False
+    assert health[1] == Health(divergent=dict.fromkeys(names, (2,)))
+    assert health[2] == Health(divergent=dict.fromkeys(names, (0, 1, 2)), undecided=names)
+    (text,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert text.startswith("save of step 2: 5 replicated tensors differ between ranks: w0, w1, w2 and 2 more")
+    assert "those of the lowest rank are saved" in text and "replicas='lowest'" in text and "unhealthy" in text
+
+
+def test_a_plan_for_drifted_replicas_is_not_kept_for_equal_ones() -> None:
+    world = World(3, LOWEST)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        return [saved(run, number, drifting(rank, step)) for number, step in enumerate((1, 3, 1, 3))]
+
+    for reports in world.play(part):
+        assert isinstance(reports, list)
+        assert [report.planned for report in require_reports(reports)] == [True, True, False, False]
+    packs = [{piece.pack for pieces in world.pieces(step).values() for piece in pieces} for step in range(4)]
+    assert [len(each) for each in packs] == [3, 1, 3, 1]
+
+
+def test_the_lowest_ranks_is_never_saved_for_another_shape() -> None:
+    world = World(2, LOWEST)
+    for outcome in world.play(lambda rank, run: saved(run, 1, {"half": plain(0.0, count=10 + rank)})):
+        assert isinstance(outcome, InvalidError) and "[10] on rank 0" in str(outcome)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_lowest_ranks_is_saved_at_the_first_save_if_asked(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(2, LOWEST)
+    outcomes = world.play(lambda rank, run: saved(run, 1, {"x": REFUSED[kind](rank), "w": plain(1.0)}))
+    assert [report.divergent for report in require_reports(outcomes)] == [("x",), ("x",)]
+    assert len(warnings_in(caplog)) == 1 and world.manifest(1).health is None
+
+
+def test_a_refusal_names_the_setting() -> None:
+    for outcome in World(2).play(lambda rank, run: saved(run, 1, {"w": plain(float(rank))})):
+        assert isinstance(outcome, InvalidError) and "Settings(replicas='lowest')" in str(outcome)
+
+
+def test_other_answers_for_replicas_are_refused() -> None:
+    with pytest.raises(InvalidError, match=r"replicas='mean'; expected 'refuse' or 'lowest'"):
+        replace(PATIENT, replicas="mean")  # type: ignore[arg-type]
 
 
 def test_it_is_the_lowest_rank_that_holds_it_whose_value_is_saved(caplog: pytest.LogCaptureFixture) -> None:
