@@ -1,7 +1,7 @@
 """Removing unreferenced files from a run: the files of a step, removal marks, and the removal itself.
 
 A mark has two states:
-- announced: put before anything is removed; names every step and file that may go;
+- announced: put before anything is removed; names every step that may go, and the first of the files;
 - carried out: put again, before the collector looks for readers and tags a last time.
 
 A reader or tagger first announces itself, then looks for marks that are carried out. The collector does the opposite:
@@ -10,6 +10,7 @@ it marks, then looks for readers and tags. So at least one of the two sees the o
 
 from __future__ import annotations
 
+import heapq
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -45,6 +46,9 @@ MARKS_FOLDER = "collecting/"
 _REPORTS_FOLDER = "reports"
 _MARK = re.compile(r"collecting/[0-9a-f]{32}\.json", re.ASCII)
 _MARK_BYTES_MAX = 256 * MIB
+_MARK_FILES_MAX = 10_000
+"""Files that a mark names. They are for people, and every load and tag reads the mark: 85 steps of 16,384 ranks would
+make one that readers refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ class _MarkDocument(msgspec.Struct):
 def put_mark(
     store: Store, run_id: str, nonce: str, epoch: int, to_delete: Unreferenced, *, is_carried_out: bool
 ) -> Mark:
-    """Put a mark, announced or carried out."""
+    """Put a mark, announced or carried out. It names all steps, and the first of the files."""
     mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, to_delete.steps)
     document = {
         **header("collecting"),
@@ -159,7 +163,8 @@ def put_mark(
         "epoch": epoch,
         "carried_out": is_carried_out,
         "steps": [[step, digest] for step, digest in sorted(to_delete.steps.items())],
-        "files": sorted(to_delete.files),
+        "files": heapq.nsmallest(_MARK_FILES_MAX, to_delete.files),
+        "file_count": len(to_delete.files),
     }
     store.put(mark.key, sealed(document))
     return mark

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -349,6 +350,20 @@ def other_machine(path: Path, store: LocalStore, lease_seconds: float = 10.0) ->
 
     holder = replace(this_process(SystemClock(), lease_seconds), boot="another", nonce=path.stem)
     put_lease(store, holder, 1, 1)
+
+
+def test_a_mark_of_many_files_stays_small_enough_for_readers(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    keys = (f"step-{step:012d}/{'0' * 16}/r{rank:05d}.safetensors" for step in range(12) for rank in range(16_384))
+    mark = put_mark(
+        store, "run", "a" * 32, 1, Unreferenced({1: "0" * 32}, dict.fromkeys(keys, 4096)), is_carried_out=True
+    )
+    # Every load and tag reads it, and ignores one above the largest size.
+    assert store.size(mark.key) < 1 << 20
+    assert marks(store) == [mark]
+    document = json.loads((tmp_path / mark.key).read_text())
+    assert document["file_count"] == 12 * 16_384
+    assert document["files"][0].endswith("r00000.safetensors")
 
 
 def test_who_comes_after_the_mark_steps_aside(tmp_path: Path) -> None:
