@@ -281,7 +281,7 @@ class SaveAgreement:
         )
         # A save by path has no save before it that would have warned.
         job = self._job
-        is_first = self._step < 0 or not job.has_agreed
+        is_first = self._step < 0 or not job.history.has_agreed
         lossy = {name for each in details.values() for name in each.lossy}
         refused = found.refused(lossy, is_first=is_first) if job.settings.replicas == "refuse" else []
         refused += _mismatches(details)
@@ -304,9 +304,7 @@ class SaveAgreement:
     def _with_context(self, claim: Callable[[], SaveContext], verdict: SaveVerdict) -> SaveVerdict:
         """Return the verdict with the context, or a refusal if the location cannot be claimed."""
         try:
-            agreed = replace(verdict, context=claim())
-            self._job.has_agreed = True
-            return agreed
+            return replace(verdict, context=claim())
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
             return self._refusal(error)
 

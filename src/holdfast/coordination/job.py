@@ -138,8 +138,6 @@ class Job:
         """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
         self.commits = commits
         """Writes, votes and commits of saves, away from the training thread."""
-        self.has_agreed = False
-        """Whether the ranks have agreed on a save; known to rank 0 only."""
         self._logged: set[str] = set()
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
