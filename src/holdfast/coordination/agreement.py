@@ -293,8 +293,8 @@ class SaveAgreement:
         if found.replicas and job.is_first_occurrence("replicas differ"):
             job.warn_once(self._name, found.drift_warning())
         drift = found.drift(self._silent_ranks(verdict, asked))
-        divergent = tuple(sorted({*found.others, *(drift.divergent or {} if drift else {})}))
-        return self._with_context(claim, replace(verdict, describe=None, divergent=divergent, drift=drift))
+        agreed = replace(verdict, describe=None, divergent=tuple(found.others), drift=drift)
+        return self._with_context(claim, agreed)
 
     def _silent_ranks(self, verdict: SaveVerdict, asked: Sequence[int]) -> dict[int, list[int]]:
         """Return the ranks that described nothing, by the lowest rank of their class, whose state is theirs too."""

@@ -98,13 +98,19 @@ class Agreement:
     """Whether this rank writes values and provenance for its class."""
 
     divergent: tuple[str, ...]
-    """Names that differ between ranks."""
+    """Buffers, objects and values that differ between ranks."""
 
     drift: Health | None
     """The replicas that differ, if the save keeps the lowest rank's. Then that rank writes every plain tensor."""
 
     context: SaveContext
     """Rank 0's decisions for every rank."""
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """Every name that differs between ranks; of replicas that drift, the first."""
+        drifting = (self.drift and self.drift.divergent) or {}
+        return tuple(sorted({*self.divergent, *drifting}))
 
     def holders_of(self, fqn: str) -> tuple[int, ...]:
         """Return the ranks that hold a plain tensor of this rank."""
@@ -137,7 +143,7 @@ class SaveVerdict:
     """Ranks by layout, ascending; empty if all ranks have one layout."""
 
     divergent: tuple[str, ...] = ()
-    """Names that differ between ranks."""
+    """Buffers, objects and values that differ between ranks."""
 
     drift: Health | None = None
     """The replicas that differ, the first of many, if the save keeps the lowest rank's."""

@@ -143,7 +143,7 @@ def _report(
         fence_seconds=transfer.fence_seconds,
         waited_seconds=transfer.waited_seconds,
         committed_seconds=attempt.trace.seconds,
-        divergent=attempt.agreement.divergent,
+        divergent=attempt.agreement.differing,
         skipped=skipped,
         phases=attempt.trace.phases,
     )

@@ -64,7 +64,8 @@ class SaveReport:
     """Seconds from the call until the checkpoint was durable and visible."""
 
     divergent: tuple[str, ...]
-    """Buffers, objects and values that differed between ranks; the lowest rank's were saved."""
+    """Names that differed between ranks: buffers, objects and values, and the first replicas that drift
+    (`Settings.replicas`). The lowest rank's were saved."""
 
     skipped: tuple[str, ...]
     """Names that `only` and `skip` left out."""
