@@ -134,6 +134,9 @@ class ModuleMetric(nn.Module):
         state[f"{prefix}counts"] = self.counts.detach()
         return state
 
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+        self.counts = state_dict.pop(f"{prefix}counts")  # type: ignore[assignment]
+
 
 ModuleMetric.__name__ = "Metric"
 
