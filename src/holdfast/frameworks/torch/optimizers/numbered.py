@@ -44,6 +44,7 @@ def by_name(
         InvalidError: The groups differ in number or length, or hold other parameters.
     """
     groups, state = saved["param_groups"], saved["state"]
+    parts = {name: view.names_of(parameter) for parameter, name in view.names.items() if id(parameter) in view.parts}
     assert isinstance(groups, list)
     fqns = _names_of(groups, view)
     hyperparameters: dict[str, Value] = {}
@@ -58,7 +59,8 @@ def by_name(
         if not group_fqns:
             empty_groups[str(position)] = str(position)
         for number, name in zip(group["params"], group_fqns, strict=True):
-            members[name], names[str(number)] = str(position), name
+            members |= dict.fromkeys(parts.get(name, (name,)), str(position))
+            names[str(number)] = name
             entries = _entries(state, number)
             if kept := {key: value for key, value in entries.items() if not isinstance(value, TensorRef)}:
                 values[name] = kept

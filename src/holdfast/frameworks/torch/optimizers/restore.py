@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.containers import put_together
+from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, new_state_tensor
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.sharded import Sharded
@@ -38,6 +40,17 @@ class TensorTaker(Protocol):
     def takes_part(self, name: str) -> bool:
         """Return whether `only` and `skip` select a name; record it as skipped if not."""
         ...
+
+
+@dataclass(slots=True)
+class _WantedState:
+    """The state that one parameter gets."""
+
+    parameter: torch.Tensor
+    group: Mapping[str, object]
+    entries: dict[str, object] = field(default_factory=dict)
+    filled: dict[str, set[str]] = field(default_factory=dict)
+    """Parts that fill each tensor, by name; an empty name fills all of it."""
 
 
 class OptimizerRestoration:
@@ -77,7 +90,7 @@ class OptimizerRestoration:
                 self._empty_group(group, str(position))
             for parameter in parameters:
                 self._state(parameter, group, catalog)
-        known = set(view.names.values())
+        known = {*view.names.values(), *(part.name for parts in view.parts.values() for part in parts)}
         for name in self._members:
             if name not in known and self._is_of_tie(name, catalog):
                 for key in self._stored.get(name, ()):
@@ -114,8 +127,7 @@ class OptimizerRestoration:
         """
         chosen: dict[str, Value] | None = None
         chosen_name = ""
-        for parameter in parameters:
-            name = self._view.names[parameter]
+        for parameter, name in ((each, name) for each in parameters for name in self._view.names_of(each)):
             path = f"{self._view.path}.param_groups.{name}"
             if not self._taker.takes_part(path):
                 continue
@@ -156,45 +168,72 @@ class OptimizerRestoration:
                 )
 
     def _state(self, parameter: torch.Tensor, group: Mapping[str, object], catalog: Catalog) -> None:
-        view, name = self._view, self._view.names[parameter]
-        if name not in self._members:
+        view, state = self._view, _WantedState(parameter, group)
+        names = [name for name in view.names_of(parameter) if name in self._members]
+        if not names:
             return
         present = view.members.state_of(parameter, view.path)
-        state: dict[str, object] = {}
+        parts: Mapping[str, ParameterPart] = {part.name: part for part in view.parts.get(id(parameter), ())}
+        saved_keys: set[object] = set()
+        for name in names:
+            values = self._values.get(name)
+            saved_keys |= {*self._stored.get(name, ()), *(values if isinstance(values, dict) else ())}
+            self._want_tensors(name, state, present, catalog, parts.get(name))
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if self._taker.takes_part(view.state_fqn(name, key)):
+                    state.entries[key] = put_together(value, self._leaf)
+        for key, value in present.items():
+            if key in state.entries:
+                continue
+            fqn = view.state_fqn(names[0], key)
+            if not self._taker.takes_part(fqn):
+                state.entries[key] = value
+            elif saved_keys if view.members.is_one else saved_keys & view.members.keys_beside(parameter, key):
+                # The checkpoint has state of this parameter, but not this entry, without which a step would fail.
+                # Of several optimizers the one that keeps the entry was stepped, or had no state yet.
+                self._taker.missing.append(fqn)
+                state.entries[key] = value
+        for part in parts.values():
+            # A tensor that some parts fill and others do not.
+            lacking = [key for key, filled in state.filled.items() if part.name not in filled and filled != {""}]
+            self._taker.missing += [view.state_fqn(part.name, key) for key in lacking]
+        if id(parameter) not in view.elsewhere:
+            self._states.append((parameter, state.entries))
+
+    def _want_tensors(
+        self,
+        name: str,
+        state: _WantedState,
+        present: Mapping[str, object],
+        catalog: Catalog,
+        part: ParameterPart | None,
+    ) -> None:
+        """Ask for the state tensors that the checkpoint has under one name of a parameter."""
+        view, parameter = self._view, state.parameter
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
             if not self._taker.takes_part(fqn):
+                if part is not None and key in present:
+                    state.entries.setdefault(key, present[key])
                 continue
             stored = catalog.aliases.get(fqn, fqn)
             if stored in self._masters and key not in present:
                 # This optimizer keeps no master copy.
                 continue
             spec = catalog.tensors[stored]
-            local_shape = view.local_shape(parameter, spec.global_shape)
-            tensor = present.get(key)
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != local_shape:
+            # A state dict with numbers has whole tensors: they fill the parameter under its first name.
+            of_part = part is not None and spec.global_shape == part.box.shape != tuple(parameter.shape)
+            shape = tuple(parameter.shape) if of_part else view.local_shape(parameter, spec.global_shape)
+            tensor = state.entries.get(key, present.get(key))
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
                 catalog.require_stored(stored)
-                tensor = new_state_tensor(parameter, group, key, torch_dtype(spec.dtype), local_shape)
-            self._taker.want(fqn, tensor, view.declared_for(parameter, tensor))
-            state[key] = tensor
-        values = self._values.get(name)
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if self._taker.takes_part(view.state_fqn(name, key)):
-                state[key] = put_together(value, self._leaf)
-        saved_keys = {*self._stored.get(name, ()), *(values if isinstance(values, dict) else ())}
-        for key, value in present.items():
-            if key in state:
-                continue
-            fqn = view.state_fqn(name, key)
-            if not self._taker.takes_part(fqn):
-                state[key] = value
-            elif saved_keys if view.members.is_one else saved_keys & view.members.keys_beside(parameter, key):
-                # The checkpoint has state of this parameter, but not this entry, without which a step would fail.
-                # Of several optimizers the one that keeps the entry was stepped, or had no state yet.
-                self._taker.missing.append(fqn)
-                state[key] = value
-        if id(parameter) not in view.elsewhere:
-            self._states.append((parameter, state))
+                tensor = new_state_tensor(parameter, state.group, key, torch_dtype(spec.dtype), shape)
+                if of_part:
+                    tensor.zero_()  # Another part may be missing.
+            target = part.of(tensor, parameter, fqn) if of_part and part is not None else tensor
+            self._taker.want(fqn, target, view.declared_for(parameter, tensor))
+            state.entries[key] = tensor
+            state.filled.setdefault(key, set()).add(name if of_part else "")
 
     def _leaf(self, leaf: Value) -> object:
         return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf

@@ -18,6 +18,7 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.held import declared_like
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
+from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.geometry.sharded import Sharded
 from holdfast.types.values import Group, Value
 
@@ -47,6 +48,14 @@ class OptimizerView:
     ties: Mapping[str, str] = field(default_factory=dict)
     """Further names of tied parameters, each with the name that is used here."""
 
+    parts: Mapping[int, tuple[ParameterPart, ...]] = field(default_factory=dict)
+    """Parts of the parameters that are stored in parts, by identity; `names` has the first part's name."""
+
+    def names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Return the FQNs of a parameter: one, or that of each part."""
+        parts = self.parts.get(id(parameter))
+        return (self.names[parameter],) if parts is None else tuple(part.name for part in parts)
+
     def declared_for(self, parameter: torch.Tensor, state: torch.Tensor) -> Sharded | None:
         """Return the layout of a state tensor whose parameter is declared, or None."""
         declared = self.declared.get(id(parameter))
@@ -62,62 +71,6 @@ class OptimizerView:
     def state_fqn(self, name: str, key: str) -> str:
         """Return the FQN of one entry of a parameter's state."""
         return f"{self.path}.state.{name}.{key}"
-
-
-def named_parameters_of(
-    optimizer: torch.optim.Optimizer,
-    path: str,
-    modules: Mapping[str, Mapping[str, torch.Tensor]],
-    loose: Mapping[int, tuple[str, str]],
-) -> dict[torch.Tensor, str]:
-    """Return the FQN of every parameter of an optimizer.
-
-    A name is the FQN inside the module. If the optimizer has parameters of several modules, the module's path precedes
-    it. A dict of tensors counts as a module: in `{"model": {"w": …}}` the name is `w`.
-
-    Args:
-        optimizer: The optimizer.
-        path: Its path in the state.
-        modules: Tensors by FQN of each module of the state, by the module's path.
-        loose: Top-level key (empty at the top) and name below it of each tensor in dicts of the state, by identity.
-    Raises:
-        InvalidError: A parameter is not in the state.
-    """
-    known = dict(loose)
-    for module_path, tensors in modules.items():
-        for fqn, tensor in tensors.items():
-            known.setdefault(id(tensor), (module_path, fqn))
-    names: dict[torch.Tensor, tuple[str, str]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise InvalidError(
-                    f"{path}: parameter {position} of group {number}, shape {tuple(parameter.shape)}, belongs to no "
-                    "module of the state, so it has no name. Pass the module in the same call (only= can leave it out)"
-                )
-            names[parameter] = known[id(parameter)]
-    owners = {module_path for module_path, _ in names.values()}
-    if len(owners) == 1:
-        return {parameter: fqn for parameter, (_, fqn) in names.items()}
-    return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in names.items()}
-
-
-def ties_of(names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str]:
-    """Return further names of an optimizer's parameters in their modules, each with the name that is used.
-
-    State is stored under all names of its parameter. One job may hold embedding and head as one tied tensor; another,
-    split into pipeline stages, as two.
-    """
-    known = {id(parameter): name for parameter, name in names.items()}
-    ties: dict[str, str] = {}
-    for tensors in modules.values():
-        first: dict[int, str] = {}
-        for fqn, tensor in tensors.items():
-            name = known.get(id(tensor))
-            main = first.setdefault(id(tensor), fqn)
-            if name is not None and fqn != main and name.endswith(main):
-                ties[name.removesuffix(main) + fqn] = name
-    return ties
 
 
 OnState = Callable[[str, torch.Tensor, Sharded | None], Value]
@@ -157,8 +110,12 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
         if not parameters:
             empty_groups[str(position)] = content
         for parameter in parameters:
-            name = view.names[parameter]
-            for stored_name in (name, *aliases[name]):
+            name, parts = view.names[parameter], view.parts.get(id(parameter))
+            for part in parts or ():
+                members[part.name] = content
+                if kept := _collect_state(view, part.name, parameter, on_state, part):
+                    state[part.name] = kept
+            for stored_name in (name, *aliases[name]) if parts is None else ():
                 members[stored_name] = content
                 if kept := _collect_state(view, stored_name, parameter, on_state):
                     state[stored_name] = kept
@@ -170,11 +127,15 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
     return Group("optimizer", items)
 
 
-def _collect_state(view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState) -> dict[str, Value]:
-    """Return the entries of a parameter's state that are not tensors."""
+def _collect_state(
+    view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState, part: ParameterPart | None = None
+) -> dict[str, Value]:
+    """Return the entries of the state of a parameter, or of one part of it, that are not tensors."""
     kept: dict[str, Value] = {}
 
     def on_tensor(fqn: str, tensor: torch.Tensor) -> Value:
+        if part is not None:
+            tensor = part.of(tensor, parameter, fqn)
         return on_state(fqn, tensor, view.declared_for(parameter, tensor))
 
     if id(parameter) in view.elsewhere:

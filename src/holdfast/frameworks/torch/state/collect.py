@@ -143,16 +143,20 @@ class _Collector:
         self.fenced_objects.append(node.module)
         if node.declared:
             self.unfenced["FSDP1 moves its parameters to other memory in forward and backward"] = None
-        others: dict[str, torch.Tensor] = {}
+        others = {fqn: tensor for fqn, tensor in node.tensors.items() if not isinstance(tensor, torch.nn.Parameter)}
+        buffers = {id(buffer) for buffer in node.module.buffers()} if others else set()
         for fqn, tensor in node.tensors.items():
-            role, name = Role.PARAMETER, f"{node.path}.{fqn}"
-            if not isinstance(tensor, torch.nn.Parameter):
-                role, others[fqn] = Role.BUFFER, tensor
+            role = Role.PARAMETER
+            if fqn in others:
+                # What a hook makes of a parameter is none by its type, but its copies must agree as well.
+                role = Role.BUFFER if id(tensor) in buffers else _loose_role(tensor)
             stepped = id(tensor) in self._stepped
-            self._tensor(name, tensor, role, node.declared.get(id(tensor)), fenced=stepped)
+            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=stepped)
         if any(_counts(tensor) for tensor in node.tensors.values()):
             # Only then, since it walks all modules.
             self.accumulators += [f"{node.path}.{path}".rstrip(".") for path in metric_paths(node.module)]
+        if self._selection.grads:
+            gradients.require_named(node.module, node.path, node.tensors, self.selector.selects)
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         values = {
@@ -161,7 +165,6 @@ class _Collector:
             if self._takes_part(f"{node.path}.{fqn}")
         }
         if others or values:
-            buffers = {id(buffer) for buffer in node.module.buffers()}
             kept = {fqn: tensor for fqn, tensor in others.items() if f"{node.path}.{fqn}" in self._numbers}
             for fqn, tensor in kept.items():
                 require_not_expanded(local_of(tensor), f"{node.path}.{fqn}", "a load could not fill it: it is")

@@ -143,6 +143,30 @@ def require_module_boundary(
             )
 
 
+def require_named(
+    module: nn.Module, path: str, tensors: Mapping[str, torch.Tensor], takes_part: Callable[[str], bool]
+) -> None:
+    """Refuse gradients without a name: of parameters that a state-dict hook replaces.
+
+    Args:
+        module: The module.
+        path: Its path in the state.
+        tensors: Tensors of its state dict by FQN.
+        takes_part: Whether `only` and `skip` select a name.
+    Raises:
+        InvalidError: Names the parameter.
+    """
+    named = {id(tensor) for tensor in tensors.values()}
+    for name, parameter in module.named_parameters():
+        fqn = f"{path}.{name}{SUFFIX}"
+        if parameter.grad is not None and id(parameter) not in named and takes_part(fqn):
+            raise InvalidError(
+                f"{fqn}: a state-dict hook stores this parameter under other names, so its gradient has none; expected "
+                f"the parameter itself in state_dict(). Save after the optimizer's step, or leave it out with "
+                f"skip='*{SUFFIX}'"
+            )
+
+
 def is_accumulating(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer states that it is in the middle of gradient accumulation.
 

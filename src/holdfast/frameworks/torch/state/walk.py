@@ -13,7 +13,8 @@ from holdfast.frameworks.torch.containers import holds_tensor
 from holdfast.frameworks.torch.fsdp1 import declarations, holds_any
 from holdfast.frameworks.torch.held import RankOfGlobal, tensors_of
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
-from holdfast.frameworks.torch.optimizers.state import OptimizerView, named_parameters_of, ties_of
+from holdfast.frameworks.torch.optimizers.names import StateNames, named_parameters_of, ties_of
+from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.state.naming import module_entries
 from holdfast.frameworks.torch.state.unsupported import require_supported, require_whole
 from holdfast.geometry.sharded import Sharded
@@ -99,14 +100,14 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     _fill(root, known, set())
     if not known.optimizers:
         return root
-    loose = dict(_loose(root))
+    names_of_state = StateNames(known.module_objects, known.modules, dict(_loose(root)), known.declared)
     for parent, key, optimizer in known.optimizers:
         path = _joined(parent.path, key)
         _require_unlisted(optimizer, path, known.listed)
-        names = named_parameters_of(optimizer, path, known.modules, loose)
+        names, parts = named_parameters_of(optimizer, path, names_of_state)
         ties = ties_of(names, known.modules)
         members, elsewhere = OptimizerMembers(optimizer), frozenset(known.elsewhere)
-        parent.children[key] = OptimizerView(optimizer, path, names, known.declared, members, elsewhere, ties)
+        parent.children[key] = OptimizerView(optimizer, path, names, known.declared, members, elsewhere, ties, parts)
     return root
 
 
@@ -129,6 +130,7 @@ class _NamedNodes:
     optimizers: list[tuple[DictNode, str, torch.optim.Optimizer]] = field(default_factory=list)
     modules: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Tensors by FQN of each module, by the module's path."""
+    module_objects: dict[str, torch.nn.Module] = field(default_factory=dict)
     declared: dict[int, Sharded] = field(default_factory=dict)
     elsewhere: set[int] = field(default_factory=set)
     listed: dict[int, str] = field(default_factory=dict)
@@ -175,7 +177,7 @@ def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
         elif isinstance(value, torch.nn.Module):
             require_supported(value, path)
             child = _module_node(path, value, known.rank_of_global)
-            known.modules[path] = child.tensors
+            known.modules[path], known.module_objects[path] = child.tensors, value
             known.declared |= child.declared
             known.elsewhere |= {identity for identity, shard in child.declared.items() if not holds_any(shard)}
             node.children[key] = child

@@ -1,0 +1,112 @@
+"""FQNs of an optimizer's parameters: those of the modules and dicts that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import InvalidError, first_three
+from holdfast.frameworks.torch.optimizers.parts import ParameterPart, PartsByMemory
+from holdfast.geometry.sharded import Sharded
+
+Parts = dict[int, tuple[ParameterPart, ...]]
+"""Parts of parameters, by the identity of the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """The names of the tensors in modules and dicts of a state."""
+
+    modules: Mapping[str, torch.nn.Module]
+    """Modules by path."""
+
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    """Tensors by FQN in the state dict of each module, by the module's path."""
+
+    loose: Mapping[int, tuple[str, str]]
+    """Top-level key (empty at the top) and name below it of each tensor in dicts of the state, by identity."""
+
+    declared: Mapping[int, Sharded]
+    """Layouts declared by the user or read off FSDP1, by the identity of the local tensor."""
+
+
+def named_parameters_of(
+    optimizer: torch.optim.Optimizer, path: str, state: StateNames
+) -> tuple[dict[torch.Tensor, str], Parts]:
+    """Return the FQN of every parameter of an optimizer, and the parts of those that a module stores in parts.
+
+    A name is the FQN inside the module. If the optimizer has parameters of several modules, the module's path precedes
+    it. A dict of tensors counts as a module: in `{"model": {"w": …}}` the name is `w`.
+
+    Args:
+        optimizer: The optimizer.
+        path: Its path in the state.
+        state: The names of the state.
+    Raises:
+        InvalidError: A parameter is not in the state, or its module stores copies of it under other names.
+    """
+    known = dict(state.loose)
+    for module_path, tensors in state.tensors.items():
+        for fqn, tensor in tensors.items():
+            known.setdefault(id(tensor), (module_path, fqn))
+    names: dict[torch.Tensor, tuple[str, str]] = {}
+    parts: Parts = {}
+    by_memory: PartsByMemory | None = None
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                by_memory = by_memory or PartsByMemory(state.tensors)
+                found = None if id(parameter) in state.declared else by_memory.parts_of(parameter)
+                if found is None:
+                    raise _unnamed(parameter, f"parameter {position} of group {number}", path, state)
+                module_path, parts[id(parameter)] = found
+                known[id(parameter)] = module_path, found[1][0].name
+            names[parameter] = known[id(parameter)]
+    owners = {module_path for module_path, _ in names.values()}
+    if len(owners) == 1:
+        return {parameter: fqn for parameter, (_, fqn) in names.items()}, parts
+    for parameter, (owner, _) in names.items():
+        if id(parameter) in parts:
+            parts[id(parameter)] = tuple(replace(part, name=f"{owner}.{part.name}") for part in parts[id(parameter)])
+    return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in names.items()}, parts
+
+
+def _unnamed(parameter: torch.Tensor, position: str, path: str, state: StateNames) -> InvalidError:
+    """Return the error for a parameter that no entry of the state is, or is a part of."""
+    for module_path, module in state.modules.items():
+        own = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        if id(parameter) in own:
+            made = first_three(name for name, tensor in state.tensors[module_path].items() if id(tensor) not in own)
+            sharded = isinstance(parameter, DTensor) or id(parameter) in state.declared
+            why = "and the parameter is sharded" if sharded else "copies or other views than its parts"
+            return InvalidError(
+                f"{path}: {module_path}.{own[id(parameter)]} is not in the module's state_dict(), in which a hook or "
+                f"method has {made or 'nothing'} instead, {why}; expected views that split the whole parameter, so "
+                "that its state has the same names. Pass dict(module.named_parameters()) in place of the module, have "
+                "the hook return views (chunk, split, narrow), or turn it off"
+            )
+    return InvalidError(
+        f"{path}: {position}, shape {tuple(parameter.shape)}, belongs to no module of the state, so it has no name. "
+        "Pass the module in the same call (only= can leave it out)"
+    )
+
+
+def ties_of(names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str]:
+    """Return further names of an optimizer's parameters in their modules, each with the name that is used.
+
+    State is stored under all names of its parameter. One job may hold embedding and head as one tied tensor; another,
+    split into pipeline stages, as two.
+    """
+    known = {id(parameter): name for parameter, name in names.items()}
+    ties: dict[str, str] = {}
+    for tensors in modules.values():
+        first: dict[int, str] = {}
+        for fqn, tensor in tensors.items():
+            name = known.get(id(tensor))
+            main = first.setdefault(id(tensor), fqn)
+            if name is not None and fqn != main and name.endswith(main):
+                ties[name.removesuffix(main) + fqn] = name
+    return ties
