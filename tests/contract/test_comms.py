@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from holdfast.errors import UnavailableError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.frameworks.torch.comm import SoloComm, TorchKeyValueStore
+from holdfast.frameworks.torch.comm import SoloComm
+from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.testing.comm import (

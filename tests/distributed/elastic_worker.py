@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from holdfast.frameworks.torch.comm import TorchKeyValueStore
+from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
 from holdfast.testing.faults import FaultPoint
 from tests.distributed.faulty import SETTINGS, Trigger, run_with, state_of
 from tests.distributed.forked import write_whole
@@ -26,7 +26,7 @@ def main(root: Path, scratch: Path) -> None:
     agent_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     corner = dist.PrefixStore(f"gloo-{life}", agent_store)
     dist.init_process_group("gloo", store=corner, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    ours = TorchKeyValueStore(dist.PrefixStore("holdfast", agent_store))
+    ours = TorchKeyValueStore(agent_store)
     manifest = root / "step-000000000002" / "manifest.json"
     seen_before_vote: list[bool] = []
 

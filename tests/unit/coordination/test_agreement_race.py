@@ -11,7 +11,7 @@ from holdfast.coordination.job import Job, error_text
 from holdfast.coordination.message_codec import encode_message
 from holdfast.coordination.records import SaveVerdict
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.comm import TorchKeyValueStore
+from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
 from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
 

@@ -2,109 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
-from holdfast.clock import SystemClock
-from holdfast.errors import InvalidError, UnavailableError
+from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
-
-_CONNECT_SECONDS_MAX = 10.0
-"""Longest attempt to reach the store's host; c10d takes up to twice the timeout that it is given."""
+from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
 
 _TAG = 0x686F6C64
 """Tag that separates these messages from point-to-point messages of the training script."""
-
-
-class TorchKeyValueStore:
-    """A c10d store with one connection for each thread.
-
-    A blocking wait occupies a c10d connection until it ends, so threads must not share one.
-    """
-
-    def __init__(self, store: Store) -> None:
-        # A clone inherits its parent's timeout, and retries that long if the host is gone. The timeout of the given
-        # store is not ours to change, so all connections are cloned from a clone.
-        self._given = store  # The host process serves only while this object lives; clones do not keep it alive.
-        self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._local = threading.local()
-        self._cloning = threading.Lock()
-        self._clock = SystemClock()
-
-    def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
-        """Set a key; idempotent."""
-        with self._call("set", key, timeout_seconds) as store:
-            store.set(key, value)  # type: ignore[arg-type]  # bytes are taken, the stub says text
-
-    def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
-        """Return the values of all keys in one call once every one of them is set."""
-        if not keys:
-            return []
-        self.wait(keys, timeout_seconds)
-        with self._call("get", keys[0], timeout_seconds) as store:
-            if store.has_extended_api():  # type: ignore[attr-defined]
-                return [bytes(value) for value in store.multi_get(list(keys))]
-            return [bytes(store.get(key)) for key in keys]
-
-    def present(self, key: str) -> bool:
-        """Return whether a key is set, without waiting."""
-        with self._call("check", key, 60.0) as store:
-            return bool(store.check([key]))
-
-    def add(self, key: str, amount: int, timeout_seconds: float) -> int:
-        """Add to a counter that starts at 0 and return its new value. Never retried."""
-        with self._call("add", key, timeout_seconds) as store:
-            return int(store.add(key, amount))
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
-        """Set `key` to `desired` if it is `expected` (empty: if it is not set); return its value afterwards."""
-        with self._call("compare_set", key, timeout_seconds) as store:
-            # c10d takes str here, so callers pass ASCII.
-            return bytes(store.compare_set(key, expected.decode("ascii"), desired.decode("ascii")))
-
-    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        """Return once every key is set."""
-        if keys:
-            with self._call("wait", keys[0], timeout_seconds) as store:
-                store.wait(list(keys), timedelta(seconds=max(timeout_seconds, 0.001)))
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete keys; absent ones are no error."""
-        for key in keys:
-            with self._call("delete", key, 60.0) as store:
-                store.delete_key(key)
-
-    @contextmanager
-    def _call(self, verb: str, key: str, timeout_seconds: float) -> Iterator[Store]:
-        """Yield this thread's connection, and translate errors of c10d."""
-        start = self._clock.monotonic_seconds()
-        try:
-            store = getattr(self._local, "store", None)
-            if store is None:
-                with self._cloning:
-                    connect_seconds = min(timeout_seconds / 3, _CONNECT_SECONDS_MAX)
-                    self._store.set_timeout(timedelta(seconds=max(connect_seconds, 0.001)))
-                    store = self._store.clone()  # type: ignore[attr-defined]
-                self._local.store = store
-            store.set_timeout(timedelta(seconds=max(timeout_seconds, 0.001)))
-            yield store
-        except RuntimeError as error:
-            # A failed connection may hold half a reply, so the next call opens a new one.
-            self._local.store = None
-            if self._clock.monotonic_seconds() - start >= 0.9 * timeout_seconds:
-                raise TimeoutError(f"{verb} {key}: no answer within {timeout_seconds:.1f} s") from error
-            raise UnavailableError(
-                f"the job's key-value store failed at {verb} {key} ({error}). "
-                "The rank or agent that hosts it may be gone: restart the job"
-            ) from error
 
 
 def comm_of(process_group: object) -> ProcessGroupComm | SoloComm:
@@ -140,7 +50,7 @@ class ProcessGroupComm:
         # on the rank that hosts it, the server stops with the last reference.
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._default_store = dist.distributed_c10d._get_default_store()
-        self.key_value_store = TorchKeyValueStore(PrefixStore("holdfast", self._default_store))
+        self.key_value_store = TorchKeyValueStore(self._default_store)
         """The key-value store of the job."""
         self._rank_of_global = {member: rank for rank, member in enumerate(dist.get_process_group_ranks(group))}
 
