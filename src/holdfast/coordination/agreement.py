@@ -1,6 +1,6 @@
 """The agreement that opens a save: every rank sets a statement, rank 0 decides. No collective runs.
 
-Each rank sets one record, 40 bytes as a rule. Rank 0 reads all records in one call and sets one verdict; the other
+Each rank sets one record, 48 bytes as a rule. Rank 0 reads all records in one call and sets one verdict; the other
 ranks wait for it with a deadline. Ranks with equal layouts form a class. Only if layouts or plain tensors differ do the
 lowest rank of each class and the ranks that differ publish details.
 
@@ -19,11 +19,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from holdfast.coordination.details import (
+    SharedTensors,
+    decode_details,
+    details_by_rank,
+    encode_details,
+    encode_difference,
+    shared_tensors,
+)
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.records import (
     Agreement,
     Details,
+    RankRanges,
     SaveVerdict,
     Statement,
     encode_refusal,
@@ -39,6 +48,9 @@ from holdfast.plan.unmatched_patterns import judge_unmatched
 
 _GRACE_SECONDS = 2.0
 """Extra seconds that the other ranks wait: rank 0 sets its verdict at its own deadline."""
+
+_LAYOUTS_MAX = 16
+"""Layouts of which a rank remembers what differs. A run has few: one before the optimizer's first step, one after."""
 
 
 class SaveAgreement:
@@ -142,9 +154,9 @@ class SaveAgreement:
         job.key_value_store.set(key, statement.encode(), job.seconds_left(self._deadline))
         job.record_keys(self._sequence, [key, details_key])
         verdict = self._set_verdict("verdict", self._decide(claim)) if rank == 0 else self._await_verdict("verdict")
-        if verdict.describe is not None:
-            if rank in ranks_in(verdict.describe):
-                job.key_value_store.set(details_key, encode_message(details()), job.seconds_left(self._deadline))
+        described = verdict.describe
+        if described is not None:
+            self._publish_details(verdict, details, details_key)
             if rank == 0:
                 verdict = self._set_verdict("final", self._decide_on_details(verdict, claim))
             else:
@@ -152,6 +164,7 @@ class SaveAgreement:
         self._take(verdict)
         if verdict.refused is not None:
             raise error_from(verdict.refused)
+        self._remember(statement.layout, verdict, described)
         return self._agreement(verdict)
 
     def _take(self, verdict: SaveVerdict) -> None:
@@ -159,39 +172,57 @@ class SaveAgreement:
         self.raises = verdict.raises
         self._job.history.has_agreed |= verdict.context is not None
 
+    def _publish_details(self, verdict: SaveVerdict, details: Callable[[], Details], key: str) -> None:
+        """Publish what rank 0 asked this rank for: all details, or how they differ from those of the lowest rank."""
+        job = self._job
+        rank = job.comm.rank
+        if rank not in ranks_in(verdict.describe or ()):
+            return
+        lowest = next(ranks for ranks in self._classes(verdict) if rank in ranks)[0]
+        if rank == lowest:
+            record = encode_details(details())
+        else:
+            try:
+                (found,) = self._read_details([lowest])
+            except TimeoutError:
+                return  # Rank 0 does not hear of that rank either, and refuses.
+            record = encode_difference(decode_details(found), details())
+        job.key_value_store.set(key, record, job.seconds_left(self._deadline))
+
+    def _remember(self, layout: bytes, verdict: SaveVerdict, described: RankRanges | None) -> None:
+        """Record what differs, the same on every rank of a layout, so that the next save does not ask for it again."""
+        lowest = {ranks[0] for ranks in self._classes(verdict)}
+        names = frozenset((*verdict.divergent, *verdict.uneven))
+        # Ranks may differ in no name, only in an order. Then, too, the next statements compare name by name.
+        if layout in self._job.differing or names or not lowest.issuperset(ranks_in(described or ())):
+            self._job.differing.pop(layout, None)
+            self._job.differing[layout] = names
+            if len(self._job.differing) > _LAYOUTS_MAX:
+                del self._job.differing[next(iter(self._job.differing))]
+
+    def _classes(self, verdict: SaveVerdict) -> list[tuple[int, ...]]:
+        """Return the ranks of each class."""
+        return [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(self._job.comm.world_size))]
+
     def _agreement(self, verdict: SaveVerdict) -> Agreement:
-        rank = self._job.comm.rank
-        classes = self._classes(verdict)
-        class_ranks = next(ranks for ranks in classes if rank in ranks)
+        rank, classes = self._job.comm.rank, self._classes(verdict)
+        number, class_ranks = next((number, ranks) for number, ranks in enumerate(classes) if rank in ranks)
+        shared: dict[str, tuple[int, ...]] = {}
+        if number in ranks_in(verdict.sharing):
+            key = self._key("shared", self._sequence, number)
+            (record,) = self._job.key_value_store.get_many([key], self._job.seconds_left(self._job.deadline()))
+            shared = SharedTensors.decode(record).holders(classes)
         assert verdict.context is not None, "a verdict to go ahead carries the context"
         return Agreement(
             sequence=self._sequence,
             attempt=self._job.attempt_id(self._sequence, self._step),
             class_ranks=class_ranks,
-            shared=self._holders(classes) if len(classes) > 1 else {},
+            shared=shared,
             is_leader=rank == class_ranks[0],
             divergent=verdict.divergent,
             drift=verdict.drift,
             context=verdict.context,
         )
-
-    def _classes(self, verdict: SaveVerdict) -> list[tuple[int, ...]]:
-        """Return the ranks of each class, ascending."""
-        return [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(self._job.comm.world_size))]
-
-    def _holders(self, classes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the ranks that hold each plain tensor, from the details of the lowest rank of each class."""
-        class_numbers: dict[str, list[int]] = {}
-        for number, details in enumerate(self._read_details([ranks[0] for ranks in classes])):
-            for fqn in details.plain:
-                class_numbers.setdefault(fqn, []).append(number)
-        combinations = {fqn: tuple(numbers) for fqn, numbers in class_numbers.items()}
-        # Sort the ranks once per combination of classes, not once per tensor: there may be thousands of both.
-        ranks_of = {
-            numbers: tuple(sorted(rank for number in numbers for rank in classes[number]))
-            for numbers in {*combinations.values()}
-        }
-        return {fqn: ranks_of[numbers] for fqn, numbers in combinations.items()}
 
     def _decide(self, claim: Callable[[], SaveContext]) -> SaveVerdict:
         """Return rank 0's verdict on the statements of all ranks."""
@@ -238,11 +269,18 @@ class SaveAgreement:
             if (statements[rank].agreeing, statements[rank].other)
             != (statements[members[0]].agreeing, statements[members[0]].other)
         ]
+        kept = self._still_differing(statements, groups)
         if len(groups) == 1 and not differing:
-            return self._with_context(claim, SaveVerdict(self._save_id))
+            return self._with_context(claim, SaveVerdict(self._save_id, divergent=kept))
         describe = sorted({members[0] for members in groups} | set(differing))
         several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
-        return SaveVerdict(self._save_id, describe=rank_ranges(describe), classes=several)
+        return SaveVerdict(self._save_id, describe=rank_ranges(describe), classes=several, divergent=kept)
+
+    def _still_differing(self, statements: Sequence[Statement], classes: Sequence[Sequence[int]]) -> tuple[str, ...]:
+        """Return the names known to differ; none if their values are equal again within each class."""
+        names = self._job.differing.get(statements[0].layout, frozenset())
+        is_equal = all(len({statements[rank].known for rank in members}) == 1 for members in classes)
+        return () if is_equal else tuple(sorted(names))
 
     def _skew_error(self, statements: Sequence[Statement]) -> InvalidError | None:
         by_step: dict[int, list[int]] = {}
@@ -266,8 +304,9 @@ class SaveAgreement:
     def _decide_on_details(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
         """Return rank 0's final verdict, once the ranks that it asked have published details."""
         asked = ranks_in(verdict.describe or ())
+        classes = self._classes(verdict)
         try:
-            details = dict(zip(asked, self._read_details(asked), strict=True))
+            details, uneven = self._details_by_rank(asked, classes)
         except TimeoutError:
             return self._refusal(
                 UnavailableError(
@@ -293,13 +332,41 @@ class SaveAgreement:
         if found.replicas and job.is_first_occurrence("replicas differ"):
             job.warn_once(self._name, found.drift_warning())
         drift = found.drift(self._silent_ranks(verdict, asked))
-        agreed = replace(verdict, describe=None, divergent=tuple(found.others), drift=drift)
+        agreed = replace(
+            verdict,
+            describe=None,
+            divergent=tuple(sorted({*found.others, *verdict.divergent})),
+            drift=drift,
+            uneven=tuple(sorted(uneven)),
+            sharing=self._share(classes, details),
+        )
         return self._with_context(claim, agreed)
 
     def _silent_ranks(self, verdict: SaveVerdict, asked: Sequence[int]) -> dict[int, list[int]]:
         """Return the ranks that described nothing, by the lowest rank of their class, whose state is theirs too."""
         described = {*asked}
         return {ranks[0]: [rank for rank in ranks if rank not in described] for ranks in self._classes(verdict)}
+
+    def _details_by_rank(
+        self, asked: Sequence[int], classes: Sequence[tuple[int, ...]]
+    ) -> tuple[dict[int, Details], frozenset[str]]:
+        """Return what the asked ranks published, and names that only some ranks of a class have."""
+        lowest_of = {rank: ranks[0] for ranks in classes for rank in ranks}
+        lowest = sorted({lowest_of[rank] for rank in asked})
+        details = dict(zip(lowest, map(decode_details, self._read_details(lowest)), strict=True))
+        others = [rank for rank in asked if lowest_of[rank] != rank]
+        records = dict(zip(others, self._read_details(others), strict=True))
+        return details_by_rank(details, lowest_of, records)
+
+    def _share(self, classes: Sequence[tuple[int, ...]], details: Mapping[int, Details]) -> RankRanges:
+        """Tell each class which of its plain tensors other classes hold too; return the numbers of those classes."""
+        job = self._job
+        shared = shared_tensors([details[ranks[0]].plain for ranks in classes]) if len(classes) > 1 else {}
+        for number, tensors in shared.items():
+            key = self._key("shared", self._sequence, number)
+            job.key_value_store.set(key, tensors.encode(), job.seconds_left(job.deadline()))
+            job.record_keys(self._sequence, [key])
+        return rank_ranges(sorted(shared))
 
     def _with_context(self, claim: Callable[[], SaveContext], verdict: SaveVerdict) -> SaveVerdict:
         """Return the verdict with the context, or a refusal if the location cannot be claimed."""
@@ -319,10 +386,9 @@ class SaveAgreement:
         raises |= failures_max is not None and history.failures + 1 >= failures_max
         return SaveVerdict(self._save_id, refused=error_text(error), raises=raises)
 
-    def _read_details(self, ranks: Sequence[int]) -> list[Details]:
+    def _read_details(self, ranks: Sequence[int]) -> list[bytes]:
         keys = [self._key("details", self._sequence, rank) for rank in ranks]
-        records = self._job.key_value_store.get_many(keys, self._job.seconds_left(self._deadline))
-        return [decode_message(record, Details) for record in records]
+        return self._job.key_value_store.get_many(keys, self._job.seconds_left(self._deadline))
 
     def _set_verdict(self, name: str, verdict: SaveVerdict) -> SaveVerdict:
         """Set the verdict unless one is set already; return the verdict that is set."""

@@ -138,6 +138,9 @@ class Job:
         """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
         self.commits = commits
         """Writes, votes and commits of saves, away from the training thread."""
+        self.differing: dict[bytes, frozenset[str]] = {}
+        """By fingerprint of a layout, buffers and values that differed when it was last saved. The agreement does not
+        compare them again."""
         self._logged: set[str] = set()
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []

@@ -18,14 +18,14 @@ Plain = Mapping[str, tuple[str, tuple[int, ...], Role]]
 RankRanges = Sequence[Sequence[int]]
 """Ascending ranks as ranges of `[first, stop, stride]`."""
 
-_STATEMENT = struct.Struct("<q8s8s8s8s")
+_STATEMENT = struct.Struct("<q8s8s8s8s8s")
 _REFUSAL_PREFIX = b"!" * 8
 """Eight bytes that begin no statement: as a step they are above 2**61."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The statement of one rank at the start of a save: 40 bytes, and the patterns that match nothing."""
+    """The statement of one rank at the start of a save: 48 bytes, and the patterns that match nothing."""
 
     step: int
     """The step being saved; -1 for a save by path."""
@@ -40,14 +40,17 @@ class Statement:
     """8-byte digest of samples of the plain tensors that must agree."""
 
     other: bytes
-    """8-byte digest of the plain tensors and values that may differ."""
+    """8-byte digest of the plain tensors and values that may differ, but for those that are known to differ."""
+
+    known: bytes
+    """8-byte digest of those that are known to differ."""
 
     unmatched: tuple[UnmatchedPattern, ...] = ()
     """Patterns of `only` and `skip` that match no name of this rank's state."""
 
     def encode(self) -> bytes:
-        """Return the statement as 40 bytes, followed by the patterns if there are any."""
-        head = _STATEMENT.pack(self.step, self.location, self.layout, self.agreeing, self.other)
+        """Return the statement as 48 bytes, followed by the patterns if there are any."""
+        head = _STATEMENT.pack(self.step, self.location, self.layout, self.agreeing, self.other, self.known)
         return head + encode_message(self.unmatched) if self.unmatched else head
 
     @classmethod
@@ -147,6 +150,12 @@ class SaveVerdict:
 
     drift: Health | None = None
     """The replicas that differ, the first of many, if the save keeps the lowest rank's."""
+
+    uneven: tuple[str, ...] = ()
+    """Values that some ranks of a class lack."""
+
+    sharing: RankRanges = ()
+    """Numbers of the classes that hold plain tensors which other classes hold too: a record names those."""
 
     context: SaveContext | None = None
     """Rank 0's decisions, if the save goes ahead."""

@@ -1,4 +1,4 @@
-"""Fingerprints the state of a rank with digests, so that ranks can compare states in 40 bytes at every save."""
+"""Fingerprints the state of a rank with digests, so that ranks can compare states in 48 bytes at every save."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class StateFingerprint:
             InvalidError: A value is outside the closed set, or a tensor is too large for an index.
         """
         self._collected, self._location, self._settings = collected, location, job.settings
+        self._differing = job.differing
         self._shards = [local.shard for local in collected.shards]
         self._agreeing: dict[str, bytes] = {}
         """Samples of the plain tensors that must agree, by FQN."""
@@ -51,12 +52,14 @@ class StateFingerprint:
 
     def statement(self, step: int) -> Statement:
         """Return the statement of this rank for the save agreement."""
+        other, known = self._other_digests()
         return Statement(
             step=step,
             location=short_digest_of(self._location.url.encode()),
             layout=self._layout_fingerprint,
             agreeing=short_digest_of(*(fqn.encode() + digest for fqn, digest in self._agreeing.items())),
-            other=short_digest_of(self.tree_bytes, *(fqn.encode() + digest for fqn, digest in self._other.items())),
+            other=other,
+            known=known,
             unmatched=tuple(self._collected.unmatched),
         )
 
@@ -68,8 +71,7 @@ class StateFingerprint:
             if shard.holders is None
         }
         agreeing = {fqn: digest.hex() for fqn, digest in self._agreeing.items()}
-        other = {fqn: digest.hex() for fqn, digest in self._other.items()}
-        other |= {path: short_digest_of(data).hex() for path, data in _leaves(self._collected.tree, "")}
+        other = {name: digest.hex() for name, digest in self._entries().items()}
         return Details(self._location.url, plain, agreeing, other, self._lossy())
 
     def _lossy(self) -> list[str]:
@@ -83,6 +85,23 @@ class StateFingerprint:
         names += _objects(self._collected.tree, "")
         accumulators = self._collected.accumulators
         return [name for name in names if not any(name == path or name.startswith(f"{path}.") for path in accumulators)]
+
+    def _other_digests(self) -> tuple[bytes, bytes]:
+        """Return the digests of the entries that may differ: of those not known to differ, and of those known to."""
+        known = self._differing.get(self._layout_fingerprint)
+        if known is None:
+            # Nothing differed so far. The encoded tree exists already, and to take it apart takes time at each save.
+            buffers = (fqn.encode() + digest for fqn, digest in self._other.items())
+            return short_digest_of(self.tree_bytes, *buffers), short_digest_of()
+        entries = sorted(self._entries().items())
+        parts: tuple[list[bytes], list[bytes]] = [], []
+        for name, digest in entries:
+            parts[name in known].append(name.encode("utf-8", "surrogatepass") + digest)
+        return short_digest_of(*parts[False]), short_digest_of(*parts[True])
+
+    def _entries(self) -> dict[str, bytes]:
+        """Return the digest of each buffer and value that may differ, by name."""
+        return self._other | dict(_leaves(self._collected.tree, ""))
 
     def _layout(self) -> bytes:
         """Return all inputs of a plan that every rank of a class shares."""
@@ -122,12 +141,14 @@ class StateFingerprint:
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the path and the encoded value of every leaf of a tree."""
+    """Yield the path and the digest of every leaf of a tree."""
     items = value.items if isinstance(value, Group) else value if isinstance(value, dict) else None
     # An object owns its layout, and is saved whole: from one rank.
     is_whole = isinstance(value, Group) and value.kind == "stateful"
-    if is_whole or items is None or not all(isinstance(key, str) for key in items):
-        yield path, values.dumps(values.encode(value, path))
+    if is_whole or not items or not all(isinstance(key, str) for key in items):
+        # Most values are scalars, and to encode them one by one is slow.
+        is_scalar = type(value) in (int, float, str, bool)
+        yield path, short_digest_of(repr(value).encode() if is_scalar else values.dumps(values.encode(value, path)))
         return
     for key, item in items.items():
         yield from _leaves(item, f"{path}.{key}" if path else key)
