@@ -39,7 +39,7 @@ from holdfast.format.names import EPOCH_MAX
 from holdfast.leases.process import is_gone, is_this_process, this_process
 from holdfast.ports.store import Store
 from holdfast.repository import epochs
-from holdfast.repository.catalog import step_folders
+from holdfast.repository.catalog import step_folders, touch_root
 from holdfast.types.epoch import Epoch, Holder
 
 logger = logging.getLogger(__name__)
@@ -124,6 +124,7 @@ class WriterLease:
     def _accept_steps(self, number: int, run_id: str) -> None:
         """Store which steps of former writers count. A manifest that they publish from now on does not."""
         former_fence = epochs.current_fence(self._store)
+        touch_root(self._store)
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
         epochs.put_accepted(self._store, number, run_id, accepted)
         try:

@@ -100,6 +100,16 @@ def ensure_run(store: Store, run_id: str, created: str) -> str:
     return existing
 
 
+def touch_root(store: Store) -> None:
+    """Write into the root and change nothing, so that the next listing of its steps comes from the server.
+
+    A network mount may answer from a listing that it remembers from seconds ago. It forgets the listing of a folder
+    into which it writes. A step that is missing from the listing of a new writer would never count.
+    """
+    if (data := get_or_none(store, RUN_FILE, _RUN_BYTES_MAX)) is not None:
+        publish(store, RUN_FILE, data)
+
+
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
     """Return the manifest of the checkpoint in `folder`, as stored.
 

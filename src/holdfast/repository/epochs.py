@@ -220,13 +220,17 @@ def require_newest(store: Store, number: int) -> None:
     Raises:
         ConflictError: A newer epoch exists; the message names its holder.
     """
-    # One look is enough: epochs have no gaps, and records are never removed.
+    # One look is enough: epochs have no gaps, and records are never removed. Read the record instead of asking for its
+    # size: a network mount answers a stat of an absent name from its cache for seconds, but asks the server at an open.
     try:
-        store.size(epoch_key(number + 1))
+        store.get(epoch_key(number + 1), _RECORD_BYTES_MAX)
     except MissingError:
         return
+    except (CorruptError, InvalidError):
+        pass  # It is there, and cannot be read.
+    newest = max(newest_epoch(store), number + 1)
     raise ConflictError(
-        f"{store.url}: epoch {number} is over: {format_holder(store, newest_epoch(store))} took over. Expected one "
+        f"{store.url}: epoch {number} is over: {format_holder(store, newest)} took over. Expected one "
         "writer of this run. Stop this job, or save elsewhere"
     )
 
