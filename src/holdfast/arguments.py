@@ -31,10 +31,13 @@ def selection_of(only: Globs, skip: Globs, grads: bool) -> Selection:
     """Return the names that a call saves or loads, and whether gradients are among them.
 
     Raises:
-        InvalidError: A pattern is not text.
+        InvalidError: A pattern is not text, or `only` has none.
     """
+    chosen = None if only is None else patterns_of("only", only)
+    if chosen == ():
+        raise InvalidError(f"only={only!r}: selects nothing; expected at least one pattern. None selects everything")
     return Selection(
-        only=None if only is None else patterns_of("only", only),
+        only=chosen,
         skip=() if skip is None else patterns_of("skip", skip),
         grads=bool(grads),
     )

@@ -205,6 +205,9 @@ def load(attempt: LoadAttempt) -> Loaded | None:
                 resolved = resolve(attempt.job, attempt.home, selector, attempt.damage, attempt.lease)
             if resolved is None:
                 selector.settle()
+                if attempt.job.comm.rank == 0:
+                    # A misspelt root looks like a new run.
+                    logger.info("%s: no committed step; nothing was loaded", attempt.home.url)
                 return None
             trace.begin(resolved.manifest.step, resolved.location.url)
             planned = _request_and_plan(attempt, resolved)

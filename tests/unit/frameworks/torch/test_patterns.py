@@ -67,6 +67,23 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path, only: str, sk
         holdfast.load(tmp_path / "c", state, only=only, skip=skip, strict=False)
 
 
+@pytest.mark.parametrize("nothing", [[], ()])
+def test_only_without_a_pattern_is_refused(tmp_path: Path, nothing: list[str]) -> None:
+    with pytest.raises(InvalidError, match=r"only=.*: selects nothing; expected at least one pattern"):
+        holdfast.save(tmp_path / "c", state_of(1), only=nothing)
+    holdfast.save(tmp_path / "c", state_of(1), skip=nothing)
+    with pytest.raises(InvalidError, match=r"only=.*: selects nothing; expected at least one pattern"):
+        holdfast.load(tmp_path / "c", state_of(1), only=nothing)
+
+
+def test_a_load_that_finds_no_step_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with holdfast.CheckpointManager(tmp_path / "typo", process_group=False) as manager:
+        assert manager.load({"model": torch.ones(1)}) is None
+    (text,) = [record.getMessage() for record in caplog.records if "nothing was loaded" in record.getMessage()]
+    assert text == f"file://{tmp_path}/typo: no committed step; nothing was loaded"
+
+
 def test_a_manager_refuses_it_too(tmp_path: Path) -> None:
     with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
         with pytest.raises(InvalidError, match=UNMATCHED.format(r"only='modle\.\*'")):
