@@ -127,15 +127,15 @@ class ModuleMetric(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.counts = torch.tensor([rank, 1])
+        self.total, self.counts = torch.tensor(float(rank)), torch.tensor([rank, 1])
 
     def state_dict(self, *_: object, prefix: str = "", **passed: object) -> dict[str, object]:  # type: ignore[override]
         state: dict[str, object] = passed.get("destination", {})  # type: ignore[assignment]
-        state[f"{prefix}counts"] = self.counts.detach()
+        state |= {f"{prefix}total": self.total.detach(), f"{prefix}counts": self.counts.detach()}
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *_: object) -> None:
-        self.counts = state_dict.pop(f"{prefix}counts")  # type: ignore[assignment]
+        self.total, self.counts = state_dict.pop(f"{prefix}total"), state_dict.pop(f"{prefix}counts")  # type: ignore[assignment]
 
 
 ModuleMetric.__name__ = "Metric"

@@ -88,7 +88,7 @@ def test_what_would_be_lost_is_refused_on_every_rank(results: Results, kind: str
     ("kind", "named"),
     [
         ("metric", ["x.counts", "x.total"]),
-        ("module metric", ["x.accuracy.counts"]),
+        ("module metric", ["x.accuracy.counts", "x.accuracy.total"]),
         ("norm", ["x.running_mean", "x.running_var"]),
         ("value", ["x.seed"]),
     ],

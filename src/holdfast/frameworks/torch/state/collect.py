@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -102,7 +102,8 @@ class _Collector:
 
     def _node(self, node: Node) -> Value:
         """Return a node's entry in the tree; None for a tensor, which the index lists."""
-        self.selector.know(node.path)
+        if not self.selector.takes_all:
+            self.selector.know(node.path)
         match node:
             case DictNode():
                 return self.dict_group(node)
@@ -145,16 +146,19 @@ class _Collector:
             self.unfenced["FSDP1 moves its parameters to other memory in forward and backward"] = None
         others = {fqn: tensor for fqn, tensor in node.tensors.items() if not isinstance(tensor, torch.nn.Parameter)}
         buffers = {id(buffer) for buffer in node.module.buffers()} if others else set()
+        metrics: Sequence[str] = ()
+        if any(id(tensor) not in buffers or _counts(tensor) for tensor in others.values()):
+            # Only then, since it walks all modules.
+            metrics = [f"{node.path}.{path}".rstrip(".") for path in metric_paths(node.module)]
+            self.accumulators += metrics
         for fqn, tensor in node.tensors.items():
-            role = Role.PARAMETER
+            role, name = Role.PARAMETER, f"{node.path}.{fqn}"
             if fqn in others:
                 # What a hook makes of a parameter is none by its type, but its copies must agree as well.
-                role = Role.BUFFER if id(tensor) in buffers else _loose_role(tensor)
+                may_differ = id(tensor) in buffers or any(name.startswith(f"{path}.") for path in metrics)
+                role = Role.BUFFER if may_differ else _loose_role(tensor)
             stepped = id(tensor) in self._stepped
-            self._tensor(f"{node.path}.{fqn}", tensor, role, node.declared.get(id(tensor)), fenced=stepped)
-        if any(_counts(tensor) for tensor in node.tensors.values()):
-            # Only then, since it walks all modules.
-            self.accumulators += [f"{node.path}.{path}".rstrip(".") for path in metric_paths(node.module)]
+            self._tensor(name, tensor, role, node.declared.get(id(tensor)), fenced=stepped)
         if self._selection.grads:
             gradients.require_named(node.module, node.path, node.tensors, self.selector.selects)
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():

@@ -201,7 +201,8 @@ class TorchRestoration:
                     self.unexpected.append(path)
 
     def _node(self, parent: DictNode, key: str, node: Node, saved: Value) -> None:
-        self._selector.know(node.path)
+        if not self._selector.takes_all:
+            self._selector.know(node.path)
         match node:
             case DictNode():
                 self._dict(node, saved)

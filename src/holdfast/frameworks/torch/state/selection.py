@@ -34,8 +34,7 @@ class Selector:
 
     def know(self, path: str) -> None:
         """Record a path of the state, with or without names below it."""
-        if not self.takes_all:
-            self._known.append(f"{path}.")
+        self._known.append(f"{path}.")
 
     def selects(self, name: str) -> bool:
         """Return whether a name is selected. A pattern applies to the names it matches and to all names below them."""
