@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +54,16 @@ def skewed_paths(world: World, root: str) -> str:
     return ""
 
 
+def connections_to(port: int) -> Iterator[int]:
+    """Yield the descriptors of this process's connections to a port."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if connection.getpeername()[1:2] == (port,):
+                        yield descriptor
+
+
 def one_never_calls(world: World, root: str, absent: int) -> dict[str, object]:
     """A rank leaves out one save (a branch that only some ranks take); the next one is called by all."""
     run = run_with(root)
@@ -67,6 +80,25 @@ def one_calls_late(world: World, root: str, late: int) -> dict[str, object]:
     first = said_of_save(run, 5)
     retried = first if first["said"] == "committed" else said_of_save(run, 5)
     return {"first": first, "retried": retried, "after": said_of_save(run, 6), "steps": run.steps()}
+
+
+def connections_break(world: World, root: str) -> dict[str, object]:
+    """All connections of a rank but the training's own break between two saves, as a firewall drops idle ones."""
+    server = dist.distributed_c10d._get_default_store()._underlying_non_prefix_store
+    kept = set(connections_to(server.port))
+    run = run_with(root, settings=PATIENT)
+    found = [said_of_save(run, 1)]
+    dist.barrier()
+    broken = 0
+    for descriptor in connections_to(server.port) if world.rank else ():
+        if descriptor not in kept:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    dist.barrier()
+    start = time.monotonic()
+    found += [said_of_save(run, step) for step in (2, 3)]
+    return {"found": found, "broken": broken, "waited": time.monotonic() - start, "steps": run.steps()}
 
 
 class Stubborn:

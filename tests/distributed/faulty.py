@@ -88,6 +88,10 @@ class BoardedComm:
         return self._inner.world_size
 
     @property
+    def timeout_seconds(self) -> float | None:
+        return self._inner.timeout_seconds
+
+    @property
     def key_value_store(self) -> KeyValueStore:
         return self._key_value_store
 

@@ -46,6 +46,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         case("publishing_fails", "unpublished", root, after=False),
         case("publishing_fails", "reply-lost", root, after=True),
         case("two_saves_in_flight", "in-flight", root),
+        case("connections_break", "broken", root),
         # Last: it replaces torch.distributed's functions, the launcher's own barrier among them.
         case("saving_runs_no_collective", "no-collective", root),
     ]
@@ -86,6 +87,15 @@ def test_a_tensor_that_no_index_may_list_is_refused_by_name_on_every_rank(worlds
         assert "t: 65 dimensions; expected at most 64" in value["refused"]["message"]
         assert value["after"]["said"] == "committed", value["after"]
         assert value["steps"] == [2]
+
+
+def test_connections_that_break_between_two_saves_cost_no_save_and_no_wait(worlds: dict[str, Results]) -> None:
+    values = dicts(worlds, "broken")
+    assert values[1]["broken"] >= 1
+    for value in values:
+        assert [each["said"] for each in value["found"]] == ["committed"] * 3, value
+        assert value["waited"] < PATIENT.commit_timeout_seconds / 2, value
+        assert value["steps"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("absent", [0, 1])

@@ -25,6 +25,7 @@ from holdfast.coordination.details import (
     details_by_rank,
     encode_details,
     encode_difference,
+    mismatches,
     shared_tensors,
 )
 from holdfast.coordination.job import Job, error_from, error_text
@@ -38,11 +39,12 @@ from holdfast.coordination.records import (
     encode_refusal,
     rank_ranges,
     ranks_in,
+    ranks_listed,
     refusal_in,
+    skew_error_of,
 )
 from holdfast.coordination.save_context import SaveContext
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
-from holdfast.geometry.tensor import Role
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.plan.rank_differences import Differences, refusal_of
 from holdfast.plan.unmatched_patterns import judge_unmatched
 
@@ -66,10 +68,19 @@ class SaveAgreement:
         """
         self._job, self._step = job, step
         self._save_id = step, location.hex()
-        self._deadline = job.deadline()
+        self._deadline = job.agreement_deadline()
         self._refused: str | None = None
         self.raises = False
         """Whether the call raises the refusal; decided by the verdict, so the same on every rank."""
+        self._failure: UnavailableError | None = None
+        try:
+            self._take_number()
+        except (UnavailableError, TimeoutError) as error:
+            self._sequence, self._failure = job.sequence, _unavailable(error)
+
+    def _take_number(self) -> None:
+        """Take the number of this save, and the refusal of it if the other ranks have given up already."""
+        job = self._job
         # Read the next number before any verdict. In the other order, a verdict set in between would raise the number
         # and move this rank past a save that it belongs to.
         latest = int(self._find(job.key("opening", "next")) or 0)  # The number after the last save that rank 0 closed.
@@ -118,9 +129,7 @@ class SaveAgreement:
         if self._refused is not None:
             return
         with suppress(CheckpointError, TimeoutError):
-            key = self._key("open", self._sequence, job.comm.rank)
-            job.key_value_store.set(key, encode_refusal(error_text(error)), job.seconds_left(self._deadline))
-            job.record_keys(self._sequence, [key])
+            self._publish_refusal(error)
             if job.comm.rank == 0:
                 text = error_text(error)
                 self._take(
@@ -141,6 +150,10 @@ class SaveAgreement:
             statement: The statement of this rank.
             details: Returns the details; called if rank 0 asks this rank for them.
             claim: Claims the location and returns the context; called on rank 0 before it agrees.
+
+        If the key-value store fails here, this rank refuses the save, so that no other rank waits for it. If a verdict
+        is there already, it holds.
+
         Raises:
             InvalidError: Ranks disagree; the message names the ranks and the differing tensors.
             CheckpointError: Rank 0's claim failed, or another rank refused.
@@ -148,6 +161,59 @@ class SaveAgreement:
         """
         if self._refused is not None:
             raise error_from(self._refused)
+        try:
+            if self._failure is not None:
+                raise self._failure
+            verdict, described = self._state_and_wait(statement, details, claim)
+        except (UnavailableError, TimeoutError) as error:
+            verdict, described = self._refuse_for(_unavailable(error))
+        self._take(verdict)
+        if verdict.refused is not None:
+            raise error_from(verdict.refused)
+        self._remember(statement.layout, verdict, described)
+        return self._agreement(verdict)
+
+    def require_wanted(self) -> None:
+        """Raise the refusal if the other ranks have refused this save before this rank called."""
+        if self._refused is not None:
+            raise error_from(self._refused)
+
+    def _publish_refusal(self, error: BaseException) -> None:
+        """Set a refusal in place of this rank's statement."""
+        job, key = self._job, self._key("open", self._sequence, self._job.comm.rank)
+        job.key_value_store.set(key, encode_refusal(error_text(error)), job.seconds_left(job.agreement_deadline()))
+        job.record_keys(self._sequence, [key])
+        job.sequence = max(job.sequence, self._sequence + 1)
+
+    def _refuse_for(self, error: UnavailableError) -> tuple[SaveVerdict, RankRanges | None]:
+        """Refuse the save because the key-value store failed on this rank; return the verdict that stands.
+
+        Rank 0 may have decided already, and the other ranks go on then: so does this rank.
+
+        Raises:
+            UnavailableError: The key-value store fails again.
+        """
+        rank = self._job.comm.rank
+        refusal = self._refusal(UnavailableError(f"{self._name}: rank {rank} could not agree on it: {error}"))
+        try:
+            self._publish_refusal(error)
+            verdict = self._set_verdict("verdict", refusal)
+            described = verdict.describe
+            if described is not None:
+                verdict = self._set_verdict("final", refusal)
+        except (CheckpointError, TimeoutError):
+            raise error from None
+        if verdict.save_id != self._save_id and verdict.refused is None:
+            raise error  # A save that ended without this rank, which could not read the number of this one.
+        return verdict, described
+
+    def _state_and_wait(
+        self,
+        statement: Statement,
+        details: Callable[[], Details],
+        claim: Callable[[], SaveContext],
+    ) -> tuple[SaveVerdict, RankRanges | None]:
+        """Set the statement and, if asked, the details of this rank; return the last verdict, and who was asked."""
         job = self._job
         rank = job.comm.rank
         key, details_key = self._key("open", self._sequence, rank), self._key("details", self._sequence, rank)
@@ -161,11 +227,7 @@ class SaveAgreement:
                 verdict = self._set_verdict("final", self._decide_on_details(verdict, claim))
             else:
                 verdict = self._await_verdict("final")
-        self._take(verdict)
-        if verdict.refused is not None:
-            raise error_from(verdict.refused)
-        self._remember(statement.layout, verdict, described)
-        return self._agreement(verdict)
+        return verdict, described
 
     def _take(self, verdict: SaveVerdict) -> None:
         """Take note of the verdict on this save."""
@@ -231,11 +293,11 @@ class SaveAgreement:
         try:
             records = job.key_value_store.get_many(keys, job.seconds_left(self._deadline))
         except TimeoutError:
-            absence = self._absence_error(f"within {job.settings.commit_timeout_seconds} s")
+            absence = self._absence_error(f"within {job.agreement_seconds:g} s")
             if absence is not None:
                 return self._refusal(absence)
             # The last statement arrived after the timeout, while this rank looked for absent ones.
-            records = job.key_value_store.get_many(keys, job.seconds_left(job.deadline()))
+            records = job.key_value_store.get_many(keys, job.seconds_left(job.agreement_deadline()))
         for rank, record in enumerate(records):
             refusal = refusal_in(record)
             if refusal is not None:
@@ -250,7 +312,7 @@ class SaveAgreement:
                     "(settings.failed_saves_max). Nothing was saved. The log has their errors: look there first"
                 )
             )
-        skew_error = self._skew_error(statements)
+        skew_error = skew_error_of(self._name, statements)
         if skew_error is not None:
             return self._refusal(skew_error)
         unmatched_error, warnings = judge_unmatched(self._name, [statement.unmatched for statement in statements])
@@ -282,25 +344,6 @@ class SaveAgreement:
         is_equal = all(len({statements[rank].known for rank in members}) == 1 for members in classes)
         return () if is_equal else tuple(sorted(names))
 
-    def _skew_error(self, statements: Sequence[Statement]) -> InvalidError | None:
-        by_step: dict[int, list[int]] = {}
-        for rank, statement in enumerate(statements):
-            by_step.setdefault(statement.step, []).append(rank)
-        if len(by_step) > 1:
-            steps = first_three(f"step {step} on ranks {_listed(ranks)}" for step, ranks in sorted(by_step.items()))
-            return InvalidError(
-                f"save: ranks save different steps: {steps}; expected one step. Nothing was saved. "
-                "Pass the same step on every rank"
-            )
-        first = statements[0].location
-        elsewhere = [rank for rank, statement in enumerate(statements) if statement.location != first]
-        if elsewhere:
-            return InvalidError(
-                f"{self._name}: ranks {_listed(elsewhere)} save to another path than rank 0; expected one path. "
-                "Make it the same on every rank (a time or rank in it differs)"
-            )
-        return None
-
     def _decide_on_details(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
         """Return rank 0's final verdict, once the ranks that it asked have published details."""
         asked = ranks_in(verdict.describe or ())
@@ -310,8 +353,8 @@ class SaveAgreement:
         except TimeoutError:
             return self._refusal(
                 UnavailableError(
-                    f"{self._name}: some of ranks {_listed(asked)} did not publish details within "
-                    f"{self._job.settings.commit_timeout_seconds} s; look at those ranks"
+                    f"{self._name}: some of ranks {ranks_listed(asked)} did not publish details within "
+                    f"{self._job.agreement_seconds:g} s; look at those ranks"
                 )
             )
         found = Differences.between(
@@ -323,7 +366,7 @@ class SaveAgreement:
         is_first = self._step < 0 or not job.history.has_agreed
         lossy = {name for each in details.values() for name in each.lossy}
         refused = found.refused(lossy, is_first=is_first) if job.settings.replicas == "refuse" else []
-        refused += _mismatches(details)
+        refused += mismatches(details)
         if refused:
             return self._refusal(refusal_of(self._name, refused))
         new = [name for name in found.others if job.is_first_occurrence(f"{name} differs between ranks")]
@@ -394,11 +437,15 @@ class SaveAgreement:
         """Set the verdict unless one is set already; return the verdict that is set."""
         job = self._job
         key = self._key(name, self._sequence)
-        standing = job.key_value_store.compare_set(key, b"", encode_message(verdict), job.seconds_left(job.deadline()))
+        standing = job.key_value_store.compare_set(
+            key, b"", encode_message(verdict), job.seconds_left(job.agreement_deadline())
+        )
         if job.comm.rank == 0:
             # Rank 0 deletes old verdicts later. A rank that missed them learns the next number from this key.
             job.key_value_store.set(
-                job.key("opening", "next"), str(self._sequence + 1).encode(), job.seconds_left(job.deadline())
+                job.key("opening", "next"),
+                str(self._sequence + 1).encode(),
+                job.seconds_left(job.agreement_deadline()),
             )
             job.record_keys(self._sequence, [key])
         return decode_message(standing, SaveVerdict)
@@ -409,7 +456,7 @@ class SaveAgreement:
         try:
             (text,) = job.key_value_store.get_many([key], job.seconds_left(self._deadline) + _GRACE_SECONDS)
         except TimeoutError:
-            limit = f"within {job.settings.commit_timeout_seconds} s of rank {job.comm.rank}"
+            limit = f"within {job.agreement_seconds:g} s of rank {job.comm.rank}"
             # Rank 0 itself may wait for other ranks: then name those.
             error = self._absence_error(limit) or UnavailableError(
                 f"{self._name}: rank 0 called save and gave no verdict {limit}; look at rank 0"
@@ -424,8 +471,8 @@ class SaveAgreement:
         if not absent:
             return None
         return UnavailableError(
-            f"{self._name}: ranks {_listed(absent)} did not call save {limit}; expected all {len(keys)} ranks. "
-            "Every rank must call save; look at those ranks"
+            f"{self._name}: ranks {ranks_listed(absent)} did not call save {limit}; expected all {len(keys)} ranks. "
+            "Every rank must call save; look at those ranks, or raise settings.agreement_timeout_seconds"
         )
 
     def _open_keys(self) -> list[str]:
@@ -439,25 +486,5 @@ class SaveAgreement:
         return self._job.key("opening", *parts[:1], name, *parts[1:])
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    """Return ranks for a message, at most three of them."""
-    return f"[{first_three(ranks)}]"
-
-
-def _mismatches(details_of: Mapping[int, Details]) -> list[str]:
-    """Return a text for each plain tensor of which ranks state different dtypes, shapes or roles."""
-    texts: list[str] = []
-    shapes: dict[str, tuple[int, tuple[str, tuple[int, ...], Role]]] = {}
-    for rank, details in details_of.items():
-        for fqn, plain in details.plain.items():
-            first_rank, first = shapes.setdefault(fqn, (rank, plain))
-            if first != plain:
-                texts.append(
-                    f"{fqn} ({_format_plain(first)} on rank {first_rank} ≠ {_format_plain(plain)} on rank {rank})"
-                )
-    return texts
-
-
-def _format_plain(plain: tuple[str, tuple[int, ...], Role]) -> str:
-    dtype, shape, role = plain
-    return f"{role.value} of {dtype} {list(shape)}"
+def _unavailable(error: Exception) -> UnavailableError:
+    return error if isinstance(error, UnavailableError) else UnavailableError(str(error))

@@ -24,7 +24,6 @@ from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, aborted
 from holdfast.errors import CheckpointError, UnavailableError, first_three
 
 _VOTING = Outcome(OutcomeKind.VOTING)
-_PUBLISHING = Outcome(OutcomeKind.PUBLISHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,8 @@ class CommitVote:
         """
         self._job, self._sequence, self._attempt, self._name = job, sequence, attempt, name
         self._has_voted = False
+        self._may_publish = False
+        """Whether the commit thread of this rank publishes, or is about to decide that it does."""
 
     def vote(self, vote: Vote) -> Outcome:
         """Cast this rank's vote.
@@ -72,7 +73,15 @@ class CommitVote:
         count = job.key_value_store.add(self._key("count"), 1, job.seconds_left(deadline))
         shared = [self._key(name) for name in ("count", "outcome", "result")] if job.comm.rank == 0 else []
         job.record_keys(self._sequence, [key, *shared])
-        return _VOTING if count < job.comm.world_size else self._decide(_PUBLISHING, deadline)
+        if count < job.comm.world_size:
+            return _VOTING
+        # Set before the decision: another thread of this rank may abort the attempt meanwhile.
+        self._may_publish = True
+        try:
+            return self._decide(Outcome(OutcomeKind.PUBLISHING, rank=job.comm.rank), deadline)
+        except BaseException:
+            self._may_publish = False
+            raise
 
     def votes(self) -> list[Vote]:
         """Return every rank's vote, by rank; for the committing rank."""
@@ -91,7 +100,10 @@ class CommitVote:
         try:
             decided = self._decide(aborted_by(job.comm.rank, error), job.deadline())
             if decided.kind is OutcomeKind.PUBLISHING:
-                return ask_storage("another rank is publishing")
+                if decided.rank != job.comm.rank or self._may_publish:
+                    return ask_storage("another rank is publishing")
+                # This rank decided to publish, but the reply was lost, and it has given up. Nobody else publishes.
+                decided = aborted_by(job.comm.rank, error)
             self._announce(decided, job.deadline())
         except (CheckpointError, TimeoutError) as failure:
             # Without this rank's vote no rank can complete the count, whatever the key-value store holds.

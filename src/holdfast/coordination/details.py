@@ -15,6 +15,7 @@ import numpy as np
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.records import Details, RankRanges, rank_ranges, ranks_in
 from holdfast.format.digest import short_digest_of
+from holdfast.geometry.tensor import Role
 
 _DIGESTS_MAX = 8
 """Most entries for which a rank states a digest each. One digest stands for all others."""
@@ -201,3 +202,22 @@ def shared_tensors(plain_by_class: Sequence[Iterable[str]]) -> dict[int, SharedT
         for number in combination:
             groups_of.setdefault(number, []).append((ranges, fqns))
     return {number: SharedTensors(tuple(each)) for number, each in groups_of.items()}
+
+
+def mismatches(details_of: Mapping[int, Details]) -> list[str]:
+    """Return a text for each plain tensor of which ranks state different dtypes, shapes or roles."""
+    texts: list[str] = []
+    shapes: dict[str, tuple[int, tuple[str, tuple[int, ...], Role]]] = {}
+    for rank, details in details_of.items():
+        for fqn, plain in details.plain.items():
+            first_rank, first = shapes.setdefault(fqn, (rank, plain))
+            if first != plain:
+                texts.append(
+                    f"{fqn} ({_format_plain(first)} on rank {first_rank} ≠ {_format_plain(plain)} on rank {rank})"
+                )
+    return texts
+
+
+def _format_plain(plain: tuple[str, tuple[int, ...], Role]) -> str:
+    dtype, shape, role = plain
+    return f"{role.value} of {dtype} {list(shape)}"

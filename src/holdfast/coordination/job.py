@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import weakref
@@ -24,6 +25,9 @@ from holdfast.settings import Settings
 logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 8
+_AGREEMENT_SECONDS_MAX = 300.0
+"""Longest wait for the agreement on a save, unless the settings say otherwise."""
+
 _ANNOUNCE_SECONDS_MIN = 1.0
 """Shortest time for a call to the key-value store, so that a rank can announce its end after its deadline."""
 
@@ -174,8 +178,27 @@ class Job:
 
     def deadline(self) -> float:
         """Return the monotonic time at which a wait for other ranks that begins now must end."""
+        return self._deadline_after(self.settings.commit_timeout_seconds)
+
+    @property
+    def agreement_seconds(self) -> float:
+        """How long this rank waits for the others to agree on a save, from its own arrival.
+
+        The training thread waits. So the wait must end well before the collectives of the training do, in which the
+        ranks that are not here may wait.
+        """
+        settings, group_seconds = self.settings, self.comm.timeout_seconds
+        if settings.agreement_timeout_seconds is not None:
+            return settings.agreement_timeout_seconds
+        group_seconds = math.inf if group_seconds is None else group_seconds
+        return min(group_seconds / 2, settings.commit_timeout_seconds, _AGREEMENT_SECONDS_MAX)
+
+    def agreement_deadline(self) -> float:
+        """Return the monotonic time at which an agreement on a save that begins now must end."""
+        return self._deadline_after(self.agreement_seconds)
+
+    def _deadline_after(self, timeout: float) -> float:
         now = self.clock.monotonic_seconds()
-        timeout = self.settings.commit_timeout_seconds
         return now + (
             timeout
             if self.process_deadline is None

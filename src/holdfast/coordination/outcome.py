@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from holdfast.coordination.job import error_from, error_text
@@ -41,6 +41,9 @@ class Outcome:
     kind: OutcomeKind
     """The state."""
 
+    rank: int = -1
+    """If publishing or aborted: the rank that decided it."""
+
     manifest_digest: str = ""
     """If committed: digest of the manifest."""
 
@@ -66,7 +69,7 @@ def aborted(error: CheckpointError) -> Outcome:
 
 def aborted_by(rank: int, error: CheckpointError) -> Outcome:
     """Return the outcome with which a rank aborts an attempt; its message names the rank, for the other ranks."""
-    return aborted(error_from(error_text(error), f"rank {rank} aborted: "))
+    return replace(aborted(error_from(error_text(error), f"rank {rank} aborted: ")), rank=rank)
 
 
 def ask_storage(reason: str) -> Outcome:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_context import SaveContext
+from holdfast.errors import InvalidError, first_three
 from holdfast.geometry.tensor import Role
 from holdfast.ports.framework import UnmatchedPattern
 from holdfast.types.health import Health
@@ -198,3 +199,29 @@ def rank_ranges(ranks: Sequence[int]) -> RankRanges:
 def ranks_in(ranges: RankRanges) -> tuple[int, ...]:
     """Return the ranks of ranges that `rank_ranges` returned."""
     return tuple(rank for first, stop, stride in ranges for rank in range(first, stop, stride))
+
+
+def ranks_listed(ranks: Sequence[int]) -> str:
+    """Return ranks for a message, at most three of them."""
+    return f"[{first_three(ranks)}]"
+
+
+def skew_error_of(name: str, statements: Sequence[Statement]) -> InvalidError | None:
+    """Return the error if ranks save different steps, or to different paths."""
+    by_step: dict[int, list[int]] = {}
+    for rank, statement in enumerate(statements):
+        by_step.setdefault(statement.step, []).append(rank)
+    if len(by_step) > 1:
+        steps = first_three(f"step {step} on ranks {ranks_listed(ranks)}" for step, ranks in sorted(by_step.items()))
+        return InvalidError(
+            f"save: ranks save different steps: {steps}; expected one step. Nothing was saved. "
+            "Pass the same step on every rank"
+        )
+    first = statements[0].location
+    elsewhere = [rank for rank, statement in enumerate(statements) if statement.location != first]
+    if elsewhere:
+        return InvalidError(
+            f"{name}: ranks {ranks_listed(elsewhere)} save to another path than rank 0; expected one path. "
+            "Make it the same on every rank (a time or rank in it differs)"
+        )
+    return None

@@ -63,6 +63,11 @@ class Comm(Protocol):
         """The key-value store of the group's job."""
         ...
 
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long a collective of the training waits before it ends the training; None if that is not known."""
+        ...
+
     def broadcast(self, payload: bytes | None) -> bytes:
         """Return rank 0's payload. A collective: every rank must call it, on the thread that called Holdfast."""
         ...

@@ -146,6 +146,7 @@ class SaveAttempt:
         """Take the number of this save; from now on a failure to collect the state is a refusal on every rank."""
         self._opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
         self._progress = SaveProgress.COLLECTING
+        self._opening.require_wanted()
         return self._opening
 
     def record_collected(self) -> None:

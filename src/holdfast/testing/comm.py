@@ -65,6 +65,9 @@ class ThreadGroup:
 class ThreadComm:
     """One rank of a group of threads."""
 
+    timeout_seconds: float | None = None
+    """A group of threads trains nothing."""
+
     def __init__(self, group: ThreadGroup, rank: int, key_value_store: KeyValueStore | None = None) -> None:
         """Join a group.
 

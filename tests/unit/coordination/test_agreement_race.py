@@ -20,7 +20,7 @@ PLACE = b"12345678"
 
 class RankOneOfTwo:
     def __init__(self, faults: Faults) -> None:
-        self.rank, self.world_size = 1, 2
+        self.rank, self.world_size, self.timeout_seconds = 1, 2, None
         self.real = TorchKeyValueStore(HashStore())
         self.key_value_store = FaultyKeyValueStore(self.real, faults)
 

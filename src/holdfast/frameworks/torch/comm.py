@@ -52,6 +52,8 @@ class ProcessGroupComm:
         self._default_store = dist.distributed_c10d._get_default_store()
         self.key_value_store = TorchKeyValueStore(self._default_store)
         """The key-value store of the job."""
+        self.timeout_seconds = _timeout_of(group)
+        """How long a collective of the training waits."""
         self._rank_of_global = {member: rank for rank, member in enumerate(dist.get_process_group_ranks(group))}
 
     @property
@@ -139,6 +141,17 @@ class ProcessGroupComm:
         if torch.device("cpu") in group._device_types:
             return torch.device("cpu")
         return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> float | None:
+    """Return the shortest timeout of a group's collectives, in seconds; None if torch does not tell."""
+    group = group or dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised"
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+        return min(backend.options._timeout.total_seconds() for backend in backends)
+    except (AttributeError, RuntimeError, ValueError):
+        return None  # A backend of another vendor, or a fake one.
 
 
 class SoloComm(AloneComm):
