@@ -100,7 +100,8 @@ def details_by_rank(
     """
     # Many ranks may differ in the same way: one record is decoded once.
     keys = {rank: (lowest_of[rank], record) for rank, record in records.items()}
-    found = {key: decode_difference(lowest[key[0]], key[1]) for key in {*keys.values()}}
+    entries = {rank: list(_entries(each)) for rank, each in lowest.items()}
+    found = {key: _decode_difference(lowest[key[0]], entries[key[0]], key[1]) for key in {*keys.values()}}
     names = {name for each, _ in found.values() for name in (*each.agreeing, *each.other)}
     uneven = frozenset(name for _, names in found.values() for name in names)
     filled = {key: _filled(lowest[key[0]], *found[key], names) for key in found}
@@ -117,8 +118,13 @@ def _filled(lowest: Details, differing: Details, uneven: Collection[str], names:
 
 def decode_difference(lowest: Details, record: bytes) -> tuple[Details, frozenset[str]]:
     """Return the entries of a rank that differ from those of the lowest rank of its class, and names that one lacks."""
+    return _decode_difference(lowest, list(_entries(lowest)), record)
+
+
+def _decode_difference(
+    lowest: Details, keys: Sequence[tuple[bool, str]], record: bytes
+) -> tuple[Details, frozenset[str]]:
     difference = decode_message(record, RankDifference)
-    keys = list(_entries(lowest))
     agreeing: dict[str, str] = {}
     other: dict[str, str] = dict(difference.extra)
     for place, number in enumerate(_numbers_in(difference.differing, len(keys))):
