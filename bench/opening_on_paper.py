@@ -11,6 +11,7 @@ from bench.synthetic import SyntheticJob
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.agreement import SaveAgreement
+from holdfast.coordination.details import encode_details, encode_difference
 from holdfast.coordination.job import Job
 from holdfast.coordination.records import Agreement, Details, Statement
 from holdfast.coordination.save_context import SaveContext
@@ -26,6 +27,7 @@ from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.types.plan import PackPlan
 
 STEP = 1000
+POSITION = "loader.position"
 
 
 class Left(Exception):
@@ -142,3 +144,61 @@ def _state(opening: SaveAgreement, statement: Statement, details: Details | None
     except Left:
         return
     raise AssertionError("a rank that is not measured came to the end of the opening")
+
+
+class CountingBoard(InProcessKeyValueStore):
+    """The board as rank 0 sees it: counts the bytes that come to it."""
+
+    def __init__(self, board: InProcessKeyValueStore) -> None:
+        """Share the keys of `board`."""
+        self._values, self._changed = board._values, board._changed
+        self.received = 0
+
+    def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+        """As the port says."""
+        found = super().get_many(keys, timeout_seconds)
+        self.received += sum(map(len, found))
+        return found
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
+        """As the port says."""
+        found = super().compare_set(key, expected, desired, timeout_seconds)
+        self.received += len(found)
+        return found
+
+
+def opened_with_a_difference(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> tuple[int, float]:
+    """Let one value differ on every rank; return the bytes that come to rank 0, and the seconds it takes to decide.
+
+    Every other rank has set all that it would set before rank 0 begins.
+    """
+    settings = replace(settings, arena_bytes_max=0)
+    group = ThreadGroup(job.world_size)
+    board = CountingBoard(group.key_value_store)
+    first_job = Job(LoneComm(group, 0, board), SystemClock(), settings)
+    fingerprints = [
+        StateFingerprint(job.collected_on(stage * job.ranks_per_stage), first_job, place) for stage in range(job.stages)
+    ]
+    statements = [fingerprint.statement(STEP) for fingerprint in fingerprints]
+    details = [fingerprint.details() for fingerprint in fingerprints]
+    lowest = [_at_position(each, stage * job.ranks_per_stage) for stage, each in enumerate(details)]
+    for rank in range(1, job.world_size):
+        stage = job.stage_of(rank)
+        statement = replace(statements[stage], other=short_digest_of(rank.to_bytes(4)))
+        if rank % job.ranks_per_stage:
+            record = encode_difference(lowest[stage], _at_position(details[stage], rank))
+        else:
+            record = encode_details(lowest[stage])
+        board.set(first_job.key("opening", 0, "open", rank), statement.encode(), 60.0)
+        board.set(first_job.key("opening", 0, "details", rank), record, 60.0)
+    opening = SaveAgreement(first_job, STEP, short_digest_of(place.url.encode()))
+    start = time.perf_counter()
+    agreement = opening.agree(statements[0], lambda: lowest[0], paper_context)
+    seconds = time.perf_counter() - start
+    assert agreement.divergent == (POSITION,), agreement.divergent
+    return board.received, seconds
+
+
+def _at_position(details: Details, rank: int) -> Details:
+    """Return the details of a rank whose data loader has a position of its own."""
+    return replace(details, other={**details.other, POSITION: short_digest_of(rank.to_bytes(4)).hex()})

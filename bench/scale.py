@@ -19,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-from bench.opening_on_paper import STEP, Opened, opened, packs_on, paper_context
+from bench.load_on_paper import Given, bytes_into_rank
+from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation
@@ -51,7 +52,15 @@ ROOT = HERE.parent / "runs" / "scale"
 RESULTS = HERE / "results" / "scale.json"
 RANKS, MIXTURE_RANKS = (1024, 4096, 16384), 2048
 SETTINGS = Settings()
-GROWING = ("plan_seconds", "commit_seconds", "load_plan_seconds", "load_plan_fsdp_seconds", "index_bytes")
+GROWING = (
+    "plan_seconds",
+    "save_bytes_into_rank0",
+    "commit_seconds",
+    "load_plan_seconds",
+    "load_plan_fsdp_seconds",
+    "load_bytes_in_per_rank",
+    "index_bytes",
+)
 
 Numbers = dict[str, float]
 
@@ -140,7 +149,7 @@ def committed(root: Path) -> Numbers:
     told = json.loads((root / "votes.json").read_text())
     place = location_at(root)
     votes = [Vote(*each) for each in told["votes"]]
-    agreement = Agreement(0, told["attempt"], (0,), {}, True, (), paper_context())
+    agreement = Agreement(0, told["attempt"], (0,), {}, True, (), None, paper_context())
     # Rank 0's own objects would need a state; the committing rank uses the location and the parent only.
     request = SimpleNamespace(location=place, parent=lambda: None)
     start, processor = time.perf_counter(), time.process_time()
@@ -186,6 +195,7 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
         "load_plan_seconds": seconds,
         "load_plan_processor_seconds": processor_seconds,
         "given_bytes": sum(map(len, frames)),
+        "load_bytes_in_per_rank": bytes_into_rank(job, Given(frames, manifest, stored, plan), SETTINGS),
         "index_bytes_read_per_rank": stored.bytes_read / total if isinstance(stored, SplitIndex) else 1.0,
         "load_plan_peak_mib": peak_mib(),
         "load_read_amplification": plan.bytes / held,
@@ -215,11 +225,14 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
     start = time.perf_counter()
     written = write_parts(root, job, done)
     print(f"  {job.name}: parts of all ranks written in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    into_rank0, seconds = opened_with_a_difference(job, location_at(root), SETTINGS)
     votes = [[vote.part_bytes, vote.part_digest] for vote in written.votes]
     (root / "votes.json").write_text(json.dumps({"attempt": written.attempt, "votes": votes}))
     forget_pages(root)
     found: Numbers = {
         "plan_seconds": done.plan_seconds,
+        "save_bytes_into_rank0": into_rank0,
+        "difference_seconds": seconds,
         "pieces": written.pieces,
         "chunks": written.chunks,
         "part_bytes": written.part_bytes,

@@ -19,6 +19,11 @@ def test_a_job_on_paper_is_committed_and_loaded_on_other_layouts(
     assert found["imbalance"] < 1.05
     assert found["index_bytes_per_chunk"] < 64
     assert found["plan_seconds"] < 10
+    names = 4 * sum(map(len, job.layers))
+    assert found["save_bytes_into_rank0"] <= 512 * job.world_size + 100 * names
+    if loads:
+        statuses = found["load_bytes_in_per_rank"] - found["given_bytes"]
+        assert statuses <= 64 * job.world_size + names + (512 << 10), "offers of reads may take 512 KiB"
 
 
 def test_ranks_of_a_target_hold_every_tensor_once() -> None:
