@@ -29,10 +29,11 @@ from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
 from holdfast.repository import removal
-from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders
+from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders, stored_bytes
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
+from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.reachability import unreferenced
 from holdfast.runs.retention import KeptFacts, kept
 from holdfast.types.manifest import Manifest
@@ -158,6 +159,7 @@ class CheckpointGC:
         self._store, self._clock, self._keep, self._writer_lease = store, clock, keep, writer_lease
         self._pins = Pins() if pins is None else pins
         self._readers = ReaderLeases(store, clock)
+        self._known = KnownSteps(store)
         self._warned: set[str] = set()
 
     def collect(self, grace_seconds: float, wait: Callable[[float], bool]) -> CollectReport | None:
@@ -231,10 +233,12 @@ class CheckpointGC:
         all_files: list[StepFiles] = []
         manifests: dict[int, Manifest | None] = {}
         reasons: dict[int, tuple[str, ...]] = {}
-        for step in step_folders(store):
+        folders = step_folders(store)
+        self._known.forget_all_but(folders)
+        for step in folders:
             records = quarantine.get(step, {})
             pinned = {attempt for record in records.values() for attempt in record.attempts}
-            files, manifest, strangers = removal.inspect_step(store, step, fence, pinned)
+            files, manifest, strangers = self._known.inspect(step, fence, pinned)
             all_files.append(files)
             for key in strangers:
                 self.warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
@@ -261,6 +265,7 @@ class CheckpointGC:
                 store.url,
             )
         staying = {*reasons, *under_way}
+        all_files = self._known.with_files_to_delete(all_files, staying, fence)
         return Inventory(
             run_id,
             {files.step: files.digest for files in all_files if files.digest is not None and files.counts},
@@ -279,7 +284,7 @@ class CheckpointGC:
         for error in tags.damaged.values():
             raise error
         candidates = {step: manifest for step, manifest in manifests.items() if step not in known}
-        reasons = dict(_torn(candidates, all_files))
+        reasons = dict(_torn(self._store, candidates, all_files))
         facts = [
             KeptFacts(step, manifest.created, manifest.metrics, tags.of(step, manifest.digest), manifest.healthy)
             for step, manifest in candidates.items()
@@ -306,7 +311,9 @@ class CheckpointGC:
             logger.warning(text, *values)
 
 
-def _torn(manifests: Mapping[int, Manifest], all_files: Sequence[StepFiles]) -> Mapping[int, tuple[str, ...]]:
+def _torn(
+    store: Store, manifests: Mapping[int, Manifest], all_files: Sequence[StepFiles]
+) -> Mapping[int, tuple[str, ...]]:
     """Return the newest steps with missing files, down to the first complete step.
 
     No run resumes from them. The complete step is the newest valid one, and the policy keeps it.
@@ -314,7 +321,12 @@ def _torn(manifests: Mapping[int, Manifest], all_files: Sequence[StepFiles]) -> 
     stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
     torn = {}
     for step in sorted(manifests, reverse=True):
-        short = [key for key, size in removal.named_files(manifests[step]).items() if stored.get(key) != size]
+        short = [
+            key
+            for key, size in removal.named_files(manifests[step]).items()
+            # A pack of another step, the folder of which is not listed again, is looked at by itself.
+            if (stored[key] if key in stored else stored_bytes(store, key)) != size
+        ]
         if not short:
             break
         torn[step] = (f"{short[0]} is missing or of another size",)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from holdfast.format.names import step_folder
 from holdfast.leases.reader import ReaderLease
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
+from holdfast.ports.store import ForwardingStore, Store
 from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.epochs import RELEASED, put_heartbeat
 from holdfast.repository.reader_leases import leases
@@ -32,6 +34,8 @@ from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.removal import Unreferenced
 from tests.tuned import tuned
+
+Result = TypeVar("Result")
 
 SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)
 State = dict[str, object]
@@ -337,7 +341,7 @@ def test_a_silent_lease_of_another_machine_dies_by_our_own_clock(tmp_path: Path)
         assert report is not None and report.steps == (1,)
 
 
-def run_id_of(store: LocalStore) -> str:
+def run_id_of(store: Store) -> str:
     run_id = read_run_id(store)
     assert run_id is not None
     return run_id
@@ -350,6 +354,73 @@ def other_machine(path: Path, store: LocalStore, lease_seconds: float = 10.0) ->
 
     holder = replace(this_process(SystemClock(), lease_seconds), boot="another", nonce=path.stem)
     put_lease(store, holder, 1, 1)
+
+
+class Asked(ForwardingStore):
+    """Records the folders of steps that are listed."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.listed: list[str] = []
+
+    def _around(self, name: str, subject: str, call: Callable[[], Result]) -> Result:
+        if name == "list" and subject.startswith("step-"):
+            self.listed.append(subject)
+        return call()
+
+
+def test_a_step_that_stays_is_listed_once(tmp_path: Path) -> None:
+    store = Asked(store_of(tmp_path))
+    with manager_at(tmp_path, deduplicate=False) as manager:
+        collector = CheckpointGC(store, SystemClock(), LatestN(3), manager._parts.writer_lease)
+        for step in range(1, 5):
+            manager.save(step, state_at(step)).wait()
+        collected = collector.collect(0, lambda _: False)
+        assert collected is not None and collected.steps == (1,)
+        expected = [step_folder(step) for step in (1, 1, 2, 3, 4)]
+        assert sorted(store.listed) == expected, "the step to delete by both inventories"
+        manager.save(5, state_at(5)).wait()
+        holdfast.load(tmp_path / step_folder(2), state_at(0), process_group=False)
+        store.listed.clear()
+        collected = collector.collect(0, lambda _: False)
+        assert collected is not None and collected.steps == (2,)
+        assert sorted(store.listed) == [step_folder(step) for step in (2, 2, 5)]
+    assert sorted(path.name + "/" for path in tmp_path.glob("step-*")) == [step_folder(step) for step in (3, 4, 5)]
+
+
+def test_a_pack_in_a_folder_that_is_not_listed_again_is_still_missed(tmp_path: Path) -> None:
+    store = Asked(store_of(tmp_path))
+    with manager_at(tmp_path) as manager:
+        collector = CheckpointGC(store, SystemClock(), LatestN(2), None)
+        manager.save(1, state_at(1)).wait()
+        collector.survey()
+        manager.save(2, state_at(2)).wait()
+        (pack,) = (pack for pack in read_manifest(store, step_folder(2)).packs if pack.name.startswith("step-"))
+        store.listed.clear()
+        (tmp_path / pack.name).unlink()
+        reasons = collector.survey().reasons
+        assert step_folder(1) not in store.listed
+        assert f"{pack.name} is missing or of another size" in reasons[2]
+
+
+def test_a_step_that_changes_is_listed_again(tmp_path: Path) -> None:
+    store = Asked(store_of(tmp_path))
+    with manager_at(tmp_path, deduplicate=False) as manager:
+        collector = CheckpointGC(store, SystemClock(), LatestN(1), None)
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step)).wait()
+        inventory = collector.survey()
+        assert set(inventory.reasons) == {3}
+        store.listed.clear()
+        assert collector.survey() == inventory
+        assert step_folder(3) not in store.listed
+        # The step is saved again: its manifest has other content and the same size.
+        shutil.rmtree(tmp_path / step_folder(3))
+        manager.save(3, state_at(3)).wait()
+        again = collector.survey()
+        assert step_folder(3) in store.listed
+        assert again.standing[3] != inventory.standing[3]
+        assert set(again.reasons) == {3}
 
 
 def test_a_mark_of_many_files_stays_small_enough_for_readers(tmp_path: Path) -> None:
