@@ -25,6 +25,7 @@ from holdfast.coordination.details import (
     details_by_rank,
     encode_details,
     encode_difference,
+    fitting_names,
     mismatches,
     shared_tensors,
 )
@@ -349,7 +350,7 @@ class SaveAgreement:
         asked = ranks_in(verdict.describe or ())
         classes = self._classes(verdict)
         try:
-            details, uneven = self._details_by_rank(asked, classes)
+            details, uneven = details_by_rank(asked, classes, self._read_details)
         except TimeoutError:
             return self._refusal(
                 UnavailableError(
@@ -380,7 +381,7 @@ class SaveAgreement:
             describe=None,
             divergent=tuple(sorted({*found.others, *verdict.divergent})),
             drift=drift,
-            uneven=tuple(sorted(uneven)),
+            uneven=fitting_names(uneven, job.comm.world_size),
             sharing=self._share(classes, details),
         )
         return self._with_context(claim, agreed)
@@ -389,17 +390,6 @@ class SaveAgreement:
         """Return the ranks that described nothing, by the lowest rank of their class, whose state is theirs too."""
         described = {*asked}
         return {ranks[0]: [rank for rank in ranks if rank not in described] for ranks in self._classes(verdict)}
-
-    def _details_by_rank(
-        self, asked: Sequence[int], classes: Sequence[tuple[int, ...]]
-    ) -> tuple[dict[int, Details], frozenset[str]]:
-        """Return what the asked ranks published, and names that only some ranks of a class have."""
-        lowest_of = {rank: ranks[0] for ranks in classes for rank in ranks}
-        lowest = sorted({lowest_of[rank] for rank in asked})
-        details = dict(zip(lowest, map(decode_details, self._read_details(lowest)), strict=True))
-        others = [rank for rank in asked if lowest_of[rank] != rank]
-        records = dict(zip(others, self._read_details(others), strict=True))
-        return details_by_rank(details, lowest_of, records)
 
     def _share(self, classes: Sequence[tuple[int, ...]], details: Mapping[int, Details]) -> RankRanges:
         """Tell each class which of its plain tensors other classes hold too; return the numbers of those classes."""

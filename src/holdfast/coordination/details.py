@@ -7,7 +7,7 @@ publishes only the entries that differ. Rank 0 tells each class which ranks shar
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +24,9 @@ _EXTRA_MAX = 8
 """Most names that a rank lists of those that the lowest rank of its class lacks."""
 
 _DIGEST_BYTES = 8
+
+_UNEVEN_CHARACTERS_MIN, _UNEVEN_CHARACTERS_PER_RANK = 16 << 10, 32
+"""Most characters of the names that only some ranks have, in a verdict: every rank receives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +90,22 @@ def encode_difference(lowest: Details, own: Details) -> bytes:
 
 
 def details_by_rank(
-    lowest: Mapping[int, Details], lowest_of: Mapping[int, int], records: Mapping[int, bytes]
+    asked: Sequence[int], classes: Sequence[Sequence[int]], read: Callable[[Sequence[int]], Sequence[bytes]]
 ) -> tuple[dict[int, Details], frozenset[str]]:
     """Return the details of every rank that published some, and names that only some ranks of a class have.
 
     Those of the lowest rank of a class are whole. Those of another rank hold the entries in which any rank differs.
 
     Args:
-        lowest: Details of the lowest rank of each class.
-        lowest_of: The lowest rank of each rank's class.
-        records: What each other rank published, by `encode_difference`.
+        asked: The ranks.
+        classes: Ranks of each class, ascending.
+        read: Returns what some ranks published.
     """
+    lowest_of = {rank: ranks[0] for ranks in classes for rank in ranks}
+    lowest_ranks = sorted({lowest_of[rank] for rank in asked})
+    lowest = dict(zip(lowest_ranks, map(decode_details, read(lowest_ranks)), strict=True))
+    others = [rank for rank in asked if lowest_of[rank] != rank]
+    records = dict(zip(others, read(others), strict=True))
     # Many ranks may differ in the same way: one record is decoded once.
     keys = {rank: (lowest_of[rank], record) for rank, record in records.items()}
     entries = {rank: list(_entries(each)) for rank, each in lowest.items()}
@@ -107,6 +115,18 @@ def details_by_rank(
     filled = {key: _filled(lowest[key[0]], *found[key], names) for key in found}
     details = {**lowest, **{rank: filled[key] for rank, key in keys.items()}}
     return {rank: details[rank] for rank in sorted(details)}, uneven
+
+
+def fitting_names(names: Collection[str], world_size: int) -> tuple[str, ...]:
+    """Return the first of some names, as many as a verdict may carry. Ranks ask for the others again."""
+    characters_left = max(_UNEVEN_CHARACTERS_MIN, _UNEVEN_CHARACTERS_PER_RANK * world_size)
+    fitting: list[str] = []
+    for name in sorted(names):
+        characters_left -= len(name)
+        if characters_left < 0:
+            break
+        fitting.append(name)
+    return tuple(fitting)
 
 
 def _filled(lowest: Details, differing: Details, uneven: Collection[str], names: Collection[str]) -> Details:

@@ -17,6 +17,7 @@ from holdfast.coordination.details import (
     details_by_rank,
     encode_details,
     encode_difference,
+    fitting_names,
     shared_tensors,
 )
 from holdfast.coordination.records import Details
@@ -182,9 +183,16 @@ def test_a_rank_that_equals_the_lowest_in_a_name_that_others_differ_in_says_so()
     lowest = Details("x", {}, {"w": "00" * 8}, {"a": "00" * 8, "b": "00" * 8, "c": "00" * 8}, ["a"])
     first = Details("x", {}, {"w": "11" * 8}, {"a": "11" * 8, "b": "00" * 8, "c": "00" * 8}, ["a"])
     second = Details("x", {}, {"w": "00" * 8}, {"a": "22" * 8, "c": "00" * 8, "d": "33" * 8}, ["a"])
-    records = {1: encode_difference(lowest, first), 2: encode_difference(lowest, second)}
-    found, uneven = details_by_rank({0: lowest}, {0: 0, 1: 0, 2: 0}, records)
+    records = [encode_details(lowest), encode_difference(lowest, first), encode_difference(lowest, second)]
+    found, uneven = details_by_rank((0, 1, 2), [(0, 1, 2)], lambda ranks: [records[rank] for rank in ranks])
     assert uneven == {"b", "d"}
     assert found[0] == lowest
     assert (found[1].agreeing, found[1].other) == ({"w": "11" * 8}, {"a": "11" * 8})
     assert (found[2].agreeing, found[2].other) == ({"w": "00" * 8}, {"a": "22" * 8, "d": "33" * 8})
+
+
+def test_names_that_only_some_ranks_have_fill_a_verdict_with_32_characters_a_rank_at_most() -> None:
+    names = {f"cache.rank{number:06}" for number in range(40_000)}
+    assert fitting_names({"b", "a"}, 2) == ("a", "b")
+    assert fitting_names(names, 2) == tuple(sorted(names)[: (16 << 10) // 16])
+    assert fitting_names(names, 16_384) == tuple(sorted(names)[: 2 * 16_384])
