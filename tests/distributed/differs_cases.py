@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 
 import torch
 import torch.distributed as dist
@@ -211,3 +212,14 @@ def each_ranks_own(world: World, path: str) -> list[object]:
     holdfast.load(path, loaded)
     same = torch.equal(weight, before) and torch.equal(torch.rand(1), expected)
     return [loader.position, loaded["seed"].value, same, texts]  # type: ignore[attr-defined]
+
+
+def run_without_steps(world: World, path: str) -> list[object]:
+    """Load from a run whose first save was never committed; one rank does not see the run."""
+    if world.rank == 0:
+        with holdfast.CheckpointManager(path, process_group=False) as manager:
+            manager.save(1, {"w": torch.ones(4)}).wait()
+        shutil.rmtree(f"{path}/step-000000000001")
+    dist.barrier()
+    with holdfast.CheckpointManager(path if world.rank == 0 else f"{path}-unmounted") as manager:
+        return [manager.load({"w": torch.zeros(4)}), os.path.exists(f"{path}/holdfast.json")]

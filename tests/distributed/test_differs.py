@@ -23,6 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         case("glob_that_matches_nothing", root),
         *(case("root_unseen_by_one", root, f"unseen-by-{rank}", blind=rank) for rank in (0, 1)),
         case("root_of_a_new_run", root),
+        case("run_without_steps", root),
         case("what_differs", root),
         case("each_ranks_own", root),
         case("drifted", root),
@@ -69,6 +70,10 @@ def test_a_root_that_another_rank_does_not_see_is_no_start_from_scratch(results:
 
 def test_a_root_without_a_run_has_no_step(results: Results) -> None:
     assert results.values("root_of_a_new_run") == [None, None]
+
+
+def test_a_run_that_rank_0_sees_without_a_step_has_none(results: Results) -> None:
+    assert results.values("run_without_steps") == [[None, True], [None, True]]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from holdfast.format.names import RUN_FILE
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists
 
+_RANK_0_SEES, _OTHER_FINDING = 2, 1
+"""Bits that ranks join: rank 0 sees the run, which has no step; a rank sees the run, or cannot look."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
@@ -45,16 +48,20 @@ def require_no_run_elsewhere(job: Job, root: Store) -> None:
         sees_run = exists(root, RUN_FILE)
     except CheckpointError as error:
         own = error
+    bits = _OTHER_FINDING if sees_run or own is not None else 0
+    if sees_run and job.comm.rank == 0:
+        bits = _RANK_0_SEES
+    # One byte a rank travels where a new run starts.
+    (joined,) = job.comm.bitwise_or(bytes([bits]))
+    if not joined or joined & _RANK_0_SEES:
+        return
     sight = _Sight(platform.node(), sees_run, None if own is None else error_text(own))
     sights = [decode_message(data, _Sight) for data in job.comm.all_gather(encode_message(sight))]
-    if sights[0].sees_run:
-        return
     raise_together([each.error for each in sights], job.comm.rank, own)
     seeing = [rank for rank, each in enumerate(sights) if each.sees_run]
-    if seeing:
-        hosts = sorted({sights[rank].host for rank in seeing})
-        raise UnavailableError(
-            f"{root.url}: rank 0 on host {sights[0].host} finds no run, but ranks [{first_three(seeing)}] on hosts "
-            f"[{first_three(hosts)}] find one; expected one root for all ranks. Nothing was loaded. Check the mount on "
-            f"host {sights[0].host}, and that every rank passes the same root"
-        )
+    hosts = sorted({sights[rank].host for rank in seeing})
+    raise UnavailableError(
+        f"{root.url}: rank 0 on host {sights[0].host} finds no run, but ranks [{first_three(seeing)}] on hosts "
+        f"[{first_three(hosts)}] find one; expected one root for all ranks. Nothing was loaded. Check the mount on "
+        f"host {sights[0].host}, and that every rank passes the same root"
+    )
