@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -52,6 +53,49 @@ def load_fsdp(world: World, path: str, stepped: bool = False, mesh: list[int] | 
     assert report.missing == report.unexpected == ()
     found = digests(net, optimizer)
     train(net, optimizer, 1, seed=5)
+    return found
+
+
+class Container(torch.optim.Optimizer):
+    """As torchtitan's: one optimizer for each part of the model, and a state_dict that must not be called."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.optimizers = [adamw(part) for part in net.children()]
+        super().__init__(net.parameters(), {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, object]:
+        get_optimizer_state_dict(nn.Module(), self.optimizers)
+        raise AssertionError("a call that may step")
+
+
+def save_container(world: World, path: str) -> dict[str, str]:
+    net = sharded(1)
+    container = Container(net)
+    train(net, container)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 3) for each in container.optimizers]
+    holdfast.save(path, {"model": net, "optimizer": container, "scheduler": schedulers[0], "batches": 2})
+    found: dict[str, str] = {}
+    for each in container.optimizers:
+        found |= digests(net, each)
+    return found
+
+
+def load_container(world: World, path: str) -> dict[str, str]:
+    net = sharded(2)
+    container = Container(net)
+    holdfast.load(path, {"model": net, "optimizer": container})
+    found: dict[str, str] = {}
+    for each in container.optimizers:
+        found |= digests(net, each)
+    train(net, container, 1, seed=5)
     return found
 
 

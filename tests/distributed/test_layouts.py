@@ -53,6 +53,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("load_fsdp", path=at("hsdp"), name="load_hsdp_as_4"),
             case("save_fsdp", path=at("split"), index_chunks_max=8, name="save_split"),
             case("load_fsdp", path=at("split"), mesh=[2, 2], name="load_split_as_hsdp"),
+            case("save_container", path=at("container")),
             case("save_meshes", path=at("meshes")),
             *(case("load_meshes", path=at("meshes"), shift=shift, name=f"load_meshes_{shift}") for shift in (0, 1, 4)),
             case("strided", path=at("strided")),
@@ -68,6 +69,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("load_fsdp", path=at("from-2"), name="load_2"),
             case("load_fsdp", path=at("from-2"), stepped=True, name="load_2_stepped"),
             case("load_fsdp", path=at("from-4"), name="load_4"),
+            case("load_fsdp", path=at("container"), name="load_container_as_one"),
+            case("load_container", path=at("container")),
+            case("load_container", path=at("from-1"), name="load_one_as_container"),
             case("alone_beside_others", path=at("from-2")),
             case("save_ddp", path=at("ddp"), same_batches=False),
             case("save_ddp", path=at("ddp-same"), same_batches=True, name="save_ddp_same"),
@@ -107,6 +111,15 @@ def test_fsdp_4_to_2(worlds: Worlds) -> None:
 
 def test_fsdp_4_to_3_over_an_optimizer_that_has_stepped(worlds: Worlds) -> None:
     assert worlds.same_on_all(worlds.three, "load_4") == worlds.same_on_all(worlds.four, "save_fsdp")
+
+
+def test_an_optimizer_that_holds_others_and_one_that_holds_none_load_each_other(worlds: Worlds) -> None:
+    saved = worlds.same_on_all(worlds.four, "save_container")
+    assert isinstance(saved, dict) and any(name.endswith("/exp_avg") for name in saved)
+    assert worlds.same_on_all(worlds.two, "load_container_as_one") == saved
+    assert worlds.same_on_all(worlds.two, "load_container") == saved
+    assert layout_cases.load_plain(str(worlds.root / "container")) == saved
+    assert worlds.same_on_all(worlds.two, "load_one_as_container") == worlds.plain
 
 
 def test_an_index_of_many_files_loads_on_any_layout(worlds: Worlds) -> None:
