@@ -19,7 +19,7 @@ from holdfast.checkpoint.location import CheckpointLocation, none_allowed, requi
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.coordination.signals import Signals
-from holdfast.errors import CheckpointError, InvalidError
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.names import require_step
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
@@ -37,6 +37,9 @@ from holdfast.settings import Preemption, Settings
 from holdfast.stores.foreign import References
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.reports import LoadReport, SaveReport
+
+_SLICE_SECONDS = 1.0
+"""A wait for saves in flight looks each time this has passed whether their write hangs."""
 
 
 class CheckpointManager:
@@ -295,7 +298,7 @@ class CheckpointManager:
         for handle in self._pending:
             try:
                 is_known = handle.was_awaited
-                handle.wait()
+                self._await(handle)
             except CheckpointError as error:
                 if not is_known:
                     failures.append(error)
@@ -368,6 +371,19 @@ class CheckpointManager:
                 ending.callback(self._parts.collecting.close)
             ending.callback(self._job.close)
             self.wait()
+
+    def _await(self, handle: SaveHandle) -> None:
+        """Wait for a save; while the manager closes, not for one whose write hangs."""
+        while True:
+            try:
+                handle.wait(timeout=_SLICE_SECONDS)
+                return
+            except TimeoutError:
+                hung = self._job.progress.hung if self._closed else None
+            if hung is not None:
+                handle.stop_waiting(UnavailableError(f"{handle.name}: the manager was closed while {hung}"))
+                if not handle.committed.done():
+                    return  # A rank may be publishing it.
 
     def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""

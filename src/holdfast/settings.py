@@ -102,6 +102,11 @@ class Settings:
     """How long a rank waits for the others to agree on a save, from its own arrival; training waits meanwhile. None:
     half of the timeout of the process group, at most 300 s and at most `commit_timeout_seconds`."""
 
+    stall_timeout_seconds: float | None = None
+    """How long a save may hold the training thread while this process writes no byte. Then that save fails, and
+    training goes on. While the write hangs, later saves fail at once. Slow storage is waited for. None: half of the
+    timeout of the process group, at most 300 s."""
+
     failed_saves_max: int | None = None
     """After how many failed saves in a row a call of `save` or `maybe_save` raises, on every rank. None: never. A
     failed save does not end training, so without a limit a job may run for long with nothing but log lines."""
@@ -165,12 +170,9 @@ class Settings:
         self._require("replicas", self.replicas in ("refuse", "lowest"), "'refuse' or 'lowest'")
         self._require("share_reads", self.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'")
         self._require("commit_timeout_seconds", 0 < self.commit_timeout_seconds < math.inf, "a positive, finite number")
-        agreement = self.agreement_timeout_seconds
-        self._require(
-            "agreement_timeout_seconds",
-            agreement is None or 0 < agreement < math.inf,
-            "a positive, finite number, or None",
-        )
+        for name in ("agreement_timeout_seconds", "stall_timeout_seconds"):
+            seconds = getattr(self, name)
+            self._require(name, seconds is None or 0 < seconds < math.inf, "a positive, finite number, or None")
         failures = self.failed_saves_max
         self._require("failed_saves_max", failures is None or failures >= 1, "a whole number from 1, or None")
         lease_range = f"seconds from {LEASE_SECONDS_MIN} to {LEASE_SECONDS_MAX}"

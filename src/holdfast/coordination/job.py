@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import NoReturn
 
 from holdfast.clock import Clock
 from holdfast.engine.arena import Arena
+from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
@@ -25,37 +23,11 @@ from holdfast.settings import Settings
 logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 8
-_AGREEMENT_SECONDS_MAX = 300.0
-"""Longest wait for the agreement on a save, unless the settings say otherwise."""
+_HELD_SECONDS_MAX = 300.0
+"""How long a save may hold the training thread, unless the settings say otherwise."""
 
 _ANNOUNCE_SECONDS_MIN = 1.0
 """Shortest time for a call to the key-value store, so that a rank can announce its end after its deadline."""
-
-
-class BackgroundQueue:
-    """Runs calls one after the other on a thread of its own; interpreter exit waits for them."""
-
-    def __init__(self, thread_name: str) -> None:
-        """Start no thread yet: the first call does."""
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=thread_name)
-        self._last: weakref.ref[Future[object]] | None = None
-
-    def submit(self, work: Callable[[], object]) -> Future[object]:
-        """Run a call after all calls submitted earlier."""
-        future = self._executor.submit(work)
-        # A weak reference: the exception of a failed call would keep the objects in its frames alive.
-        self._last = weakref.ref(future)
-        return future
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every submitted call has ended, so that the next one starts at once."""
-        last = None if self._last is None else self._last()
-        return last is None or last.done()
-
-    def close(self) -> None:
-        """Wait for the calls submitted so far, then end the thread."""
-        self._executor.shutdown(wait=True)
 
 
 class SaveHistory:
@@ -137,7 +109,10 @@ class Job:
         """Memory for copies of the state."""
         self.plan_cache = PlanCache()
         """Plans of earlier saves."""
-        copies, commits = queues or (BackgroundQueue("holdfast-copy"), BackgroundQueue("holdfast-commit"))
+        if queues is None:
+            progress = WriteProgress(clock)
+            queues = BackgroundQueue("holdfast-copy", progress), BackgroundQueue("holdfast-commit", progress)
+        copies, commits = queues
         self.copies = copies
         """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
         self.commits = commits
@@ -145,6 +120,9 @@ class Job:
         self.differing: dict[bytes, frozenset[str]] = {}
         """By fingerprint of a layout, buffers and values that differed when it was last saved. The agreement does not
         compare them again."""
+        self.progress = commits.progress
+        """The writes of this process. No wait for them lasts for ever if storage does not answer."""
+        self.progress.stall_seconds = self.stall_seconds
         self._logged: set[str] = set()
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
@@ -187,11 +165,22 @@ class Job:
         The training thread waits. So the wait must end well before the collectives of the training do, in which the
         ranks that are not here may wait.
         """
-        settings, group_seconds = self.settings, self.comm.timeout_seconds
+        settings = self.settings
         if settings.agreement_timeout_seconds is not None:
             return settings.agreement_timeout_seconds
-        group_seconds = math.inf if group_seconds is None else group_seconds
-        return min(group_seconds / 2, settings.commit_timeout_seconds, _AGREEMENT_SECONDS_MAX)
+        return min(self._held_seconds_max, settings.commit_timeout_seconds)
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long a save may hold the training thread while this process writes no byte."""
+        seconds = self.settings.stall_timeout_seconds
+        return self._held_seconds_max if seconds is None else seconds
+
+    @property
+    def _held_seconds_max(self) -> float:
+        """How long a training thread may be held, while other ranks wait for it in a collective of the training."""
+        seconds = self.comm.timeout_seconds
+        return _HELD_SECONDS_MAX if seconds is None else min(seconds / 2, _HELD_SECONDS_MAX)
 
     def agreement_deadline(self) -> float:
         """Return the monotonic time at which an agreement on a save that begins now must end."""

@@ -147,6 +147,10 @@ class SaveAttempt:
         self._opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
         self._progress = SaveProgress.COLLECTING
         self._opening.require_wanted()
+        hung = self.job.progress.hung
+        if hung is not None:
+            # Before it takes memory. The commit thread would come to this save only after the write that hangs.
+            raise UnavailableError(f"{self.name}: {hung}. Nothing was saved; look at the storage")
         return self._opening
 
     def record_collected(self) -> None:
@@ -173,6 +177,16 @@ class SaveAttempt:
         """End the save on every rank, unless a rank may be publishing: then it ends by itself."""
         if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED and self._transfer is not None:
             self._transfer.give_up(error)
+
+    def stop_waiting(self, error: CheckpointError) -> None:
+        """End the save and fail its handle, although the commit thread may hang in a write."""
+        # If the commit thread has not begun this save, it never will. It leaves the files for the next save to remove:
+        # removing them now would wait for the storage that does not answer.
+        self._finisher.acquire(blocking=False)
+        assert self._transfer is not None, "the handle knows the attempt from the transfer on"
+        self._transfer.give_up(error)
+        if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED:
+            self.handle.fail(error)
 
     def key(self, name: str) -> str:
         """Return the key of a file of this attempt."""

@@ -30,6 +30,10 @@ class InFlight(Protocol):
         """End the save on every rank with an error, unless a rank may be publishing it."""
         ...
 
+    def stop_waiting(self, error: CheckpointError) -> None:
+        """End the save as `abandon`, and fail the handle at once: the commit thread may never come back."""
+        ...
+
 
 class SaveHandle:
     """A save in progress.
@@ -111,6 +115,12 @@ class SaveHandle:
         if in_flight is not None:
             in_flight.abandon(error)
 
+    def stop_waiting(self, error: CheckpointError) -> None:
+        """End the save although its write hangs: on every rank, and at once, unless a rank may be publishing it."""
+        in_flight = self.in_flight
+        if in_flight is not None:
+            in_flight.stop_waiting(error)
+
     def reach_staged(self) -> None:
         """Mark the save as staged, unless it has failed."""
         with suppress(InvalidStateError):
@@ -125,6 +135,8 @@ class SaveHandle:
 
     def fail(self, error: BaseException) -> None:
         """Mark the save as failed; log the error if no caller waits for it."""
+        if self.committed.done():
+            return  # It was given up while its write hung, and the write has ended now.
         counted = self._history.note_failed()
         with self._lock:
             if not self._waiting:

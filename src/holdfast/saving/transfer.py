@@ -7,6 +7,7 @@ training goes on.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,7 +15,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
-from holdfast.errors import InvalidError, first_three
+from holdfast.errors import InvalidError, UnavailableError, first_three
 from holdfast.ports.framework import Collected, LocalShard, Source
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import MIB
@@ -32,6 +33,10 @@ _EAGER_BYTES_MAX = 64 * MIB
 
 _FENCE_WARNING_SECONDS = 1.0
 """The fence logs a warning if it blocks training for longer."""
+
+
+_SLICE_SECONDS = 1.0
+"""A wait of the training thread logs a line after this time, and looks at the storage each time it has passed."""
 
 
 class Transfer:
@@ -58,7 +63,7 @@ class Transfer:
             packs: The packs of this rank.
             trace: Records the phases and the bytes written.
         """
-        self._trace, self._on_progress = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
+        self._trace, self._report_bytes = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
         self._job, self._handle, self._name, self._writer, self._packs = job, handle, handle.name, writer, packs
         self.staging: Staged = "none"
         """How the state is copied."""
@@ -138,10 +143,35 @@ class Transfer:
 
     def settle(self, timeout: float | None = None) -> float | None:
         """Wait, on the training thread, until the state is no longer read; return the seconds left of the timeout."""
-        start = self._job.clock.monotonic_seconds()
-        if self._staging.wait(timeout):
+        clock = self._job.clock
+        start = clock.monotonic_seconds()
+        end = math.inf if timeout is None else start + timeout
+        is_late = False
+        # In slices: handlers of signals run meanwhile, and a write that hangs is noticed. The event is a local one.
+        while not self._staging.wait(max(min(_SLICE_SECONDS, end - clock.monotonic_seconds()), 0.0)):
+            if clock.monotonic_seconds() >= end:
+                break
+            if not is_late:
+                is_late = True
+                logger.warning("%s: training waits until the state is copied: copies wait for memory", self._name)
+            self._give_up_if_stalled(start)
+        else:
             self._check_unmodified()
-        return None if timeout is None else max(start + timeout - self._job.clock.monotonic_seconds(), 0.0)
+        return None if timeout is None else max(end - clock.monotonic_seconds(), 0.0)
+
+    def _give_up_if_stalled(self, since: float) -> None:
+        """Give up this save once training has waited for too long while no byte was written."""
+        progress = self._job.progress
+        seconds = progress.idle_seconds(since)
+        if seconds >= self._job.stall_seconds:
+            reason = progress.hung or "storage does not answer"
+            self._handle.stop_waiting(
+                UnavailableError(
+                    f"{self._name}: training waited for {seconds:,.0f} s, and no byte was written meanwhile; expected "
+                    f"some within {self._job.stall_seconds:g} s (settings.stall_timeout_seconds). "
+                    f"Nothing was committed. Look at the storage: {reason}"
+                )
+            )
 
     def _block_training(self) -> None:
         """Block the training thread until the state is copied. The framework calls this before it changes the state."""
@@ -166,11 +196,17 @@ class Transfer:
 
     def _write_packs(self, write: Callable[[PlannedPack], WrittenPack]) -> list[WrittenPack]:
         written = []
-        with self._trace.phase("write"):
+        with self._trace.phase("write"), self._job.progress.writing(self._name):
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):
                     written.append(write(pack))
         return written
+
+    def _on_progress(self, count: int) -> None:
+        """Take note of written bytes, on any thread."""
+        self._job.progress.note_written()
+        if self._report_bytes is not None:
+            self._report_bytes(count)
 
     def _reach_staged(self) -> None:
         self.staged_seconds = self._trace.seconds

@@ -1,0 +1,136 @@
+"""Threads that copy, write and commit in order, and the progress of the writes that others wait for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from holdfast.clock import Clock
+
+_SLICE_SECONDS = 1.0
+
+
+class WriteProgress:
+    """The saves that this process writes, and when it last wrote a byte. Any thread may call.
+
+    A write that takes long is no problem while bytes get written. If none does, storage may never answer.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._writing: dict[object, str] = {}
+        self._moved_at = clock.monotonic_seconds()
+        self.stall_seconds = 300.0
+        """After this time without a written byte a write counts as hung."""
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Record that the block writes a save."""
+        token = object()
+        self.note_written()
+        self._writing[token] = name
+        try:
+            yield
+        finally:
+            self._writing.pop(token, None)
+            self.note_written()
+
+    def note_written(self) -> None:
+        """Record that storage has taken bytes, or that a write has ended."""
+        self._moved_at = self._clock.monotonic_seconds()
+
+    def idle_seconds(self, since: float) -> float:
+        """Return how long no byte was written, counted from a monotonic time at the earliest."""
+        return self._clock.monotonic_seconds() - max(since, self._moved_at)
+
+    @property
+    def hung(self) -> str | None:
+        """A text about the write that hangs, for a message; None if none does."""
+        names = list(self._writing.values())
+        seconds = self.idle_seconds(0.0)
+        if not names or seconds < self.stall_seconds:
+            return None
+        return f"the {names[0]} has written no byte for {seconds:,.0f} s: storage does not answer"
+
+
+class BackgroundQueue:
+    """Runs calls one after the other on a thread of its own; interpreter exit waits for them, unless a write hangs."""
+
+    def __init__(self, thread_name: str, progress: WriteProgress) -> None:
+        """Start no thread yet: the first call does.
+
+        Args:
+            thread_name: Name of the thread.
+            progress: Tells whether a write hangs, for which neither `close` nor the interpreter waits.
+        """
+        self._name, self.progress = thread_name, progress
+        self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._last: weakref.ref[Future[object]] | None = None
+        self._is_closed = False
+
+    def submit(self, work: Callable[[], object]) -> Future[object]:
+        """Run a call after all calls submitted earlier."""
+        future: Future[object] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"{self._name}: the queue is closed")
+            if self._thread is None:
+                # A daemon: the interpreter would wait for any other thread, also for one whose write hangs.
+                self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
+                self._thread.start()
+                _QUEUES.add(self)
+            # A weak reference: the exception of a failed call would keep the objects in its frames alive.
+            self._last = weakref.ref(future)
+            self._calls.put((future, work))
+        return future
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every submitted call has ended, so that the next one starts at once."""
+        last = None if self._last is None else self._last()
+        return last is None or last.done()
+
+    def close(self) -> None:
+        """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+            self._calls.put(None)
+        while thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(_SLICE_SECONDS)
+            if self.progress.hung is not None:
+                return
+
+
+_QUEUES: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
+
+
+def _work(calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None]) -> None:
+    """Make calls until None comes."""
+    while (call := calls.get()) is not None:
+        future, work = call
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+            del result
+        # This thread keeps nothing alive while it waits.
+        del call, future, work
+
+
+def _finish_calls() -> None:
+    for each in list(_QUEUES):
+        each.close()
+
+
+# As an executor of the standard library does: before the interpreter joins threads and runs `atexit` functions, so that
+# the calls can still start threads.
+threading._register_atexit(_finish_calls)  # type: ignore[attr-defined]

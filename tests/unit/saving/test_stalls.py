@@ -1,0 +1,181 @@
+"""Storage that stops answering: training is held for a bounded time, later saves fail at once, exit does not wait."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.clock import SystemClock
+from holdfast.engine.background import BackgroundQueue, WriteProgress
+from holdfast.errors import UnavailableError
+from holdfast.settings import KIB, MIB, Settings
+from holdfast.stores.syscalls import Syscalls
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
+
+SMALL_ARENA = replace(PATIENT, arena_bytes_max=3 * PATIENT.window_bytes, stall_timeout_seconds=1.5)
+
+
+class Hang:
+    """Holds every write from the moment that it is armed."""
+
+    def __init__(self) -> None:
+        self.armed, self.over = threading.Event(), threading.Event()
+
+    def __call__(self, operation: FaultPoint) -> None:
+        if self.armed.is_set():
+            self.over.wait(30.0)
+
+
+def state(value: float) -> dict[str, object]:
+    return {"w": plain(value, count=4096)}
+
+
+def test_a_write_that_hangs_holds_training_for_the_timeout_and_later_saves_not_at_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hang, store = Hang(), fresh_store()
+    faulty = FaultyStore(store, Faults(hang, names={"upload.write"}, lasting=True))
+    world = World(2, settings=SMALL_ARENA, store=store, stores={0: faulty})
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        saved(run, 1, state(1.0))
+        if rank == 0:
+            hang.armed.set()
+        else:
+            hang.armed.wait(10.0)
+        handles, held = [], []
+        for step in (2, 3, 4):
+            start = time.monotonic()
+            handles.append(run.save(step, state(float(step))))
+            held.append(time.monotonic() - start)
+        errors = [handle.failure for handle in handles[1:]] if rank == 0 else []
+        hang.armed.clear()
+        hang.over.set()
+        return held, errors
+
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        (held, errors), _ = world.play(part)  # type: ignore[misc]
+    assert 1.0 < held[1] < 8.0, "the second save waits for memory until the timeout"
+    assert held[2] < 1.0, "a later save fails at once"
+    assert all(isinstance(error, UnavailableError) for error in errors), errors
+    assert "stall_timeout_seconds" in str(errors[0]) and "save of step 2 has written no byte" in str(errors[1])
+    assert any("training waits until the state is copied" in each.getMessage() for each in caplog.records)
+    assert 1 in world.committed() and 4 not in world.committed()
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event that makes large writes hang from the moment that it is set, until the test ends."""
+    hung, over, real = threading.Event(), threading.Event(), Syscalls.pwrite
+
+    def pwrite(self: Syscalls, descriptor: int, data: memoryview, offset: int) -> int:
+        if hung.is_set() and len(data) > 100_000:
+            over.wait(60.0)
+        return real(self, descriptor, data, offset)
+
+    monkeypatch.setattr(Syscalls, "pwrite", pwrite)
+    yield hung
+    over.set()
+
+
+def test_an_optimizer_step_is_held_no_longer_than_the_timeout(stuck: threading.Event, tmp_path: Path) -> None:
+    """A lazy save: its own write hangs, and the fence of the next step waits for its copies."""
+    parameter = torch.nn.Parameter(torch.zeros(2 * MIB))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    module = torch.nn.Module()
+    module.p = parameter
+    settings = Settings(
+        staging="lazy",
+        arena_bytes_max=2 * MIB,
+        window_bytes=256 * KIB,
+        deduplicate=False,
+        stall_timeout_seconds=1.5,
+    )
+    manager = holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings)
+    manager.save(1, {"model": module, "optimizer": optimizer}).wait()
+    stuck.set()
+    handle = manager.save(2, {"model": module, "optimizer": optimizer})
+    parameter.grad = torch.ones_like(parameter)
+    start = time.monotonic()
+    optimizer.step()
+    assert 1.0 < time.monotonic() - start < 8.0
+    assert isinstance(handle.failure, UnavailableError)
+    start = time.monotonic()
+    assert "save of step 2 has written no byte" in str(manager.save(3, {"model": module}).failure)
+    assert time.monotonic() - start < 1.0
+    with pytest.raises(UnavailableError):
+        manager.close()
+    assert time.monotonic() - start < 8.0, "close does not wait for the write"
+
+
+def test_close_gives_up_a_save_whose_write_hangs(stuck: threading.Event, tmp_path: Path) -> None:
+    manager = holdfast.CheckpointManager(
+        tmp_path / "run", process_group=False, settings=Settings(stall_timeout_seconds=1.0, arena_bytes_max=32 * MIB)
+    )
+    manager.save(1, {"w": torch.zeros(10)}).wait()
+    stuck.set()
+    handle = manager.save(2, {"w": torch.zeros(2 * MIB)})
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match="closed while the save of step 2 has written no byte"):
+        manager.close()
+    assert time.monotonic() - start < 10.0
+    assert isinstance(handle.failure, UnavailableError)
+
+
+EXIT = """
+import sys, threading, torch, holdfast
+from holdfast.stores.syscalls import Syscalls
+real = Syscalls.pwrite
+def pwrite(self, descriptor, data, offset):
+    if len(data) > 100_000:
+        threading.Event().wait(60.0)
+    return real(self, descriptor, data, offset)
+Syscalls.pwrite = pwrite
+settings = holdfast.Settings(stall_timeout_seconds=1.0, arena_bytes_max=1 << 24)
+manager = holdfast.CheckpointManager(sys.argv[1], process_group=False, settings=settings, preemption=False)
+manager.save(1, {"w": torch.zeros(1 << 20)})
+print("leaving", flush=True)
+"""
+
+
+def test_process_exit_does_not_wait_for_a_write_that_hangs(tmp_path: Path) -> None:
+    start = time.monotonic()
+    found = subprocess.run(
+        [sys.executable, "-c", EXIT, str(tmp_path / "run")], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert "leaving" in found.stdout, found.stderr
+    assert time.monotonic() - start < 45
+
+
+def test_a_queue_waits_for_slow_work_and_leaves_hung_work_behind() -> None:
+    progress = WriteProgress(SystemClock())
+    progress.stall_seconds = 0.2
+    slow, hung, over = BackgroundQueue("slow", progress), BackgroundQueue("hung", progress), threading.Event()
+    done = []
+    slow.submit(lambda: (time.sleep(0.5), done.append(1)))
+    slow.close()
+    assert done == [1]
+
+    def hang() -> None:
+        with progress.writing("save of step 1"):
+            over.wait(30.0)
+
+    hung.submit(hang)
+    start = time.monotonic()
+    hung.close()
+    assert time.monotonic() - start < 5.0
+    over.set()
+    with pytest.raises(RuntimeError, match="closed"):
+        hung.submit(hang)
