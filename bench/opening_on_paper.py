@@ -15,6 +15,7 @@ from holdfast.coordination.details import encode_details, encode_difference
 from holdfast.coordination.job import Job
 from holdfast.coordination.records import Agreement, Details, Statement
 from holdfast.coordination.save_context import SaveContext
+from holdfast.coordination.sibling_meshes import encode_tensors
 from holdfast.format.digest import short_digest_of
 from holdfast.format.pack import header_of
 from holdfast.plan.ownership import owned_by
@@ -104,20 +105,19 @@ def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> 
         digests = StateFingerprint(job.collected_on(leader), leader_job, place)
         spoken.append(digests)
         statements.append(digests.statement(STEP))
-        details = digests.details()
         if leader:
-            threads.append(_speaking(SaveAgreement(leader_job, STEP, digest), statements[-1], details))
+            threads.append(_speaking(SaveAgreement(leader_job, STEP, digest), statements[-1], digests))
     for rank in range(job.world_size):
         if rank not in leaders:
             silent = Job(LoneComm(group, rank, LeavingBoard(group.key_value_store, 0)), SystemClock(), settings)
-            _state(SaveAgreement(silent, STEP, digest), statements[job.stage_of(rank)], None)
+            _state(SaveAgreement(silent, STEP, digest), statements[job.stage_of(rank)], spoken[0])
     while len(group.key_value_store.keys()) < job.world_size - 1:
         time.sleep(0.01)
     first_job = Job(LoneComm(group, 0), SystemClock(), settings)
     start = time.perf_counter()
     collected = job.collected_on(0)
     own = StateFingerprint(collected, first_job, place)
-    agreement = SaveAgreement(first_job, STEP, digest).agree(own.statement(STEP), own.details, paper_context)
+    agreement = SaveAgreement(first_job, STEP, digest).agree(own.statement(STEP), own, paper_context)
     packs_on(0, collected, agreement, settings)
     seconds = time.perf_counter() - start
     for thread in threads:
@@ -127,20 +127,16 @@ def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> 
     return Opened(agreement, classes, spoken, seconds)
 
 
-def _speaking(opening: SaveAgreement, statement: Statement, details: Details) -> threading.Thread:
+def _speaking(opening: SaveAgreement, statement: Statement, state: StateFingerprint) -> threading.Thread:
     """Let the lowest rank of a class take part until it has published its tensors."""
-    thread = threading.Thread(target=_state, args=(opening, statement, details))
+    thread = threading.Thread(target=_state, args=(opening, statement, state))
     thread.start()
     return thread
 
 
-def _state(opening: SaveAgreement, statement: Statement, details: Details | None) -> None:
-    def told() -> Details:
-        assert details is not None, "only the lowest rank of a class is asked"
-        return details
-
+def _state(opening: SaveAgreement, statement: Statement, state: StateFingerprint) -> None:
     try:
-        opening.agree(statement, told, paper_context)
+        opening.agree(statement, state, paper_context)
     except Left:
         return
     raise AssertionError("a rank that is not measured came to the end of the opening")
@@ -175,28 +171,41 @@ def opened_with_a_difference(job: SyntheticJob, place: CheckpointLocation, setti
     settings = replace(settings, arena_bytes_max=0)
     group = ThreadGroup(job.world_size)
     board = CountingBoard(group.key_value_store)
-    first_job = Job(LoneComm(group, 0, board), SystemClock(), settings)
+    leaders = [stage * job.ranks_per_stage for stage in range(job.stages)]
+    jobs = [Job(LoneComm(group, rank, board), SystemClock(), settings) for rank in leaders]
+    first_job = jobs[0]
     fingerprints = [
-        StateFingerprint(job.collected_on(stage * job.ranks_per_stage), first_job, place) for stage in range(job.stages)
+        _PositionedFingerprint(job.collected_on(rank), leader_job, place)
+        for rank, leader_job in zip(leaders, jobs, strict=True)
     ]
     statements = [fingerprint.statement(STEP) for fingerprint in fingerprints]
     details = [fingerprint.details() for fingerprint in fingerprints]
-    lowest = [_at_position(each, stage * job.ranks_per_stage) for stage, each in enumerate(details)]
+    for rank, fingerprint in zip(leaders, fingerprints, strict=True):
+        record = encode_tensors(fingerprint.tensors_on_meshes())
+        board.set(first_job.key("opening", 0, "meshes", rank), record, 60.0)
     for rank in range(1, job.world_size):
         stage = job.stage_of(rank)
         statement = replace(statements[stage], other=short_digest_of(rank.to_bytes(4)))
         if rank % job.ranks_per_stage:
-            record = encode_difference(lowest[stage], _at_position(details[stage], rank))
+            record = encode_difference(details[stage], _at_position(details[stage], rank))
         else:
-            record = encode_details(lowest[stage])
+            record = encode_details(details[stage])
         board.set(first_job.key("opening", 0, "open", rank), statement.encode(), 60.0)
         board.set(first_job.key("opening", 0, "details", rank), record, 60.0)
     opening = SaveAgreement(first_job, STEP, short_digest_of(place.url.encode()))
     start = time.perf_counter()
-    agreement = opening.agree(statements[0], lambda: lowest[0], paper_context)
+    agreement = opening.agree(statements[0], fingerprints[0], paper_context)
     seconds = time.perf_counter() - start
     assert agreement.divergent == (POSITION,), agreement.divergent
     return board.received, seconds
+
+
+class _PositionedFingerprint(StateFingerprint):
+    """The state of a rank whose data loader has a position of its own."""
+
+    def details(self) -> Details:
+        """Return the details, the position included."""
+        return _at_position(super().details(), self._slots.rank)
 
 
 def _at_position(details: Details, rank: int) -> Details:

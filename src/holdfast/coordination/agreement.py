@@ -1,16 +1,17 @@
 """The agreement that opens a save: every rank sets a statement, rank 0 decides. No collective runs.
 
-Each rank sets one record, 48 bytes as a rule. Rank 0 reads all records in one call and sets one verdict; the other
-ranks wait for it with a deadline. Ranks with equal layouts form a class. Only if layouts or plain tensors differ do the
-lowest rank of each class and the ranks that differ publish details.
+Each rank sets one record: 48 bytes, and the digests of its meshes. Rank 0 reads all records in one call and sets one
+verdict; the other ranks wait for it with a deadline. Ranks with equal layouts form a class. Only if layouts or plain
+tensors differ do the lowest rank of each class and the ranks that differ publish details. Only if there are sibling
+meshes (`plan/siblings.py`) do their ranks publish samples.
 
 States of a numbered save (its `sequence`), and who moves it from one to the next:
 
     open      -> described  rank 0, with the verdict `describe`: some ranks must publish details
-    open      -> agreed     rank 0, with a verdict that carries the context
-    open      -> refused    rank 0, or any rank at its deadline: the first compare-and-set of the verdict counts
-    described -> agreed     rank 0, with the final verdict
-    described -> refused    rank 0, or any rank at its deadline
+    open or described -> compared  rank 0, with the verdict `compare`: ranks on sibling meshes must publish samples
+    compared  -> named      rank 0, with the verdict `name`: samples differ, and some ranks must publish them by name
+    any       -> agreed     rank 0, with a verdict that carries the context; `named` is always refused
+    any       -> refused    rank 0, or any rank at its deadline: the first compare-and-set of the verdict counts
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from holdfast.coordination.details import (
     SharedTensors,
@@ -28,32 +30,30 @@ from holdfast.coordination.details import (
     fitting_names,
     mismatches,
     shared_tensors,
+    silent_ranks,
 )
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.records import (
     Agreement,
+    DescribedState,
     Details,
-    RankRanges,
     SaveVerdict,
     Statement,
     encode_refusal,
-    rank_ranges,
-    ranks_in,
     ranks_listed,
     refusal_in,
     skew_error_of,
 )
 from holdfast.coordination.save_context import SaveContext
+from holdfast.coordination.sibling_meshes import MeshJudgement, encode_tensors, publish_samples
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
 from holdfast.plan.rank_differences import Differences, refusal_of
 from holdfast.plan.unmatched_patterns import judge_unmatched
 
 _GRACE_SECONDS = 2.0
 """Extra seconds that the other ranks wait: rank 0 sets its verdict at its own deadline."""
-
-_LAYOUTS_MAX = 16
-"""Layouts of which a rank remembers what differs. A run has few: one before the optimizer's first step, one after."""
 
 
 class SaveAgreement:
@@ -71,6 +71,8 @@ class SaveAgreement:
         self._save_id = step, location.hex()
         self._deadline = job.agreement_deadline()
         self._refused: str | None = None
+        self._meshes: MeshJudgement
+        """What rank 0 knows of meshes; set by `_decide`."""
         self.raises = False
         """Whether the call raises the refusal; decided by the verdict, so the same on every rank."""
         self._failure: UnavailableError | None = None
@@ -142,14 +144,14 @@ class SaveAgreement:
     def agree(
         self,
         statement: Statement,
-        details: Callable[[], Details],
+        state: DescribedState,
         claim: Callable[[], SaveContext],
     ) -> Agreement:
         """Set the statement of this rank, wait for the verdict, and return the agreement.
 
         Args:
             statement: The statement of this rank.
-            details: Returns the details; called if rank 0 asks this rank for them.
+            state: The state, to describe it if rank 0 asks this rank.
             claim: Claims the location and returns the context; called on rank 0 before it agrees.
 
         If the key-value store fails here, this rank refuses the save, so that no other rank waits for it. If a verdict
@@ -165,14 +167,14 @@ class SaveAgreement:
         try:
             if self._failure is not None:
                 raise self._failure
-            verdict, described = self._state_and_wait(statement, details, claim)
+            verdict, described = self._state_and_wait(statement, state, claim)
         except (UnavailableError, TimeoutError) as error:
             verdict, described = self._refuse_for(_unavailable(error))
         self._take(verdict)
         if verdict.refused is not None:
             raise error_from(verdict.refused)
         self._remember(statement.layout, verdict, described)
-        return self._agreement(verdict)
+        return self._agreement(verdict, state)
 
     def require_wanted(self) -> None:
         """Raise the refusal if the other ranks have refused this save before this rank called."""
@@ -200,8 +202,8 @@ class SaveAgreement:
             self._publish_refusal(error)
             verdict = self._set_verdict("verdict", refusal)
             described = verdict.describe
-            if described is not None:
-                verdict = self._set_verdict("final", refusal)
+            while (name := verdict.next_key) is not None:
+                verdict = self._set_verdict(name, refusal)
         except (CheckpointError, TimeoutError):
             raise error from None
         if verdict.save_id != self._save_id and verdict.refused is None:
@@ -211,23 +213,24 @@ class SaveAgreement:
     def _state_and_wait(
         self,
         statement: Statement,
-        details: Callable[[], Details],
+        state: DescribedState,
         claim: Callable[[], SaveContext],
     ) -> tuple[SaveVerdict, RankRanges | None]:
-        """Set the statement and, if asked, the details of this rank; return the last verdict, and who was asked."""
+        """Set the statement and what this rank is asked for; return the last verdict, and who was asked."""
         job = self._job
         rank = job.comm.rank
-        key, details_key = self._key("open", self._sequence, rank), self._key("details", self._sequence, rank)
-        job.key_value_store.set(key, statement.encode(), job.seconds_left(self._deadline))
-        job.record_keys(self._sequence, [key, details_key])
+        self._publish("open", statement.encode())
         verdict = self._set_verdict("verdict", self._decide(claim)) if rank == 0 else self._await_verdict("verdict")
         described = verdict.describe
-        if described is not None:
-            self._publish_details(verdict, details, details_key)
-            if rank == 0:
-                verdict = self._set_verdict("final", self._decide_on_details(verdict, claim))
+        while (name := verdict.next_key) is not None:
+            if verdict.describe is not None:
+                self._publish_details(verdict, state)
             else:
-                verdict = self._await_verdict("final")
+                publish_samples(verdict, state, rank, self._classes(verdict), self._publish)
+            if rank == 0:
+                verdict = self._set_verdict(name, self._decide_on_answers(verdict, claim))
+            else:
+                verdict = self._await_verdict(name)
         return verdict, described
 
     def _take(self, verdict: SaveVerdict) -> None:
@@ -235,22 +238,27 @@ class SaveAgreement:
         self.raises = verdict.raises
         self._job.history.has_agreed |= verdict.context is not None
 
-    def _publish_details(self, verdict: SaveVerdict, details: Callable[[], Details], key: str) -> None:
+    def _publish(self, name: str, record: bytes) -> None:
+        job, key = self._job, self._key(name, self._sequence, self._job.comm.rank)
+        job.key_value_store.set(key, record, job.seconds_left(self._deadline))
+        job.record_keys(self._sequence, [key])
+
+    def _publish_details(self, verdict: SaveVerdict, state: DescribedState) -> None:
         """Publish what rank 0 asked this rank for: all details, or how they differ from those of the lowest rank."""
-        job = self._job
-        rank = job.comm.rank
+        rank = self._job.comm.rank
         if rank not in ranks_in(verdict.describe or ()):
             return
         lowest = next(ranks for ranks in self._classes(verdict) if rank in ranks)[0]
         if rank == lowest:
-            record = encode_details(details())
+            self._publish("meshes", encode_tensors(state.tensors_on_meshes()))
+            record = encode_details(state.details())
         else:
             try:
-                (found,) = self._read_details([lowest])
+                (found,) = self._read("details", [lowest])
             except TimeoutError:
                 return  # Rank 0 does not hear of that rank either, and refuses.
-            record = encode_difference(decode_details(found), details())
-        job.key_value_store.set(key, record, job.seconds_left(self._deadline))
+            record = encode_difference(decode_details(found), state.details())
+        self._publish("details", record)
 
     def _remember(self, layout: bytes, verdict: SaveVerdict, described: RankRanges | None) -> None:
         """Record what differs, the same on every rank of a layout, so that the next save does not ask for it again."""
@@ -258,17 +266,14 @@ class SaveAgreement:
         names = frozenset((*verdict.divergent, *verdict.uneven))
         # Ranks may differ in no name, only in an order. Then, too, the next statements compare name by name.
         if layout in self._job.differing or names or not lowest.issuperset(ranks_in(described or ())):
-            self._job.differing.pop(layout, None)
-            self._job.differing[layout] = names
-            if len(self._job.differing) > _LAYOUTS_MAX:
-                del self._job.differing[next(iter(self._job.differing))]
+            self._job.record_differing(layout, names)
 
     def _classes(self, verdict: SaveVerdict) -> list[tuple[int, ...]]:
         """Return the ranks of each class."""
         return [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(self._job.comm.world_size))]
 
-    def _agreement(self, verdict: SaveVerdict) -> Agreement:
-        rank, classes = self._job.comm.rank, self._classes(verdict)
+    def _agreement(self, verdict: SaveVerdict, state: DescribedState) -> Agreement:
+        rank, classes, siblings = self._job.comm.rank, self._classes(verdict), verdict.siblings
         number, class_ranks = next((number, ranks) for number, ranks in enumerate(classes) if rank in ranks)
         shared: dict[str, tuple[int, ...]] = {}
         if number in ranks_in(verdict.sharing):
@@ -285,6 +290,7 @@ class SaveAgreement:
             divergent=verdict.divergent,
             drift=verdict.drift,
             context=verdict.context,
+            siblings={} if siblings is None else state.sibling_holders(siblings, number),
         )
 
     def _decide(self, claim: Callable[[], SaveContext]) -> SaveVerdict:
@@ -333,8 +339,9 @@ class SaveAgreement:
             != (statements[members[0]].agreeing, statements[members[0]].other)
         ]
         kept = self._still_differing(statements, groups)
-        if len(groups) == 1 and not differing:
-            return self._with_context(claim, SaveVerdict(self._save_id, divergent=kept))
+        self._meshes = MeshJudgement(self._name, groups, statements)
+        if len(groups) == 1 and not differing and self._meshes.are_matched_without_names:
+            return self._go_ahead(claim, SaveVerdict(self._save_id, divergent=kept))
         describe = sorted({members[0] for members in groups} | set(differing))
         several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
         return SaveVerdict(self._save_id, describe=rank_ranges(describe), classes=several, divergent=kept)
@@ -345,19 +352,31 @@ class SaveAgreement:
         is_equal = all(len({statements[rank].known for rank in members}) == 1 for members in classes)
         return () if is_equal else tuple(sorted(names))
 
-    def _decide_on_details(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
-        """Return rank 0's final verdict, once the ranks that it asked have published details."""
-        asked = ranks_in(verdict.describe or ())
-        classes = self._classes(verdict)
+    def _decide_on_answers(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
+        """Return rank 0's next verdict, once the ranks that it asked have answered."""
+        asked = self._meshes.sibling_ranks if verdict.compare else ranks_in(verdict.describe or verdict.name or ())
         try:
-            details, uneven = details_by_rank(asked, classes, self._read_details)
+            if verdict.describe is not None:
+                return self._decide_on_details(verdict, asked, claim)
+            different = self._meshes.judge_samples(verdict, asked, self._read)
+            if different:
+                return replace(verdict, compare=False, name=rank_ranges(different))
         except TimeoutError:
-            return self._refusal(
-                UnavailableError(
-                    f"{self._name}: some of ranks {ranks_listed(asked)} did not publish details within "
-                    f"{self._job.agreement_seconds:g} s; look at those ranks"
-                )
-            )
+            missing = f"{ranks_listed(asked)} did not publish {'samples' if verdict.describe is None else 'details'}"
+            limit = f"{self._job.agreement_seconds:g} s"
+            text = f"{self._name}: some of ranks {missing} within {limit}; look at those ranks"
+            return self._refusal(UnavailableError(text))
+        except CheckpointError as error:
+            return self._refusal(error)
+        return self._go_ahead(claim, replace(verdict, compare=False))
+
+    def _decide_on_details(
+        self, verdict: SaveVerdict, asked: Sequence[int], claim: Callable[[], SaveContext]
+    ) -> SaveVerdict:
+        classes = self._classes(verdict)
+        details, uneven = details_by_rank(asked, classes, partial(self._read, "details"))
+        plain = [details[ranks[0]].plain for ranks in classes]
+        self._meshes.judge_names(self._read("meshes", [ranks[0] for ranks in classes]), plain)
         found = Differences.between(
             {rank: each.agreeing for rank, each in details.items()},
             {rank: each.other for rank, each in details.items()},
@@ -375,7 +394,7 @@ class SaveAgreement:
             job.warn_once(self._name, text)
         if found.replicas and job.is_first_occurrence("replicas differ"):
             job.warn_once(self._name, found.drift_warning())
-        drift = found.drift(self._silent_ranks(verdict, asked))
+        drift = found.drift(silent_ranks(asked, classes))
         agreed = replace(
             verdict,
             describe=None,
@@ -384,12 +403,7 @@ class SaveAgreement:
             uneven=fitting_names(uneven, job.comm.world_size),
             sharing=self._share(classes, details),
         )
-        return self._with_context(claim, agreed)
-
-    def _silent_ranks(self, verdict: SaveVerdict, asked: Sequence[int]) -> dict[int, list[int]]:
-        """Return the ranks that described nothing, by the lowest rank of their class, whose state is theirs too."""
-        described = {*asked}
-        return {ranks[0]: [rank for rank in ranks if rank not in described] for ranks in self._classes(verdict)}
+        return self._go_ahead(claim, agreed)
 
     def _share(self, classes: Sequence[tuple[int, ...]], details: Mapping[int, Details]) -> RankRanges:
         """Tell each class which of its plain tensors other classes hold too; return the numbers of those classes."""
@@ -401,8 +415,13 @@ class SaveAgreement:
             job.record_keys(self._sequence, [key])
         return rank_ranges(sorted(shared))
 
-    def _with_context(self, claim: Callable[[], SaveContext], verdict: SaveVerdict) -> SaveVerdict:
-        """Return the verdict with the context, or a refusal if the location cannot be claimed."""
+    def _go_ahead(self, claim: Callable[[], SaveContext], verdict: SaveVerdict) -> SaveVerdict:
+        """Return the verdict with the context, or a refusal if the location cannot be claimed.
+
+        If there are sibling meshes whose samples were not compared yet, return the verdict that asks for them.
+        """
+        if verdict.siblings is None and (siblings := self._meshes.siblings) is not None:
+            return replace(verdict, compare=True, siblings=siblings)
         try:
             return replace(verdict, context=claim())
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
@@ -419,8 +438,9 @@ class SaveAgreement:
         raises |= failures_max is not None and history.failures + 1 >= failures_max
         return SaveVerdict(self._save_id, refused=error_text(error), raises=raises)
 
-    def _read_details(self, ranks: Sequence[int]) -> list[bytes]:
-        keys = [self._key("details", self._sequence, rank) for rank in ranks]
+    def _read(self, name: str, ranks: Sequence[int]) -> list[bytes]:
+        """Return what ranks published under a name."""
+        keys = [self._key(name, self._sequence, rank) for rank in ranks]
         return self._job.key_value_store.get_many(keys, self._job.seconds_left(self._deadline))
 
     def _set_verdict(self, name: str, verdict: SaveVerdict) -> SaveVerdict:

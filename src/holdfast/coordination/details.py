@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.coordination.records import Details, RankRanges, rank_ranges, ranks_in
+from holdfast.coordination.records import Details
 from holdfast.format.digest import short_digest_of
+from holdfast.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
 from holdfast.geometry.tensor import Role
 
 _DIGESTS_MAX = 8
@@ -87,6 +88,12 @@ def encode_difference(lowest: Details, own: Details) -> bytes:
         [name for name in own.lossy if name in extra],
     )
     return encode_message(difference)
+
+
+def silent_ranks(asked: Sequence[int], classes: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the ranks that described nothing, by the lowest rank of their class, whose state is theirs too."""
+    described = {*asked}
+    return {ranks[0]: [rank for rank in ranks if rank not in described] for ranks in classes}
 
 
 def details_by_rank(
@@ -179,6 +186,25 @@ def _numbers_in(bits: bytes, count: int) -> list[int]:
     return np.flatnonzero(np.unpackbits(np.frombuffer(zlib.decompress(bits), dtype=np.uint8), count=count)).tolist()
 
 
+def mismatches(details_of: Mapping[int, Details]) -> list[str]:
+    """Return a text for each plain tensor of which ranks state different dtypes, shapes or roles."""
+    texts: list[str] = []
+    shapes: dict[str, tuple[int, tuple[str, tuple[int, ...], Role]]] = {}
+    for rank, details in details_of.items():
+        for fqn, plain in details.plain.items():
+            first_rank, first = shapes.setdefault(fqn, (rank, plain))
+            if first != plain:
+                texts.append(
+                    f"{fqn} ({_format_plain(first)} on rank {first_rank} ≠ {_format_plain(plain)} on rank {rank})"
+                )
+    return texts
+
+
+def _format_plain(plain: tuple[str, tuple[int, ...], Role]) -> str:
+    dtype, shape, role = plain
+    return f"{role.value} of {dtype} {list(shape)}"
+
+
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
     """Plain tensors of one class that other classes hold too."""
@@ -228,22 +254,3 @@ def shared_tensors(plain_by_class: Sequence[Iterable[str]]) -> dict[int, SharedT
         for number in combination:
             groups_of.setdefault(number, []).append((ranges, fqns))
     return {number: SharedTensors(tuple(each)) for number, each in groups_of.items()}
-
-
-def mismatches(details_of: Mapping[int, Details]) -> list[str]:
-    """Return a text for each plain tensor of which ranks state different dtypes, shapes or roles."""
-    texts: list[str] = []
-    shapes: dict[str, tuple[int, tuple[str, tuple[int, ...], Role]]] = {}
-    for rank, details in details_of.items():
-        for fqn, plain in details.plain.items():
-            first_rank, first = shapes.setdefault(fqn, (rank, plain))
-            if first != plain:
-                texts.append(
-                    f"{fqn} ({_format_plain(first)} on rank {first_rank} ≠ {_format_plain(plain)} on rank {rank})"
-                )
-    return texts
-
-
-def _format_plain(plain: tuple[str, tuple[int, ...], Role]) -> str:
-    dtype, shape, role = plain
-    return f"{role.value} of {dtype} {list(shape)}"

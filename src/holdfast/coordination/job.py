@@ -29,6 +29,9 @@ _HELD_SECONDS_MAX = 300.0
 _ANNOUNCE_SECONDS_MIN = 1.0
 """Shortest time for a call to the key-value store, so that a rank can announce its end after its deadline."""
 
+_LAYOUTS_MAX = 16
+"""Layouts of which a rank remembers what differs. A run has few: one before the optimizer's first step, one after."""
+
 
 class SaveHistory:
     """How the saves of a job ended so far: whether one got past its agreement, and how many failed in a row."""
@@ -197,6 +200,13 @@ class Job:
     def seconds_left(self, deadline: float) -> float:
         """Return the seconds left until a deadline, at least a few milliseconds."""
         return max(deadline - self.clock.monotonic_seconds(), 0.005)
+
+    def record_differing(self, layout: bytes, names: frozenset[str]) -> None:
+        """Record the buffers and values that differ under a layout, and forget the layout recorded longest ago."""
+        self.differing.pop(layout, None)
+        self.differing[layout] = names
+        if len(self.differing) > _LAYOUTS_MAX:
+            del self.differing[next(iter(self.differing))]
 
     def is_first_occurrence(self, message: str) -> bool:
         """Return whether a message was not logged before, and record it as logged."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Protocol
 
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import InvalidError, first_three
+from holdfast.geometry.mesh_packing import PackedMeshes
+from holdfast.geometry.rank_ranges import RankRanges
 from holdfast.geometry.tensor import Role
+from holdfast.plan.siblings import TensorOnMesh
 from holdfast.ports.framework import UnmatchedPattern
 from holdfast.types.health import Health
 
 Plain = Mapping[str, tuple[str, tuple[int, ...], Role]]
 """Plain tensors by FQN: dtype, global shape, role."""
-
-RankRanges = Sequence[Sequence[int]]
-"""Ascending ranks as ranges of `[first, stop, stride]`."""
 
 _STATEMENT = struct.Struct("<q8s8s8s8s8s")
 _REFUSAL_PREFIX = b"!" * 8
@@ -25,8 +27,22 @@ _REFUSAL_PREFIX = b"!" * 8
 
 
 @dataclass(frozen=True, slots=True)
+class StatedMesh:
+    """A mesh that holds tensors of a rank."""
+
+    digest: str
+    """Digest of shape and ranks, 16 hex digits."""
+
+    first: int
+    """First rank of the mesh."""
+
+    mesh: PackedMeshes | None
+    """The mesh itself, stated by its first rank only: all its ranks would be a number per rank and mesh."""
+
+
+@dataclass(frozen=True, slots=True)
 class Statement:
-    """The statement of one rank at the start of a save: 48 bytes, and the patterns that match nothing."""
+    """The statement of one rank at the start of a save: 48 bytes, the patterns that match nothing, and its meshes."""
 
     step: int
     """The step being saved; -1 for a save by path."""
@@ -49,17 +65,26 @@ class Statement:
     unmatched: tuple[UnmatchedPattern, ...] = ()
     """Patterns of `only` and `skip` that match no name of this rank's state."""
 
+    meshes: tuple[StatedMesh, ...] = ()
+    """The meshes of the rank's DTensors, in the order of the tensors."""
+
     def encode(self) -> bytes:
-        """Return the statement as 48 bytes, followed by the patterns if there are any."""
+        """Return the statement as 48 bytes, followed by patterns and meshes if there are any."""
         head = _STATEMENT.pack(self.step, self.location, self.layout, self.agreeing, self.other, self.known)
-        return head + encode_message(self.unmatched) if self.unmatched else head
+        tail = self.unmatched, self.meshes
+        return head + encode_message(tail) if any(tail) else head
 
     @classmethod
     def decode(cls, record: bytes) -> Statement:
         """Return the statement that `encode` wrote."""
-        head, tail = record[: _STATEMENT.size], record[_STATEMENT.size :]
-        unmatched = decode_message(tail, tuple[UnmatchedPattern, ...]) if tail else ()
-        return replace(cls(*_STATEMENT.unpack(head)), unmatched=unmatched)
+        unmatched, meshes = _decoded_tail(record[_STATEMENT.size :])
+        return replace(cls(*_STATEMENT.unpack(record[: _STATEMENT.size])), unmatched=unmatched, meshes=meshes)
+
+
+@lru_cache(maxsize=1024)
+def _decoded_tail(tail: bytes) -> tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...]]:
+    # Cached: rank 0 decodes one statement per rank, and thousands of them have equal meshes.
+    return decode_message(tail, tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...]]) if tail else ((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +135,9 @@ class Agreement:
     context: SaveContext
     """Rank 0's decisions for every rank."""
 
+    siblings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of this rank's DTensors on sibling meshes: the ranks of all siblings that hold the same part, ascending."""
+
     @property
     def differing(self) -> tuple[str, ...]:
         """Every name that differs between ranks; of replicas that drift, the first."""
@@ -128,8 +156,49 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
+class SiblingMeshes:
+    """The families of sibling meshes of a job, as rank 0 sends them to every rank."""
+
+    families: Sequence[Sequence[PackedMeshes]]
+    """The meshes of each family."""
+
+    slots: Sequence[Sequence[int]]
+    """By class and slot: number of the family of the tensors in the slot, or `NO_FAMILY`."""
+
+    exceptions: Mapping[str, int]
+    """By FQN: number of the family of a tensor that differs from its slot."""
+
+    def family_of(self, class_number: int, slot: int, fqn: str) -> int:
+        """Return the number of the family of a tensor, or `NO_FAMILY`."""
+        return self.exceptions.get(fqn, self.slots[class_number][slot])
+
+
+class DescribedState(Protocol):
+    """The state of a rank, described as far as rank 0 asks."""
+
+    def details(self) -> Details:
+        """Return the facts behind the statement, by name."""
+        ...
+
+    def tensors_on_meshes(self) -> Mapping[str, TensorOnMesh]:
+        """Return the DTensors of this rank, by FQN."""
+        ...
+
+    def sibling_samples(self, siblings: SiblingMeshes, class_number: int) -> Mapping[int, Mapping[str, str]]:
+        """Return by family and FQN the digest of samples of each tensor on sibling meshes, hex."""
+        ...
+
+    def sibling_holders(self, siblings: SiblingMeshes, class_number: int) -> Mapping[str, tuple[int, ...]]:
+        """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, ascending."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class SaveVerdict:
-    """Rank 0's decision on one numbered save; exactly one of `refused`, `describe` and `context` is set."""
+    """Rank 0's decision on one numbered save: `refused`, `context`, or one question to the ranks.
+
+    The questions are `describe`, `compare` and `name`. A verdict with a question is followed by another verdict.
+    """
 
     save_id: tuple[int, str]
     """Step and digest of the location. Distinguishes a retry of this save from another save with the same number."""
@@ -141,7 +210,16 @@ class SaveVerdict:
     """Whether the call raises the error, on every rank. Otherwise the handle holds it, on every rank."""
 
     describe: RankRanges | None = None
-    """Ranks that must publish details before the final verdict."""
+    """Ranks that must publish details before the next verdict."""
+
+    compare: bool = False
+    """Whether ranks with siblings must publish digests of samples before the next verdict."""
+
+    name: RankRanges | None = None
+    """Ranks that must publish their samples by name before the next verdict."""
+
+    siblings: SiblingMeshes | None = None
+    """The sibling meshes, if the job has any; set from `compare` on."""
 
     classes: Sequence[RankRanges] = ()
     """Ranks by layout, ascending; empty if all ranks have one layout."""
@@ -161,6 +239,13 @@ class SaveVerdict:
     context: SaveContext | None = None
     """Rank 0's decisions, if the save goes ahead."""
 
+    @property
+    def next_key(self) -> str | None:
+        """Name of the key of the verdict that follows; None if this verdict is the last."""
+        if self.describe is not None:
+            return "final"
+        return "compared" if self.compare else "named" if self.name is not None else None
+
 
 def encode_refusal(error_text: str) -> bytes:
     """Return the record that a rank sets instead of its statement if it cannot save."""
@@ -170,35 +255,6 @@ def encode_refusal(error_text: str) -> bytes:
 def refusal_in(record: bytes) -> str | None:
     """Return the error text of a refusal; None if the record is a statement."""
     return record.removeprefix(_REFUSAL_PREFIX).decode() if record.startswith(_REFUSAL_PREFIX) else None
-
-
-def rank_ranges(ranks: Sequence[int]) -> RankRanges:
-    """Return ranks as ranges: a message to every rank must not grow with the size of the job.
-
-    The ranks of one pipeline stage, or of one column of a mesh, are one range.
-
-    Args:
-        ranks: Ranks, ascending.
-    """
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges:
-            first, stop, stride = ranges[-1]
-            last = stop - 1
-            if first == last:
-                # A second rank always continues a range of one: it sets the stride.
-                ranges[-1] = [first, rank + 1, rank - first]
-                continue
-            if rank == last + stride:
-                ranges[-1][1] = rank + 1
-                continue
-        ranges.append([rank, rank + 1, 1])
-    return ranges
-
-
-def ranks_in(ranges: RankRanges) -> tuple[int, ...]:
-    """Return the ranks of ranges that `rank_ranges` returned."""
-    return tuple(rank for first, stop, stride in ranges for rank in range(first, stop, stride))
 
 
 def ranks_listed(ranks: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from itertools import accumulate, product
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import coordinate_at, row_major
-from holdfast.geometry.tensor import Layout, Placement
+from holdfast.geometry.tensor import Layout, Mesh, Placement
 
 Run = tuple[int, int]
 """A half-open run of coordinates of one dimension."""
@@ -94,11 +94,23 @@ def boxes_at(layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[in
 
 def replica_ranks(layout: Layout, coordinate: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks that hold the same boxes as the one at `coordinate` through Replicate, ascending."""
+    return sibling_ranks(layout, coordinate, (layout.mesh,))
+
+
+def sibling_ranks(layout: Layout, coordinate: tuple[int, ...], meshes: Iterable[Mesh]) -> tuple[int, ...]:
+    """Return the ranks of sibling meshes that hold the same boxes as the one at `coordinate`, ascending.
+
+    Args:
+        layout: Placements, and a mesh of the shape that all the meshes have.
+        coordinate: One number per mesh dimension.
+        meshes: Disjoint meshes that hold the same tensor.
+    """
     choices = [
         range(ranks) if placement.dim is None else (at,)
         for ranks, at, placement in zip(layout.mesh_shape, coordinate, layout.placements, strict=True)
     ]
-    return tuple(sorted(layout.mesh_ranks[row_major(position, layout.mesh_shape)] for position in product(*choices)))
+    positions = [row_major(position, layout.mesh_shape) for position in product(*choices)]
+    return tuple(sorted(mesh.ranks[position] for mesh in meshes for position in positions))
 
 
 def _taken(runs: list[Run], placement: Placement, ranks: int, at: int) -> list[Run]:

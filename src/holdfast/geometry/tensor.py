@@ -51,6 +51,17 @@ class Placement:
         return f"Shard({self.dim})" if self.split == 1 else f"_StridedShard({self.dim}, split={self.split})"
 
 
+@value_class
+class Mesh:
+    """A grid of ranks."""
+
+    shape: tuple[int, ...]
+    """Ranks along each dimension."""
+
+    ranks: tuple[int, ...]
+    """Ranks of the process group, in row-major order of the mesh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A mesh and the placements of a tensor on it; the same value on every rank of the mesh."""
@@ -63,6 +74,11 @@ class Layout:
 
     placements: tuple[Placement, ...]
     """One placement per mesh dimension."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh alone."""
+        return Mesh(self.mesh_shape, self.mesh_ranks)
 
 
 class Role(Enum):

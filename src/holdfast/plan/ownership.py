@@ -1,8 +1,8 @@
 """Decides which rank writes which bytes: one writer for every byte, computed by every rank without communication.
 
 The owner of a shard depends only on the tensor and its replica group. Balancing considers only tensors of the
-*identical* replica group. Ranks on overlapping meshes see different tensors, so they would disagree about any wider
-balance.
+*identical* replica group: the ranks of equal coordinates on all sibling meshes (`siblings.py`). Ranks on overlapping
+meshes see different tensors, so they would disagree about any wider balance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Item:
 def owned_by(
     rank: int,
     shards: Sequence[Shard],
-    plain_holders: Mapping[str, Ranks],
+    holders: Mapping[str, Ranks],
     split_bytes_min: int,
     *,
     lowest_only: bool = False,
@@ -53,7 +53,8 @@ def owned_by(
     Args:
         rank: This rank.
         shards: Its shards.
-        plain_holders: For each plain tensor the ranks that hold it, ascending.
+        holders: For each plain tensor the ranks that hold it, ascending. For each DTensor on sibling meshes the ranks
+            of all siblings that hold the same pieces.
         split_bytes_min: Smaller pieces are not divided.
         lowest_only: Whether every plain tensor is written by its lowest holder, as buffers are.
     """
@@ -64,12 +65,12 @@ def owned_by(
         for region in shard.pieces:
             item = _Item(Owned(number, region), shard.tensor.fqn, region.numel * shard.tensor.itemsize)
             if shard.holders is not None:
-                replicated.setdefault(shard.holders, []).append(item)
+                replicated.setdefault(holders.get(shard.tensor.fqn, shard.holders), []).append(item)
             elif lowest_only or shard.role is Role.BUFFER:
-                if plain_holders[shard.tensor.fqn][0] == rank:
+                if holders[shard.tensor.fqn][0] == rank:
                     owned.append(item.owned)
             else:
-                copies.setdefault(plain_holders[shard.tensor.fqn], []).append(item)
+                copies.setdefault(holders[shard.tensor.fqn], []).append(item)
     for group, items in replicated.items():
         owned += _equal_part(items, group.index(rank), len(group), split_bytes_min)
     for group, items in copies.items():

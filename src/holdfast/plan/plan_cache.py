@@ -14,7 +14,7 @@ _PLANS_MAX = 4
 """Plans kept: a job may save several layouts in turn, such as a whole state, a part of it, or gradients too."""
 
 Holders = Mapping[str, tuple[int, ...]]
-"""By FQN of each plain tensor, the ranks that hold it."""
+"""By FQN of each plain tensor and each tensor on sibling meshes, the ranks that hold it."""
 
 
 LeftOut = frozenset[tuple[str, str]]
@@ -74,8 +74,8 @@ def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...], large_bytes_min: i
 class PlanCache:
     """The plans of the layouts that were saved last.
 
-    A plan depends only on this rank's shards and on the holders of its plain tensors. Both are compared at every save,
-    so a layout that has changed on this rank or another is planned again.
+    A plan depends only on this rank's shards and on the holders that the shards do not state. Both are
+    compared at every save, so a layout that has changed on this rank or another is planned again.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class PlanCache:
         Args:
             shards: Digest of this rank's shards (FQNs, dtypes, shapes, layouts, regions, roles, in order), and of all
                 else that decides the plan.
-            holders: Holders of the plain tensors among them.
+            holders: Holders of the plain tensors among them, and of those on sibling meshes.
             plan: Computes the plan.
         """
         known = self._known.get(shards)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
-from holdfast.coordination.records import Details, Statement
+from holdfast.coordination.records import Details, SiblingMeshes, Statement
 from holdfast.format.digest import short_digest_of
 from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
+from holdfast.geometry.mesh_packing import unpacked
 from holdfast.geometry.tensor import Role
-from holdfast.ports.framework import Collected
+from holdfast.plan.siblings import NO_FAMILY, TensorOnMesh
+from holdfast.ports.framework import Collected, LocalShard
+from holdfast.saving.mesh_slots import MeshSlots
 from holdfast.types.values import Group, Value
 
 _STATISTICS_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool"})
@@ -36,6 +39,7 @@ class StateFingerprint:
         """Samples of the plain tensors that must agree, by FQN."""
         self._other: dict[str, bytes] = {}
         """Samples of the plain buffers, which may differ, by FQN."""
+        self._slots = MeshSlots(job.comm.rank)
         self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
         """The non-tensor state, encoded."""
         per_rank = dict(collected.per_rank)
@@ -47,8 +51,10 @@ class StateFingerprint:
         if job.comm.world_size > 1:
             self._sample_replicated()
         self._layout_fingerprint = short_digest_of(layout)
-        self.shards = short_digest_of(layout, self._local_pieces())
-        """Fingerprint of the layout and of the pieces that this rank holds."""
+        self._meshes = self._slots.stated
+        meshes = "".join(stated.digest for stated in self._meshes)
+        self.shards = short_digest_of(layout, meshes.encode(), self._local_pieces())
+        """Fingerprint of the layout, of its meshes and of the pieces that this rank holds."""
 
     def statement(self, step: int) -> Statement:
         """Return the statement of this rank for the save agreement."""
@@ -61,6 +67,7 @@ class StateFingerprint:
             other=other,
             known=known,
             unmatched=tuple(self._collected.unmatched),
+            meshes=self._meshes,
         )
 
     def details(self) -> Details:
@@ -103,8 +110,41 @@ class StateFingerprint:
         """Return the digest of each buffer and value that may differ, by name."""
         return self._other | dict(_leaves(self._collected.tree, ""))
 
+    def tensors_on_meshes(self) -> Mapping[str, TensorOnMesh]:
+        """Return the DTensors of this rank, by FQN. Published only if ranks have several layouts."""
+        return {shard.tensor.fqn: tensor for shard in self._shards if (tensor := self._slots.tensor_of(shard))}
+
+    def sibling_samples(self, siblings: SiblingMeshes, class_number: int) -> Mapping[int, Mapping[str, str]]:
+        """Return by family and FQN the digest of samples of each tensor on sibling meshes, hex.
+
+        Only these tensors are sampled: the placements of all others say who holds equal copies.
+        """
+        samples: dict[int, dict[str, str]] = {number: {} for number in range(len(siblings.families))}
+        for local in self._collected.shards:
+            family = self._family_of(local, siblings, class_number)
+            if family != NO_FAMILY:
+                samples[family][local.shard.tensor.fqn] = self._sample(local).hex()
+        return {family: found for family, found in samples.items() if found}
+
+    def sibling_holders(self, siblings: SiblingMeshes, class_number: int) -> Mapping[str, tuple[int, ...]]:
+        """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, ascending."""
+        meshes = list(map(unpacked, siblings.families))
+        return {
+            local.shard.tensor.fqn: self._slots.holders(local.shard, meshes[family], family)
+            for local in self._collected.shards
+            if (family := self._family_of(local, siblings, class_number)) != NO_FAMILY
+        }
+
+    def _family_of(self, local: LocalShard, siblings: SiblingMeshes, class_number: int) -> int:
+        slot = self._slots.slot_of(local.shard.layout)
+        return NO_FAMILY if slot is None else siblings.family_of(class_number, slot, local.shard.tensor.fqn)
+
     def _layout(self) -> bytes:
-        """Return all inputs of a plan that every rank of a class shares."""
+        """Return all inputs of a plan that every rank of a class shares.
+
+        Of a mesh the text has the slot, not the ranks. So ranks on sibling meshes are of one class, however many
+        siblings there are.
+        """
         settings = self._settings
         lines = [
             repr((settings.chunk_bytes, settings._tuning.pack_header_bytes_max)),
@@ -118,7 +158,8 @@ class StateFingerprint:
             text = texts.get(key)
             if text is None:
                 require_listable(tensor)
-                text = repr((tensor.dtype, tensor.global_shape, repr(shard.layout), shard.role, is_plain))
+                layout = self._slots.text_of(shard.layout)
+                text = repr((tensor.dtype, tensor.global_shape, layout, shard.role, is_plain))
                 texts[key] = text
             lines.append(f"{tensor.fqn}\0{text}")
         # No FQN contains a NUL, so the joined text is unambiguous.
@@ -132,12 +173,14 @@ class StateFingerprint:
         ).encode()
 
     def _sample_replicated(self) -> None:
-        tuning = self._settings._tuning
         for local in self._collected.shards:
             if local.shard.holders is None:
                 samples = self._other if local.shard.role is Role.BUFFER else self._agreeing
-                sample = local.source.sample(tuning.sample_blocks, tuning.sample_block_bytes)
-                samples[local.shard.tensor.fqn] = short_digest_of(sample)
+                samples[local.shard.tensor.fqn] = self._sample(local)
+
+    def _sample(self, local: LocalShard) -> bytes:
+        tuning = self._settings._tuning
+        return short_digest_of(local.source.sample(tuning.sample_blocks, tuning.sample_block_bytes))
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:

@@ -79,7 +79,7 @@ def replicas_of(collected: Collected, agreement: Agreement) -> Replicas:
 def _holders(shard: Shard, agreement: Agreement) -> tuple[int, ...]:
     """Return the ranks whose copies of a shard must be equal; empty if they may differ."""
     if shard.holders is not None:
-        return shard.holders
+        return agreement.siblings.get(shard.tensor.fqn, shard.holders)
     return () if shard.role is Role.BUFFER else agreement.holders_of(shard.tensor.fqn)
 
 

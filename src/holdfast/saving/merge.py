@@ -128,8 +128,9 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
             descriptions[number] += f": {pieces or 'nothing'}"
         raise InvalidError(
             f"{where}: the pieces of all ranks do not cover {len(wrong)} tensors exactly once: "
-            f"{first_three(descriptions)}. Expected every element from one rank. Ranks hold one name on different "
-            "meshes, or a rank is missing: use one mesh per name, and pass a process_group of all ranks"
+            f"{first_three(descriptions)}. Expected every element from one rank. Declared parts overlap or "
+            "leave gaps, or a rank is missing: correct start= or flat_start= of holdfast.Sharded, and pass a "
+            "process_group of all ranks"
         )
 
 

@@ -62,7 +62,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             statement = fingerprint.statement(attempt.step)
         attempt.record_collected()
         with trace.phase("agree"):
-            agreement = opening.agree(statement, fingerprint.details, request.claim)
+            agreement = opening.agree(statement, fingerprint, request.claim)
         attempt.record_agreement(agreement)
 
         with trace.phase("plan"):
@@ -98,6 +98,7 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     rank, settings = job.comm.rank, job.settings
     shards = [local.shard for local in collected.shards]
     holders = agreement.holders_of_each([shard.tensor.fqn for shard in shards if shard.holders is None])
+    holders.update(agreement.siblings)
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordination.records import rank_ranges, ranks_in
+from holdfast.geometry.rank_ranges import rank_ranges, ranks_in
 
 
 @given(st.sets(st.integers(0, 200)).map(sorted))

@@ -1,0 +1,207 @@
+"""Rank 0's judgement of meshes at the opening of a save: siblings are replicas, others under one name are refused.
+
+Each rank states digests of its meshes. Only their first ranks state the meshes themselves.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+from holdfast.coordination.job import error_from, error_text
+from holdfast.coordination.message_codec import decode_message, encode_message
+from holdfast.coordination.records import (
+    DescribedState,
+    Plain,
+    SaveVerdict,
+    SiblingMeshes,
+    Statement,
+    encode_refusal,
+    refusal_in,
+)
+from holdfast.errors import InvalidError, first_three
+from holdfast.format.digest import short_digest_of
+from holdfast.geometry.mesh_packing import packed, unpacked
+from holdfast.geometry.rank_ranges import ranks_in
+from holdfast.geometry.tensor import Mesh
+from holdfast.plan.siblings import RankClass, Siblings, SiblingSearch, TensorOnMesh, format_mesh
+
+_Samples = Mapping[int, Mapping[str, str]]
+"""By family and FQN the digest of samples, hex."""
+
+
+def encode_tensors(tensors: Mapping[str, TensorOnMesh]) -> bytes:
+    """Return the record of the DTensors of the lowest rank of a class, by FQN."""
+    return zlib.compress(encode_message(tensors), 1)
+
+
+def publish_samples(
+    verdict: SaveVerdict,
+    state: DescribedState,
+    rank: int,
+    classes: Sequence[Sequence[int]],
+    publish: Callable[[str, bytes], None],
+) -> None:
+    """Publish what a verdict asks of this rank: one digest per family, or the samples by name.
+
+    Raises:
+        Exception: A tensor cannot be sampled. The refusal is published, so that rank 0 does not wait.
+    """
+    assert verdict.siblings is not None, "samples are asked of siblings"
+    is_named = rank in ranks_in(verdict.name or ())
+    if not (verdict.compare or is_named):
+        return
+    try:
+        own_class = next(number for number, ranks in enumerate(classes) if rank in ranks)
+        samples = state.sibling_samples(verdict.siblings, own_class)
+    except Exception as error:
+        publish("samples", encode_refusal(error_text(error)))
+        raise
+    if is_named:
+        publish("names", encode_message(samples))
+    elif samples:
+        publish("samples", encode_message(_family_digests(samples)))
+
+
+def _family_digests(samples: _Samples) -> dict[int, str]:
+    """Return one digest per family, so that equal siblings exchange a few bytes."""
+    return {
+        family: short_digest_of(*(f"{fqn}\0{digest}".encode("utf-8", "surrogatepass") for fqn, digest in names)).hex()
+        for family, names in ((family, sorted(by_name.items())) for family, by_name in samples.items())
+    }
+
+
+class MeshJudgement:
+    """What rank 0 knows of the meshes of all ranks, in one save."""
+
+    def __init__(self, save_name: str, classes: Sequence[Sequence[int]], statements: Sequence[Statement]) -> None:
+        """Sort the meshes by class and slot.
+
+        Args:
+            save_name: Name of the save, for messages.
+            classes: The ranks of each class, ascending.
+            statements: The statement of every rank.
+        """
+        self._save_name = save_name
+        self._meshes: dict[str, Mesh] = {}
+        for statement in statements:
+            for stated in statement.meshes:
+                if stated.mesh is not None and stated.digest not in self._meshes:
+                    (self._meshes[stated.digest],) = unpacked([stated.mesh])
+        first_ranks = {stated.digest: stated.first for statement in statements for stated in statement.meshes}
+        self._search = SiblingSearch([_rank_class(ranks, statements) for ranks in classes], self._meshes, first_ranks)
+        self._siblings = self._search.of_one_class() if len(classes) == 1 else None
+        self._different: list[tuple[int, int, int]] = []
+        """Families with different samples: number, and two ranks at equal positions of two of its meshes."""
+
+    @property
+    def are_matched_without_names(self) -> bool:
+        """Whether all meshes of the one class are siblings, so that no rank must name its tensors."""
+        return self._siblings is not None
+
+    @property
+    def siblings(self) -> SiblingMeshes | None:
+        """The siblings as every rank receives them; None if each tensor is on one mesh."""
+        found = self._found
+        if not found.families:
+            return None
+        families = [packed(self._family(number)) for number in range(len(found.families))]
+        return SiblingMeshes(families, found.slots, found.exceptions)
+
+    @property
+    def sibling_ranks(self) -> tuple[int, ...]:
+        """The ranks on sibling meshes, ascending."""
+        digests = {digest for family in self._found.families for digest in family}
+        return tuple(sorted({rank for digest in digests for rank in self._meshes[digest].ranks}))
+
+    def judge_names(self, tensors: Sequence[bytes], plain: Sequence[Plain]) -> None:
+        """Find the siblings by name.
+
+        Args:
+            tensors: By class the DTensors that its lowest rank published.
+            plain: By class its plain tensors.
+        Raises:
+            InvalidError: Ranks hold unrelated tensors under one name.
+        """
+        named = [decode_message(zlib.decompress(record), dict[str, TensorOnMesh]) for record in tensors]
+        self._siblings, texts = self._search.by_name(named, plain)
+        if not texts:
+            return
+        raise InvalidError(
+            f"{self._save_name}: ranks hold one name on meshes that are no replicas of each other: "
+            f"{first_three(texts)}. Expected one mesh, or disjoint meshes of equal shape with equal dtype, shape and "
+            "placements. If these are different modules (e.g. two pipeline stages that reuse a name), give each a name "
+            "of its own. Otherwise build the module on one mesh, or on mesh['dp'] of one init_device_mesh"
+        )
+
+    def judge_samples(
+        self, verdict: SaveVerdict, ranks: Sequence[int], read: Callable[[str, Sequence[int]], list[bytes]]
+    ) -> list[int]:
+        """Return pairs of ranks whose samples differ, one pair per family; empty if all siblings are equal.
+
+        Args:
+            verdict: The verdict that asked for samples.
+            ranks: The ranks that it asked.
+            read: Returns what ranks published under a name.
+        Raises:
+            CheckpointError: A rank refused, or the samples are by name: then the error names the tensors that differ.
+        """
+        if verdict.name is not None:
+            raise self._difference(ranks, read("names", ranks))
+        digests: dict[int, Mapping[int, str]] = {}
+        for rank, record in zip(ranks, read("samples", ranks), strict=True):
+            refusal = refusal_in(record)
+            if refusal is not None:
+                raise error_from(refusal, f"{self._save_name}: rank {rank} refused: ")
+            digests[rank] = decode_message(record, dict[int, str])
+        for number in range(len(self._found.families)):
+            # Ranks at equal positions of siblings hold equal pieces.
+            for ranks in zip(*(mesh.ranks for mesh in self._family(number)), strict=True):
+                others = [rank for rank in ranks if digests[rank].get(number) != digests[ranks[0]].get(number)]
+                if others:
+                    self._different.append((number, ranks[0], others[0]))
+                    break
+        return sorted({rank for _, *pair in self._different for rank in pair})
+
+    def _difference(self, ranks: Sequence[int], records: Sequence[bytes]) -> InvalidError:
+        """Return the refusal that names the tensors whose samples differ.
+
+        Args:
+            ranks: Ranks that `judge_samples` returned.
+            records: Their samples by family and FQN.
+        """
+        samples = dict(
+            zip(ranks, (decode_message(record, dict[int, dict[str, str]]) for record in records), strict=True)
+        )
+        texts: list[str] = []
+        for number, first, other in self._different:
+            by_name, other_by_name = samples[first][number], samples[other][number]
+            meshes = {rank: mesh for mesh in self._family(number) for rank in mesh.ranks}
+            texts += [
+                f"{fqn} ({format_mesh(meshes[first])} ≠ {format_mesh(meshes[other])})"
+                for fqn in sorted(by_name)
+                if by_name[fqn] != other_by_name.get(fqn)
+            ]
+        return InvalidError(
+            f"{self._save_name}: sibling meshes hold different values under one name: {first_three(texts)}. Expected "
+            "equal copies on meshes of equal shape. If these are different modules (e.g. two pipeline stages that "
+            "reuse a name), give each a name of its own. If they are replicas, training has made them diverge: "
+            "broadcast them from one rank"
+        )
+
+    @property
+    def _found(self) -> Siblings:
+        assert self._siblings is not None, "meshes are matched before siblings are asked for"
+        return self._siblings
+
+    def _family(self, number: int) -> list[Mesh]:
+        """Return the meshes of a family by their first ranks."""
+        return sorted((self._meshes[digest] for digest in self._found.families[number]), key=lambda mesh: mesh.ranks)
+
+
+def _rank_class(ranks: Sequence[int], statements: Sequence[Statement]) -> RankClass:
+    slots: list[dict[str, list[int]]] = [{} for _ in statements[ranks[0]].meshes]
+    for rank in ranks:
+        for slot, stated in zip(slots, statements[rank].meshes, strict=True):
+            slot.setdefault(stated.digest, []).append(rank)
+    return RankClass(tuple(ranks), slots)
