@@ -21,7 +21,7 @@ TABLE = REPOSITORY / "docs" / "layouts.md"
 DEADLINE_SECONDS = 240.0
 Digests = dict[str, str]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 """The first test to ask for the matrix waits for all of it."""
 
 
@@ -163,9 +163,14 @@ The layouts:
 - **FSDP2** and **HSDP**: `fully_shard` on every block and the root, on one-dimensional and (replicate, shard) meshes.
 - **TP**: `parallelize_module` on embedding, feed-forward and head. All other parameters are plain and equal on all
   ranks.
-- **FSDP2 × TP**: strided shards if both split the same dimension. Parameters outside tensor parallelism must be
-  replicated DTensors on its mesh (as with `SequenceParallel`). A plain parameter would become a shard on each of
-  several unrelated meshes, so Holdfast refuses it and names it.
+- **FSDP2 × TP**: strided shards if both split the same dimension. Parameters outside tensor parallelism are
+  replicated DTensors on its mesh, as with `SequenceParallel`.
+- **partial plan**: the tensor-parallel plan names some modules only, as plans of Transformers do. `fully_shard` over
+  `mesh["dp"]` leaves every other module on one mesh for each tensor-parallel rank. These meshes are *siblings*:
+  disjoint, of equal shape, with equal name, dtype, shape and placements. Siblings are replicas: a save compares
+  samples of them and stores every byte once. Anything else under one name is refused before the first byte.
+- **DP by hand**: tensor or expert parallelism on `mesh["tp"]` or `mesh["ep"]`, and gradients averaged over the other
+  dimension by the training loop. The split modules are on siblings.
 - **SP**: the sequence is split, and parameters are replicated DTensors. Context parallelism treats parameters the
   same way.
 - **PP**: each rank keeps the modules of its stages under their own names. A rank has one or several stages.

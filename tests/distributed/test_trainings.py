@@ -153,7 +153,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
         4,
         [
             case("jobs:actor_and_critic", path=at("jobs")),
-            case("jobs:refuse_plain_under_two_meshes", path=at("meshes")),
+            case("jobs:stages_that_reuse_a_name", path=at("reused-names")),
+            case("jobs:refuse_unrelated_meshes", path=at("meshes")),
         ],
         root / "world-4",
     )
@@ -287,12 +288,20 @@ def test_sharded_tensors_of_several_boxes(worlds: Worlds) -> None:
         assert value == {"same": True, "inside": True, "in place": True, "whole": True}
 
 
-def test_a_plain_parameter_under_two_meshes_is_refused_by_name(worlds: Worlds) -> None:
-    for said in worlds.four.values("refuse_plain_under_two_meshes"):
+def test_stages_that_reuse_a_name_are_refused_by_name_once_trained_and_the_step_before_is_whole(worlds: Worlds) -> None:
+    for value in worlds.four.values("stages_that_reuse_a_name"):
+        assert isinstance(value, dict)
+        assert "model.bias (mesh [2] of ranks [0, 1] ≠ mesh [2] of ranks [2, 3])" in value["refusal"]
+        assert "model.weight" in value["refusal"] and "optimizer" in value["refusal"]
+        assert (value["loaded"], value["same"]) == (1, True)
+
+
+def test_unrelated_meshes_under_one_name_are_refused_before_the_first_byte(worlds: Worlds) -> None:
+    for said in worlds.four.values("refuse_unrelated_meshes"):
         assert isinstance(said, str)
-        assert "model.blocks.0.norm.weight" in said and "different meshes" in said
-        assert "model.blocks.0.up.weight" not in said
-    assert not (worlds.root / "meshes" / "manifest.json").exists()
+        assert "model.bias (mesh [3] of ranks [0, 1, 2] and mesh [1] of ranks [3] have different sizes)" in said
+        assert "name of its own" in said
+    assert list((worlds.root / "meshes").rglob("*")) == []
 
 
 def test_two_jobs_in_one_world_keep_apart(worlds: Worlds) -> None:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardMetadata, init_from_local_shards
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import CheckpointError
 from tests.distributed.launch import World
-from tests.distributed.matrix import layouts, models
+from tests.distributed.matrix import models
 from tests.distributed.matrix.holding import refusal_of
 from tests.distributed.networks import digest
 
@@ -62,12 +62,28 @@ def sharded_tensors(world: World, path: str) -> dict[str, object]:
     }
 
 
-def refuse_plain_under_two_meshes(world: World, path: str) -> str:
-    """Tensor parallel inside FSDP2, where norms are left plain: a shard on each of two meshes that do not meet."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = models.net(1)
-    layouts._tensor_parallel(model, mesh["tp"])
-    layouts._fsdp2(model, mesh["dp"])
+def stages_that_reuse_a_name(world: World, path: str) -> dict[str, object]:
+    """Two pipeline stages whose modules have one name: equal at first, then each trained on its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(1)
+    model = fully_shard(nn.Linear(6, 5), mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    models.step_with_made_up_gradients(model.parameters(), optimizer, [1])
+    first = models.of_module(model, optimizer)
+    with holdfast.CheckpointManager(path) as manager:
+        manager.save(1, state).wait()
+        models.step_with_made_up_gradients(model.parameters(), optimizer, [2 + world.rank // 2])
+        refusal = refusal_of(lambda: manager.save(2, state).wait())
+        loaded = manager.load(state)
+    return {"refusal": refusal, "loaded": loaded, "same": models.of_module(model, optimizer) == first}
+
+
+def refuse_unrelated_meshes(world: World, path: str) -> str:
+    """Three ranks share one layer, the fourth has another of that name alone."""
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    mesh = DeviceMesh.from_group(groups[world.rank // 3], "cpu")
+    model = fully_shard(nn.Linear(6, 5), mesh=mesh)
     return refusal_of(lambda: holdfast.save(path, {"model": model}))
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -174,6 +174,58 @@ def tp_fsdp2(seed: int) -> Built:
     return _made_up(model)
 
 
+def tp_fsdp2_partial(seed: int) -> Built:
+    """Tensor parallel inside FSDP2, of which the plan names some modules only.
+
+    One norm is replicated by hand. All else is on one of two sibling meshes, as Transformers leaves it.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _tensor_parallel(models.net(seed), mesh["tp"])
+    distribute_module(model.blocks["0"].norm, mesh["tp"])
+    _fsdp2(model, mesh["dp"])
+    assert _ranks_of(model.experts.weight) != _ranks_of(model.embed.weight), "what this layout is for"
+    return _made_up(model)
+
+
+def tp_hsdp_partial(seed: int) -> Built:
+    """Replicas of shards of tensor parallel modules: what the plan leaves out is on 2-d siblings."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model = _tensor_parallel(models.net(seed), mesh["tp"])
+    return _made_up(_fsdp2(model, mesh["replicate", "shard"]))
+
+
+def three_dimensions(seed: int) -> Built:
+    """Data, context and tensor parallelism, of which FSDP2 takes the first two as one dimension."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    mesh["dp", "cp"]._flatten("dp_cp")
+    model = _tensor_parallel(models.net(seed), mesh["tp"])
+    return _made_up(_fsdp2(model, mesh["dp_cp"]))
+
+
+def tp_by_hand(seed: int) -> Built:
+    """Tensor parallel twice, with data parallelism by hand between them: the split modules are on siblings."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return _made_up(_tensor_parallel(models.net(seed), mesh["tp"]))
+
+
+def ep_by_hand(seed: int) -> Built:
+    """Experts on a mesh of their own, twice; the dense part under FSDP2 on a mesh of another call."""
+    model = models.net(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    for name, each in list(model.experts.named_parameters()):
+        setattr(model.experts, name, nn.Parameter(distribute_tensor(each.detach(), mesh["ep"], [Shard(0)])))
+    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=dense)
+    fully_shard(model, mesh=dense, ignored_params=set(model.experts.parameters()))
+    return _made_up(model)
+
+
+def _ranks_of(parameter: Tensor) -> list[int]:
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.mesh.flatten().tolist()
+
+
 def sequence_parallel(seed: int) -> Built:
     """The sequence is split, not the parameters: all of them are replicated DTensors."""
     model = models.net(seed)
@@ -323,6 +375,11 @@ KINDS: Mapping[str, Kind] = {
     "hsdp": Kind("HSDP 2×2", 4, hsdp),
     "tp": Kind("TP ×2", 2, tp),
     "tp-fsdp2": Kind("FSDP2 2 × TP 2", 4, tp_fsdp2),
+    "tp-fsdp2-partial": Kind("FSDP2 2 × TP 2, partial plan", 4, tp_fsdp2_partial),
+    "tp-hsdp-partial": Kind("HSDP 2×2 × TP 2, partial plan", 8, tp_hsdp_partial),
+    "three-dimensions": Kind("FSDP2 over DP 2 × CP 1, × TP 2, partial plan", 4, three_dimensions),
+    "tp-by-hand": Kind("TP 2, DP 2 by hand", 4, tp_by_hand),
+    "ep-by-hand": Kind("EP 2, DP 2 by hand + FSDP2 ×4", 4, ep_by_hand),
     "sp": Kind("SP ×2", 2, sequence_parallel),
     "pp": Kind("PP ×2", 2, pp),
     "pp-interleaved": Kind("PP ×2, two stages each", 2, pp_interleaved),
