@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointError, ConflictError, MissingError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
-from holdfast.format.index.overview import Overview, encode_overview, split
+from holdfast.format.index.overview import IndexParts, Overview, encode_overview, split
 from holdfast.format.manifest import encode_manifest
 from holdfast.format.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
 from holdfast.format.sealed_json import stated_digest
@@ -152,7 +152,7 @@ def write_index(
     Returns:
         Records of the index files, and the record of the overview if the index is split.
     """
-    indexes: list[Index] = [index]
+    indexes: Sequence[Index] | IndexParts = [index]
     overview: Overview | None = None
     chunks_max = settings._tuning.index_chunks_max
     if not whole and index.pieces.first_chunk[-1] > chunks_max:
@@ -166,7 +166,10 @@ def write_index(
         location.store.put_if_absent(folder + name, data)
         return FileRecord(name, len(data), hex_digest_of(data))
 
-    files = [(index_name(number), partial(encode_index, file_index)) for number, file_index in enumerate(indexes)]
+    def encoded(number: int) -> bytes:
+        return encode_index(indexes[number])
+
+    files = [(index_name(number), partial(encoded, number)) for number in range(len(indexes))]
     if overview is not None:
         files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
     written += [folder + name for name, _ in files]

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.errors import InvalidError
 from holdfast.format.index.columns import Ints
-from holdfast.format.index.piece_columns import PieceColumns, PieceIntervals, joined
+from holdfast.format.index.piece_columns import PieceColumns, PieceIntervals, in_order, joined
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
@@ -206,8 +206,7 @@ class IndexMerger:
             replace(pieces, tensors=numbers[pieces.tensors], packs=np.array(packs, dtype=np.int64)[pieces.packs])
         )
         if len(self._parts) == _JOINED_AT_ONCE:
-            self._blocks.append(joined(self._parts))
-            self._parts.clear()
+            self._blocks.append(PieceColumns(**joined(self._parts)))
 
     def _number(self, table: TensorTable, where: str) -> Ints:
         """Return the merged number of each tensor of a table; cached, because thousands of ranks share few tables."""
@@ -242,16 +241,9 @@ class IndexMerger:
         parts = [*self._blocks, *self._parts]
         self._blocks.clear()
         self._parts.clear()
-        pieces = joined(parts)
-        parts.clear()  # Free the unmerged columns before the next copy: there may be millions of pieces.
-        pieces = replace(pieces, tensors=number_of[pieces.tensors])
-        return Index(self._chunk_bytes, whole, list(self._packs), in_order(pieces))
-
-
-def in_order(pieces: PieceColumns) -> PieceColumns:
-    """Return pieces in order of tensor and start."""
-    order = pieces.order()
-    return pieces if bool((order[1:] > order[:-1]).all()) else pieces.taken(order)
+        columns = joined(parts)
+        columns["tensors"] = number_of[columns["tensors"]]
+        return Index(self._chunk_bytes, whole, list(self._packs), in_order(columns))
 
 
 def register_tensor(tensors: dict[str, TensorSpec], tensor: TensorSpec, where: str) -> None:

@@ -8,8 +8,8 @@ from itertools import chain
 import numpy as np
 
 from holdfast.format.index.columns import Ints
-from holdfast.format.index.index import Index, in_order, register_tensor
-from holdfast.format.index.piece_columns import PieceColumns
+from holdfast.format.index.index import Index, register_tensor
+from holdfast.format.index.piece_columns import in_order
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region, corners
@@ -76,19 +76,19 @@ class IndexBuilder:
         table = TensorTable.of(self._tensors.values())
         flat = [isinstance(region, FlatRange) for region in self._regions]
         starts, stops = zip(*map(corners, self._regions), strict=True) if self._regions else ((), ())
-        pieces = PieceColumns(
-            tensors=_column(map(table.numbers.__getitem__, self._fqns)),
-            packs=_column(self._numbers),
-            offsets=_column(self._offsets),
-            flat=np.array(flat, dtype=bool),
-            widths=_column(map(len, starts)),
-            starts=_column(chain.from_iterable(starts)),
-            stops=_column(chain.from_iterable(stops)),
-            bytes=_column(self._bytes),
-            chunks=_column(map(len, self._digests)) // DIGEST_BYTES,
-            digests=memoryview(b"".join(self._digests)),
-        )
-        return Index(self._chunk_bytes, table, list(self._packs), in_order(pieces))
+        columns = {
+            "tensors": _column(map(table.numbers.__getitem__, self._fqns)),
+            "packs": _column(self._numbers),
+            "offsets": _column(self._offsets),
+            "flat": np.array(flat, dtype=bool),
+            "widths": _column(map(len, starts)),
+            "starts": _column(chain.from_iterable(starts)),
+            "stops": _column(chain.from_iterable(stops)),
+            "bytes": _column(self._bytes),
+            "chunks": _column(map(len, self._digests)) // DIGEST_BYTES,
+            "digests": memoryview(b"".join(self._digests)),
+        }
+        return Index(self._chunk_bytes, table, list(self._packs), in_order(columns))
 
 
 def _column(numbers: Iterable[int]) -> Ints:

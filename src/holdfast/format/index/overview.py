@@ -6,6 +6,7 @@ many rows of a few tensors, reads a small part of the index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -111,7 +112,29 @@ def _rows(table: TensorTable) -> Ints:
     return rows
 
 
-def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
+class IndexParts:
+    """The indexes of several files. Each is made anew when it is asked for: all at once would take much memory."""
+
+    def __init__(self, index: Index, numbers: Sequence[Ints]) -> None:
+        """Split an index.
+
+        Args:
+            index: The whole index.
+            numbers: For each file the numbers of its pieces, ascending.
+        """
+        self._index, self._numbers = index, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> Index:
+        index = self._index
+        part = index.pieces.taken(self._numbers[number])
+        used, tensors = np.unique(part.tensors, return_inverse=True)
+        return Index(index.chunk_bytes, index.table.taken(used), index.packs, replace(part, tensors=tensors))
+
+
+def split(index: Index, chunks_max: int) -> tuple[IndexParts, Overview]:
     """Return an index split into several of about `chunks_max` chunks each, and their overview.
 
     It splits by bands of rows first, then by runs of tensors. Bands keep each rank's share of the index small, both
@@ -140,15 +163,13 @@ def split(index: Index, chunks_max: int) -> tuple[list[Index], Overview]:
     place = np.where(spans_all, levels * bands, level * bands + (first_band >> level))
     key = run_of[pieces.tensors] * (levels * bands + 1) + place
     order = np.argsort(key, kind="stable")
-    by_file = pieces.taken(order)
-    first_band, stop_band, key = first_band[order], stop_band[order], key[order]
+    first_band, stop_band, key, tensors = first_band[order], stop_band[order], key[order], pieces.tensors[order]
     cuts = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), pieces.count]
-    parts, spans = [], []
-    for first, stop in pairwise(cuts):
-        part = by_file.between(first, stop)
-        used, tensors = np.unique(part.tensors, return_inverse=True)
-        parts.append(Index(index.chunk_bytes, table.taken(used), index.packs, replace(part, tensors=tensors)))
-        spans.append((used[0], used[-1] + 1, first_band[first:stop].min(), stop_band[first:stop].max()))
+    spans = [
+        (tensors[first], tensors[stop - 1] + 1, first_band[first:stop].min(), stop_band[first:stop].max())
+        for first, stop in pairwise(cuts)
+    ]
+    parts = IndexParts(index, [order[first:stop] for first, stop in pairwise(cuts)])
     return parts, Overview(index.chunk_bytes, table, bands, np.array(spans, dtype=np.int64))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,12 +104,34 @@ class PieceColumns:
         return order[np.argsort(self.tensors[order], kind="stable")]
 
 
-def joined(parts: Sequence[PieceColumns]) -> PieceColumns:
-    """Return the pieces of several parts, which share the numbers of tensors and packs."""
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts or [_NONE]]) for name in _BY_PIECE + _BY_COORDINATE
-    }
-    return PieceColumns(**columns, digests=memoryview(b"".join(part.digests for part in parts)))
+def joined(parts: list[PieceColumns]) -> dict[str, Any]:
+    """Return the columns of several parts, which share the numbers of tensors and packs.
+
+    Empties the list, and frees each column of the parts once it is joined: there may be millions of pieces.
+    """
+    columns_of = [dict(vars(part)) for part in parts or [_NONE]]
+    parts.clear()
+    columns = {name: np.concatenate([each.pop(name) for each in columns_of]) for name in _BY_PIECE + _BY_COORDINATE}
+    return {**columns, "digests": memoryview(b"".join(each.pop("digests") for each in columns_of))}
+
+
+def in_order(columns: dict[str, Any]) -> PieceColumns:
+    """Return pieces in order of tensor and start.
+
+    Args:
+        columns: The columns of `PieceColumns`. If they are not in order, the dict is emptied, and each column is freed
+            once it is sorted.
+    """
+    order = PieceColumns(**columns).order()
+    if bool((order[1:] > order[:-1]).all()):
+        return PieceColumns(**columns)
+    chunks = positions(run_starts(columns["chunks"]), order)
+    digests = np.frombuffer(columns.pop("digests"), dtype=f"V{DIGEST_BYTES}")[chunks].view(np.uint8).data
+    del chunks
+    coordinates = positions(run_starts(columns["widths"]), order)
+    ordered = {name: columns.pop(name)[coordinates] for name in _BY_COORDINATE}
+    del coordinates
+    return PieceColumns(**ordered, **{name: columns.pop(name)[order] for name in _BY_PIECE}, digests=digests)
 
 
 _NONE = PieceColumns(
