@@ -101,7 +101,8 @@ class PackWriter:
     ) -> WrittenPack:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
-        upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes)
+        # The committing rank makes the folders durable, once for all ranks.
+        upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes, folders_durable=False)
         try:
             with _WrittenWindows(upload, buffers, settings, written) as windows:
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)

@@ -10,6 +10,7 @@ RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
 OVERVIEW_FILE = "overview.msgpack"
 EPOCHS_FOLDER = "epochs/"
+PARTS_FOLDER = "parts/"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
@@ -67,7 +68,7 @@ def is_attempt_folder(name: str) -> bool:
 
 def part_name(rank: int) -> str:
     """Return the name of a rank's part inside the attempt's folder."""
-    return f"parts/r{rank:05d}.msgpack"
+    return f"{PARTS_FOLDER}r{rank:05d}.msgpack"
 
 
 def index_name(number: int) -> str:

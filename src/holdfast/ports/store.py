@@ -47,7 +47,7 @@ class Upload(Protocol):
         ...
 
     def complete(self) -> None:
-        """Make the object durable and visible.
+        """Make the object durable and visible; its folders too, unless the upload was begun without that.
 
         Raises:
             ConflictError: The key exists by now; the object of the other writer was not touched.
@@ -215,24 +215,40 @@ class Store(Readable, Protocol):
         """
         ...
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return.
 
+        Args:
+            key: The object.
+            data: Its content.
+            folders_durable: Whether its name is durable on return too, in its folder and in those above. If not, only
+                its content is, until `sync` of its folder returns, in this process or another.
         Raises:
             ConflictError: The key exists, and its object is durable; it was not touched.
         """
         ...
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Begin an object that must not exist yet.
 
         Args:
             key: Its key.
             total_bytes: Its exact size; the store reserves the space if it can.
             part_bytes: Size of every part but the last; a multiple of `PAGE_BYTES`.
+            folders_durable: Whether `complete` makes its name durable too, as for `put_if_absent`.
         Raises:
             ConflictError: The key exists.
             UnavailableError: There is not enough space.
+        """
+        ...
+
+    def sync(self, prefix: str) -> None:
+        """Make durable the names in a folder and in those above it, whichever process stored the objects.
+
+        Args:
+            prefix: The folder, ending in `/`.
+        Raises:
+            UnavailableError: They could not be made durable.
         """
         ...
 
@@ -298,13 +314,23 @@ class ForwardingStore(ForwardingReadable):
         """Store a small object whole, replacing an older one."""
         self._around("put", key, lambda: self._inner.put(key, data, durable=durable))
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists."""
-        self._around("put_if_absent", key, lambda: self._inner.put_if_absent(key, data))
+        self._around(
+            "put_if_absent", key, lambda: self._inner.put_if_absent(key, data, folders_durable=folders_durable)
+        )
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Begin an object that must not exist yet."""
-        return self._around("upload", key, lambda: self._inner.upload(key, total_bytes, part_bytes))
+        return self._around(
+            "upload",
+            key,
+            lambda: self._inner.upload(key, total_bytes, part_bytes, folders_durable=folders_durable),
+        )
+
+    def sync(self, prefix: str) -> None:
+        """Make durable the names in a folder and in those above it."""
+        self._around("sync", prefix, lambda: self._inner.sync(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""

@@ -251,7 +251,8 @@ class SaveAttempt:
                 data = encode_part(part)
             key = self.key(part_name(part.rank))
             self.file_keys.append(key)
-            self.location.store.put_if_absent(key, data)
+            # The committing rank makes the folders durable, once for all ranks.
+            self.location.store.put_if_absent(key, data, folders_durable=False)
         return Vote(len(data), hex_digest_of(data))
 
     def vote_and_commit(self, vote: Vote) -> Outcome:

@@ -21,7 +21,14 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
 from holdfast.format.index.overview import IndexParts, Overview, encode_overview, split
 from holdfast.format.manifest import encode_manifest
-from holdfast.format.names import OVERVIEW_FILE, index_name, is_attempt_file, is_attempt_folder, step_folder
+from holdfast.format.names import (
+    OVERVIEW_FILE,
+    PARTS_FOLDER,
+    index_name,
+    is_attempt_file,
+    is_attempt_folder,
+    step_folder,
+)
 from holdfast.format.sealed_json import stated_digest
 from holdfast.repository.catalog import committed_steps, exists, read_manifest
 from holdfast.repository.epochs import current_fence, is_valid, require_newest
@@ -43,7 +50,7 @@ _SPLIT_FILES_MIN = 8
 def assemble(
     request: SaveRequest, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
 ) -> tuple[bytes, Health | None]:
-    """Merge the parts of all ranks, prove that they form a whole, and write the index.
+    """Merge the parts of all ranks, prove that they form a whole, write the index, and make all names durable.
 
     Args:
         request: The request of the save.
@@ -60,6 +67,9 @@ def assemble(
     location, attempt, context = request.location, agreement.attempt, agreement.context
     whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
     indexes, overview = write_index(location, attempt, whole.index, settings, written)
+    # Every rank made the content of its files durable before it voted, and left their names to this rank. Without their
+    # names the manifest would survive a power cut and its files would not.
+    location.store.sync(f"{location.folder}{attempt}/{PARTS_FOLDER}")
     # Ask only now: the previous save was perhaps still in flight, and its commit decides the parent.
     parent = request.parent()
     health = context.health  # For a copy: the health recorded with its source.

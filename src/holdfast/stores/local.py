@@ -41,8 +41,8 @@ class LocalStore(FileReading):
     """Keys to files beneath a root folder.
 
     Files are created exclusively. No link below the root is followed; the root itself may be a link. When a call
-    returns, what it stored is durable: the file, and every folder entry that leads to it. Reading creates nothing, not
-    even the root.
+    returns, what it stored is durable: the file, and every folder entry that leads to it unless the caller leaves these
+    to `sync`. Reading creates nothing, not even the root.
 
     An upload writes under its final name from the start. So a listing shows it before it is complete, and still shows
     it after its process has died: garbage collection must see it. An object that no manifest names must not be trusted.
@@ -80,8 +80,8 @@ class LocalStore(FileReading):
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
         self._store_whole(key, data, self._replace, durable=durable)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        """Store a small object whole unless the key exists; atomic, durable on return.
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
+        """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.
 
         Raises:
             ConflictError: The key exists and what it holds is durable; it was not touched.
@@ -89,19 +89,27 @@ class LocalStore(FileReading):
                 stored whole, but a power cut may lose it.
         """
         try:
-            self._store_whole(key, data, self._give_name)
+            self._store_whole(key, data, self._give_name, folders_durable=folders_durable)
         except ConflictError:
             self._make_durable(key)
             raise
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int) -> LocalUpload:
+    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> LocalUpload:
         """Begin an object that must not exist yet, and reserve its space."""
         parts, where = split_key(key), self._where(key)
         ledger = PartLedger(where, total_bytes=total_bytes, part_bytes=part_bytes)
         with translated("begin", where, writing=True):
-            return self._in_folder(
+            upload = self._in_folder(
                 parts[:-1], lambda folder: LocalUpload(self._syscalls, self._folders, folder, parts, self._mode, ledger)
             )
+        upload.makes_folders_durable = folders_durable
+        return upload
+
+    def sync(self, prefix: str) -> None:
+        """Make durable the entries of a folder and of those above it, up to the root."""
+        parts = split_prefix(prefix)
+        with translated("make durable", self._where(prefix), writing=True):
+            self._folders.sync(parts)
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -163,7 +171,13 @@ class LocalStore(FileReading):
                 return
 
     def _store_whole(
-        self, key: str, data: bytes, publish: Callable[[int, int, str, str], None], *, durable: bool = True
+        self,
+        key: str,
+        data: bytes,
+        publish: Callable[[int, int, str, str], None],
+        *,
+        durable: bool = True,
+        folders_durable: bool = True,
     ) -> None:
         parts, where = split_key(key), self._where(key)
 
@@ -180,7 +194,7 @@ class LocalStore(FileReading):
 
         with translated("store", where, writing=True):
             self._in_folder(parts[:-1], store)
-            if durable:
+            if durable and folders_durable:
                 self._folders.sync(parts[:-1])
 
     def _in_folder(self, parts: tuple[str, ...], act: Callable[[int], _Result]) -> _Result:

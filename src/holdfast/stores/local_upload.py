@@ -57,6 +57,8 @@ class LocalUpload:
         self._folders = folders
         self._parts = parts
         self._ledger = ledger
+        self.makes_folders_durable = True
+        """Whether `complete` makes durable every folder entry too, from the file up to the root."""
         self._where = ledger.where
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -94,7 +96,7 @@ class LocalUpload:
         self._ledger.written.add(offset)
 
     def complete(self) -> None:
-        """Make the file durable: its content, and every folder entry from it up to the root."""
+        """Make the file durable: its content, and every folder entry from it up to the root if wanted."""
         self._ledger.require_whole()
         with self._ending, self._using():
             if self._distrust:
@@ -106,7 +108,8 @@ class LocalUpload:
                 self._syscalls.fsync(self._fd)
                 if not self._syscalls.fstat(self._fd).st_nlink:
                     raise UnavailableError(f"{self._where}: another process removed it while it was written")
-                self._folders.sync(self._parts[:-1])
+                if self.makes_folders_durable:
+                    self._folders.sync(self._parts[:-1])
             self._distrust = ""
             self._completed = True
         self._close_when_unused()

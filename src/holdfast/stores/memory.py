@@ -37,7 +37,7 @@ class MemoryStore:
         with _lock:
             self._objects[key] = bytes(data)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store an object whole unless the key exists."""
         split_key(key)
         with _lock:
@@ -45,7 +45,7 @@ class MemoryStore:
                 raise self._conflict(key)
             self._objects[key] = bytes(data)
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int) -> _MemoryUpload:
+    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> _MemoryUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
         split_key(key)
         ledger = PartLedger(f"{self.url}/{key}", total_bytes=total_bytes, part_bytes=part_bytes)
@@ -91,6 +91,10 @@ class MemoryStore:
         with _lock:
             entries = [Entry(key, len(data)) for key, data in self._objects.items() if key.startswith(prefix)]
         return iter(entries)
+
+    def sync(self, prefix: str) -> None:
+        """Do nothing: memory has no folders."""
+        split_prefix(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""

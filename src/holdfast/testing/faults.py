@@ -185,9 +185,10 @@ class FaultyStore(ForwardingStore):
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
         return self._faults.around(name, subject, call)
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Begin an upload that meets the same fault."""
-        return _FaultyUpload(super().upload(key, total_bytes, part_bytes), key, self._faults)
+        inner = super().upload(key, total_bytes, part_bytes, folders_durable=folders_durable)
+        return _FaultyUpload(inner, key, self._faults)
 
 
 class _FaultyUpload:

@@ -104,6 +104,18 @@ class SmallObjects(_StoreFixture):
         assert store.get("folder/key", 100) == b"first"
         assert keys(store) == ["folder/key"]
 
+    def test_objects_whose_folders_are_synced_later_are_stored_like_any(self, store: Store) -> None:
+        store.put_if_absent("folder/parts/key", b"first", folders_durable=False)
+        with pytest.raises(ConflictError, match="folder/parts/key"):
+            store.put_if_absent("folder/parts/key", b"second", folders_durable=False)
+        upload = store.upload("folder/pack", 5, PART_BYTES, folders_durable=False)
+        upload.write(0, memoryview(b"whole"))
+        upload.complete()
+        store.sync("folder/parts/")
+        assert store.get("folder/parts/key", 100) == b"first"
+        assert store.get("folder/pack", 100) == b"whole"
+        assert keys(store) == ["folder/pack", "folder/parts/key"]
+
     def test_put_if_absent_tells_who_won(self, store: Store) -> None:
         def race(number: int) -> bool:
             try:

@@ -28,7 +28,7 @@ class OverlayStore(ForwardingStore):
         if not holds(self._inner, key, data):
             self.pending[key] = data
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Replace an object as `put` does: a repair replaces what is damaged."""
         self.put(key, data)
 
@@ -36,9 +36,12 @@ class OverlayStore(ForwardingStore):
         """Remove objects."""
         self.pending.update(dict.fromkeys(keys))
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int) -> Upload:
+    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Raise: a repair writes no packs."""
         raise NotImplementedError(key)
+
+    def sync(self, prefix: str) -> None:
+        """Do nothing: no call writes to storage."""
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
