@@ -14,7 +14,7 @@ from holdfast.plan.siblings import TensorOnMesh
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _SlottedLayout:
     layout: Layout
     """Kept, so that no other layout gets its `id`."""
 
@@ -31,7 +31,7 @@ class MeshSlots:
         """The rank."""
         self._slots: dict[Mesh, int] = {}
         # Thousands of tensors share a few layouts, and a layout may list thousands of ranks: look at each once.
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _SlottedLayout] = {}
         self._holders: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @property
@@ -72,16 +72,16 @@ class MeshSlots:
             self._holders[key] = sibling_ranks(layout, coordinate_of(layout, self.rank), meshes)
         return self._holders[key]
 
-    def _find(self, layout: Layout) -> _Known:
+    def _find(self, layout: Layout) -> _SlottedLayout:
         known = self._known.get(id(layout))
         if known is None:
             mesh = layout.mesh
             if self.rank in mesh.ranks:
                 slot = self._slots.setdefault(mesh, len(self._slots))
-                known = _Known(layout, slot, repr((slot, mesh.shape, list(map(str, layout.placements)))))
+                known = _SlottedLayout(layout, slot, repr((slot, mesh.shape, list(map(str, layout.placements)))))
             else:
                 # A rank outside the mesh holds nothing of the tensor, but its state names it.
-                known = _Known(layout, None, repr(layout))
+                known = _SlottedLayout(layout, None, repr(layout))
             self._known[id(layout)] = known
         return known
 
