@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from holdfast.clock import Clock
+
+T = TypeVar("T")
+_Inbox = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
 
 _SLICE_SECONDS = 1.0
 
@@ -106,6 +112,75 @@ class BackgroundQueue:
             thread.join(_SLICE_SECONDS)
             if self.progress.hung is not None:
                 return
+
+
+class DaemonCalls:
+    """Makes calls on daemon threads at once. A call that hangs delays no other, and interpreter exit waits for none."""
+
+    def __init__(self) -> None:
+        # The inboxes of idle threads. A deque, whose operations are atomic: a signal handler may save at any time.
+        self._idle: deque[_Inbox] = deque()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Make a call on another thread."""
+        future: Future[T] = Future()
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = queue.SimpleQueue()
+            threading.Thread(target=self._work, args=(inbox,), name="holdfast-call", daemon=True).start()
+        inbox.put((future, work))
+        return future
+
+    def forget_threads(self) -> None:
+        """Forget all threads: a forked child has none of them."""
+        self._idle.clear()
+
+    def _work(self, inbox: _Inbox) -> None:
+        while True:
+            future, work = inbox.get()
+            try:
+                result, failure = work(), None
+            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+                result, failure = None, error
+            # Idle first: whoever gets the result may make the next call on this thread.
+            self._idle.append(inbox)
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+            # This thread keeps nothing alive while it waits.
+            del future, work, result, failure
+
+
+CALLS = DaemonCalls()
+"""For calls that a training thread waits for in slices, so that it hears signals and can give up."""
+
+os.register_at_fork(after_in_child=CALLS.forget_threads)
+
+
+def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: Callable[[], None]) -> T:
+    """Return the result of a call, waiting in slices of a second.
+
+    Args:
+        future: The call.
+        seconds: Limit of the wait.
+        clock: Measures it.
+        note_slice: Called after each slice without a result.
+    Raises:
+        TimeoutError: The call goes on after the limit.
+        BaseException: The call failed with this error.
+    """
+    end = clock.monotonic_seconds() + seconds
+    while not future.done():
+        left = end - clock.monotonic_seconds()
+        if left <= 0:
+            raise TimeoutError
+        # Not by `result`: the call itself may have raised a TimeoutError.
+        wait([future], min(left, _SLICE_SECONDS))
+        if not future.done():
+            note_slice()
+    return future.result()
 
 
 _QUEUES: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()

@@ -22,15 +22,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
+from typing import TypeVar
 
 from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
-from holdfast.coordination.records import Agreement
+from holdfast.coordination.records import Agreement, DescribedState, Statement
+from holdfast.coordination.save_context import SaveContext
+from holdfast.engine.background import CALLS, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of
@@ -48,6 +52,11 @@ from holdfast.types.health import findings_of
 from holdfast.types.reports import SaveReport
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LATE_SECONDS = 10.0
+"""How much longer than an agreement may take the training thread waits for it."""
 
 
 class SaveProgress(Enum):
@@ -104,6 +113,7 @@ class SaveAttempt:
         self.file_keys: list[str] = []
         """Keys of the files that this rank has begun to write."""
         self._opening: SaveAgreement | None = None
+        self._has_waited = False
         self._progress = SaveProgress.OPENING
         self._transfer: Transfer | None = None
         self._finisher = threading.Lock()
@@ -142,7 +152,7 @@ class SaveAttempt:
                     raise
                 raise raised from error
 
-    def open(self) -> SaveAgreement:
+    def open(self) -> None:
         """Take the number of this save; from now on a failure to collect the state is a refusal on every rank."""
         self._opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
         self._progress = SaveProgress.COLLECTING
@@ -151,11 +161,68 @@ class SaveAttempt:
         if hung is not None:
             # Before it takes memory. The commit thread would come to this save only after the write that hangs.
             raise UnavailableError(f"{self.name}: {hung}. Nothing was saved; look at the storage")
-        return self._opening
 
     def record_collected(self) -> None:
         """Record that the state is collected. Rank 0 notices a later failure by the missing statement."""
         self._progress = SaveProgress.AGREEING
+
+    def agree(self, statement: Statement, state: DescribedState) -> Agreement:
+        """Return the agreement of the ranks. From now on a failure aborts the attempt on every rank.
+
+        The waits for other ranks, and rank 0's look at the location, are on another thread.
+
+        Raises:
+            CheckpointError: As `SaveAgreement.agree`, or that call did not end.
+        """
+        opening = self._opening
+        assert opening is not None, "it was opened"
+
+        def claim() -> SaveContext:
+            # A claim that hangs is reported by the saves after it, as a write that hangs.
+            with self.job.progress.writing(self.name):
+                return self.request.claim()
+
+        future = CALLS.submit(lambda: opening.agree(statement, state, claim))
+        try:
+            self._wait(future)
+        except BaseException:
+            # A result that comes later has nobody who writes and votes for it.
+            future.add_done_callback(self._abort_late)
+            raise
+        agreement = future.result()
+        self.record_agreement(agreement)
+        return agreement
+
+    def _wait(self, future: Future[T]) -> T:
+        """Wait for a call, on the training thread.
+
+        Raises:
+            UnavailableError: The call hangs. Every wait in it has a deadline, so storage does not answer rank 0.
+        """
+        seconds = self.job.agreement_deadline() - self.job.clock.monotonic_seconds() + _LATE_SECONDS
+        try:
+            return wait_in_slices(future, seconds, self.job.clock, self._note_wait)
+        except TimeoutError:
+            if future.done():
+                raise
+        raise UnavailableError(
+            f"{self.name}: the look at {self.location.url} did not end within {seconds:,.0f} s; expected an answer of "
+            "the storage. Nothing was saved; look at the storage"
+        )
+
+    def _note_wait(self) -> None:
+        """Take note that this rank waits for others: it has nothing to do that the collector would slow down."""
+        if not self._has_waited:
+            self._has_waited = True
+            self.gc_pause.end()
+            logger.info("%s: training waits until all ranks agree on it", self.name)
+
+    def _abort_late(self, future: Future[Agreement]) -> None:
+        """Abort an attempt that the ranks agreed on after this rank gave up, so that nobody waits for its vote."""
+        if future.exception() is None:
+            agreement = future.result()
+            vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
+            vote.abort(UnavailableError(f"{self.name}: this rank gave up before the ranks agreed"))
 
     def record_agreement(self, agreement: Agreement) -> None:
         """Record the agreement: from now on a failure aborts the attempt on every rank."""
@@ -223,7 +290,9 @@ class SaveAttempt:
         if self._progress is SaveProgress.COLLECTING:
             raised = _refusal(error, self.name)
             assert self._opening is not None, "it was opened"
-            self._opening.refuse(raised)
+            opening, refused = self._opening, raised
+            with suppress(UnavailableError):
+                self._wait(CALLS.submit(lambda: opening.refuse(refused)))
         if not isinstance(raised, Exception):
             return raised  # An interrupt such as Ctrl-C goes to the caller.
         failure = typed(raised, self.name)

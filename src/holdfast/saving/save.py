@@ -55,15 +55,14 @@ def save(attempt: SaveAttempt) -> SaveHandle:
     job, request, trace = attempt.job, attempt.request, attempt.trace
     deduplicator = request.deduplicator
     with attempt.foreground():
-        opening = attempt.open()
+        attempt.open()
         with trace.phase("collect"):
             collected = request.collect()
             fingerprint = StateFingerprint(collected, job, attempt.location)
             statement = fingerprint.statement(attempt.step)
         attempt.record_collected()
         with trace.phase("agree"):
-            agreement = opening.agree(statement, fingerprint, request.claim)
-        attempt.record_agreement(agreement)
+            agreement = attempt.agree(statement, fingerprint)
 
         with trace.phase("plan"):
             plan, is_new_plan = plan_packs(attempt, collected, fingerprint)

@@ -179,3 +179,85 @@ def test_a_queue_waits_for_slow_work_and_leaves_hung_work_behind() -> None:
     over.set()
     with pytest.raises(RuntimeError, match="closed"):
         hung.submit(hang)
+
+
+class Claims:
+    """Holds rank 0's look at the location until it is released."""
+
+    def __init__(self) -> None:
+        self.reached, self.over = threading.Event(), threading.Event()
+
+    def __call__(self, operation: FaultPoint) -> None:
+        self.reached.set()
+        self.over.wait(30.0)
+
+
+def test_a_look_at_the_location_that_hangs_fails_the_save_and_later_ones_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast.saving.attempt._LATE_SECONDS", 0.5)
+    claims, store = Claims(), fresh_store()
+    faults = Faults(None, names={"list", "get", "exists", "put_if_absent", "size"}, lasting=True)
+    settings = replace(PATIENT, agreement_timeout_seconds=1.0, stall_timeout_seconds=1.0)
+    world = World(2, settings=settings, store=store, stores={0: FaultyStore(store, faults)})
+    both, resumed = threading.Barrier(2, timeout=20.0), threading.Event()
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        first = saved(run, 1, state(1.0))
+        both.wait()
+        if rank == 0:
+            faults._action = claims
+        both.wait()
+        start = time.monotonic()
+        second = run.save(2, state(2.0)).failure
+        held = time.monotonic() - start
+        both.wait()
+        start = time.monotonic()
+        third = run.save(3, state(3.0)).failure
+        held_again = time.monotonic() - start
+        both.wait()
+        if rank == 0:
+            faults.heal()
+            claims.over.set()
+            time.sleep(0.5)
+            resumed.set()
+        assert resumed.wait(20.0)
+        return first, second, held, third, held_again, saved(run, 4, state(4.0))
+
+    outcomes = world.play(part)
+    assert claims.reached.is_set()
+    for _, second, held, third, held_again, _ in outcomes:  # type: ignore[misc]
+        assert isinstance(second, UnavailableError) and held < 8.0, (second, held)
+        assert isinstance(third, UnavailableError) and held_again < 1.0, (third, held_again)
+    assert world.committed() == [1, 4]
+
+
+def test_a_signal_is_heard_while_training_waits_for_the_other_ranks() -> None:
+    """The wait itself is one call of c10d, in which no Python handler runs."""
+    code = """
+import signal, sys, tempfile, threading, time, torch, torch.distributed as dist, holdfast, os
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.testing.comm import ThreadComm, ThreadGroup
+from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
+from holdfast.coordination.job import Job
+from holdfast.clock import SystemClock
+from holdfast.testing.framework import NumpyFramework
+from holdfast import wiring
+class Comm(ThreadComm):
+    def all_gather(self, payload): return [payload, payload]
+comm = Comm(ThreadGroup(2), 0, TorchKeyValueStore(store))
+settings = holdfast.Settings(agreement_timeout_seconds=60.0)
+run = CheckpointManager.over(wiring.store_at(tempfile.mkdtemp() + "/run", settings),
+                             Job(comm, SystemClock(), settings, NumpyFramework(0)))
+threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    run.save(1, {"step": 1})
+except KeyboardInterrupt:
+    print("heard after", time.monotonic() - start, flush=True)
+os._exit(0)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=False)
+    assert found.stdout.startswith("heard after"), found.stdout + found.stderr
+    assert float(found.stdout.split()[-1]) < 15.0
