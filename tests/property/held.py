@@ -23,6 +23,7 @@ class Held:
 
     layout: Layout | None = None
     declared: Declared | None = None
+    siblings: tuple[Layout, ...] = ()
 
 
 @st.composite
@@ -103,9 +104,24 @@ def declared(draw: st.DrawFn, world_size: int, shape: tuple[int, ...]) -> Declar
 
 
 @st.composite
+def siblings(draw: st.DrawFn, world_size: int, ndim: int) -> Held:
+    """Disjoint meshes of one shape over some or all ranks, in any order, all with the same placements."""
+    shape, ranks = draw(meshes(max(world_size // 2, 1)))
+    chosen = tuple(draw(placements(ndim)) for _ in shape)
+    others = draw(st.permutations(range(world_size)))
+    count = draw(st.integers(1, world_size // len(ranks)))
+    first, *rest = (
+        Layout(shape, tuple(others[number * len(ranks) : (number + 1) * len(ranks)]), chosen) for number in range(count)
+    )
+    return Held(first, siblings=tuple(rest))
+
+
+@st.composite
 def any_held(draw: st.DrawFn, world_size: int, shape: tuple[int, ...], shared: tuple[Layout, ...]) -> Held:
     """Any way to hold a tensor, most often on a mesh that others share, as in a real model."""
-    kind = draw(st.integers(0, 6))
+    kind = draw(st.integers(0, 7))
+    if kind == 7:
+        return draw(siblings(world_size, len(shape)))
     if kind == 0:
         return Held()
     if kind <= 3:

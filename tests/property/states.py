@@ -59,14 +59,16 @@ class Tensor:
         return np.frombuffer(raw.tobytes(), DTYPES[self.dtype].numpy).reshape(self.shape)
 
     def for_save(self) -> GlobalTensor:
-        return GlobalTensor(self.dtype, self.array(), self.saved.layout, self.role, self.saved.declared)
+        held = self.saved
+        return GlobalTensor(self.dtype, self.array(), held.layout, self.role, held.declared, held.siblings)
 
     def for_load(self) -> GlobalTensor:
         """A target in which every byte differs from what was saved, so that one not filled shows."""
         flipped = self.array().copy()
         raw = flipped.reshape(-1).view(np.uint8)
         raw ^= 1 if self.dtype == "bool" else 0xFF
-        return GlobalTensor(self.dtype, flipped, self.loaded.layout, self.role, self.loaded.declared)
+        held = self.loaded
+        return GlobalTensor(self.dtype, flipped, held.layout, self.role, held.declared, held.siblings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from holdfast.format.index.index import Index
 from holdfast.format.names import rank_of_pack, step_folder
 from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.placement import coordinate_of, sibling_ranks
 from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
 from holdfast.plan.reads import load_plan
 from holdfast.repository.catalog import read_index, read_manifest
@@ -106,7 +107,7 @@ def require_balance(job: Job2Job, index: Index) -> None:
     units: Counter[tuple[int, ...]] = Counter()
     for tensor in job.tensors:
         held = tensor.for_save()
-        groups = {rank: held.holders_with(rank) for rank in range(job.save_ranks) if held.is_on(rank)}
+        groups = {rank: replicas_of(held, rank) for rank in range(job.save_ranks) if held.is_on(rank)}
         for rank, group in groups.items():
             if group is not None:
                 assert rank in group
@@ -122,6 +123,15 @@ def require_balance(job: Job2Job, index: Index) -> None:
         written = [loads[group, rank] for rank in group]
         even = sum(written) / len(group)
         assert max(abs(each - even) for each in written) <= unit + 1, f"{group}: {written}, unit {unit}"
+
+
+def replicas_of(held: GlobalTensor, rank: int) -> tuple[int, ...] | None:
+    """Return the ranks with the regions of a rank, those on sibling meshes included; None for a plain tensor."""
+    layout = held.layout_on(rank)
+    if layout is None or not held.siblings:
+        return held.holders_with(rank)
+    meshes = [each.mesh for each in (held.layout, *held.siblings) if each is not None]
+    return sibling_ranks(layout, coordinate_of(layout, rank), meshes)
 
 
 def uncut_bytes(tensor: Tensor, region: Region) -> int:

@@ -38,30 +38,38 @@ class GlobalTensor:
     declared: Mapping[int, tuple[Region, ...]] | None = None
     """Instead of a layout: the regions of each rank; ranks with equal regions are replicas."""
 
+    siblings: tuple[Layout, ...] = ()
+    """Layouts on meshes beside that of `layout`, disjoint and of its shape: ranks at equal coordinates are replicas."""
+
+    def layout_on(self, rank: int) -> Layout | None:
+        """Return the layout on the mesh that a rank is on; `layout` if it is on none."""
+        return next((each for each in self.siblings if rank in each.mesh_ranks), self.layout)
+
     def regions_on(self, rank: int) -> tuple[Region, ...]:
         """Return the regions that a rank holds."""
         if self.declared is not None:
             return self.declared.get(rank, ())
-        if self.layout is None:
+        layout = self.layout_on(rank)
+        if layout is None:
             return (Box.whole(self.array.shape),)
-        if rank not in self.layout.mesh_ranks:
+        if rank not in layout.mesh_ranks:
             return ()
-        return boxes_at(self.layout, self.array.shape, coordinate_of(self.layout, rank))
+        return boxes_at(layout, self.array.shape, coordinate_of(layout, rank))
 
     def holders_with(self, rank: int) -> tuple[int, ...] | None:
-        """Return the ranks that hold the same regions as `rank`; None for a plain tensor."""
+        """Return the ranks that hold the same regions as `rank` on its own mesh; None for a plain tensor."""
         if self.declared is not None:
             held = self.declared.get(rank)
             return tuple(sorted(other for other, regions in self.declared.items() if regions == held))
-        if self.layout is None:
-            return None
-        return replica_ranks(self.layout, coordinate_of(self.layout, rank))
+        layout = self.layout_on(rank)
+        return None if layout is None else replica_ranks(layout, coordinate_of(layout, rank))
 
     def is_on(self, rank: int) -> bool:
         """Return whether the tensor is in a rank's state."""
         if self.declared is not None:
             return rank in self.declared
-        return self.layout is None or rank in self.layout.mesh_ranks
+        layout = self.layout_on(rank)
+        return layout is None or rank in layout.mesh_ranks
 
 
 class _Copied:
@@ -162,7 +170,7 @@ class NumpyFramework:
             elif value.is_on(self._rank):
                 held = value.regions_on(self._rank)
                 spec = TensorSpec(fqn, value.dtype, value.array.shape)
-                shard = Shard(spec, value.layout, value.holders_with(self._rank), value.role, held)
+                shard = Shard(spec, value.layout_on(self._rank), value.holders_with(self._rank), value.role, held)
                 shards.append(LocalShard(shard, _ArraySource(value.array, held)))
         return Collected(shards, Group("dict", items), {}, skipped, unmatched=_unmatched(state, selection))
 
