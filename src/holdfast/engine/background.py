@@ -90,6 +90,8 @@ class BackgroundQueue:
                 # A daemon: the interpreter would wait for any other thread, also for one whose write hangs.
                 self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
                 self._thread.start()
+                # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread.
+                weakref.finalize(self, self._calls.put, None).atexit = False
                 _QUEUES.add(self)
             # A weak reference: the exception of a failed call would keep the objects in its frames alive.
             self._last = weakref.ref(future)
