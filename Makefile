@@ -101,7 +101,7 @@ campaign: $(READY)
 	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py \
 	    tests/crash/test_repair_kill.py tests/crash/test_kill_sweep.py tests/crash/test_power_cut.py \
 	    tests/distributed/test_preemption.py
-	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 tests/property/test_life_of_a_run.py
+	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
