@@ -320,8 +320,10 @@ def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTING
     return run_record(wiring.store_at(root, settings))
 
 
-def tag(root: wiring.Path, step: int, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+def tag(root: wiring.Path, step: int | str, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
     """Give a committed step of a run a tag; no change if it has the tag already. Needs no torch.
+
+    A superseded step is named by number and digest, as `300@1f2e`.
 
     Raises:
         InvalidError: The name is not valid, or the path is one checkpoint.

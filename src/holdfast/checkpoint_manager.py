@@ -20,13 +20,14 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.coordination.signals import Signals
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.format.names import require_step
+from holdfast.format.names import require_step, step_and_digest
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import committed_steps, read_run_id
+from holdfast.repository.catalog import read_run_id
 from holdfast.repository.tags import remove_tag, require_tag_name
+from holdfast.repository.timelines import committed_steps, run_timelines
 from holdfast.runs.garbage_collection import CheckpointGC, Pins
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
@@ -56,6 +57,7 @@ class CheckpointManager:
         keep: KeepPolicy | None = None,
         every: int | None = None,
         keep_last: int | None = None,
+        start_over: bool = False,
         preemption: Preemption | bool = True,
         process_group: wiring.ProcessGroup = None,
         settings: Settings = wiring.DEFAULT_SETTINGS,
@@ -69,6 +71,8 @@ class CheckpointManager:
             keep: Which steps are kept; None for all. The newest valid one always is.
             every: Short for `save=AnyOf(EveryNSteps(every), OnRequest())`.
             keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
+            start_over: Whether the first save begins anew although the root holds steps and none was loaded. The steps
+                stay stored, superseded. Without it, such a save raises.
             preemption: Signals after which `maybe_save` saves and ends the process, from its first call until `close`.
                 True for SIGTERM and SIGINT, with a grace of 30 s; False for none. See `holdfast.Preemption`.
             process_group: None for the default group, False for this process alone, or a group.
@@ -87,6 +91,7 @@ class CheckpointManager:
         if wanted is not None:
             handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
         self._open(store, job, References(settings.allowed_roots), policies, observers, handler)
+        self._position.starts_over = start_over
 
     @classmethod
     def over(
@@ -170,7 +175,6 @@ class CheckpointManager:
                 lambda: self._begin_save(step, replace(passed, is_last=True)),
                 is_committed=self._position.is_loaded(step),
             )
-        self._position.require_not_gone_back()
         return self._begin_save(step, passed) if self._schedule.is_due(step) else None
 
     def request_save(self) -> None:
@@ -213,7 +217,7 @@ class CheckpointManager:
     def load(
         self,
         state: Mapping[str, object],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         strict: bool = True,
         cast: bool = False,
@@ -227,38 +231,44 @@ class CheckpointManager:
         Arguments and errors as the function `load`. A given step that is absent raises `MissingError`; a damaged one
         raises `CorruptError`.
 
-        If steps newer than the given one exist, later calls of `save` and `maybe_save` raise `InvalidError`: going back
-        within a root is not yet supported. The error says how to continue in a new root.
+        Going back: if steps newer than the loaded one exist, the next save begins a new timeline there. The newer steps
+        stay stored, but are superseded: a load without a step takes the newest step of the newest timeline. A
+        superseded step is loaded by number and digest, as `holdfast ls` lists it: `step="300@1f2e"`.
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
-        if step is not None:
-            require_step(step)
+        number, digest = (None, "") if step is None else step_and_digest(step)
         request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
         position = self._position
-        with load_attempt(self._job, position.home, position.selector(step), request, self._dispatcher) as attempt:
+        selector = position.selector(number, digest)
+        with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
             loaded = load(attempt)
+            if loaded is not None:
+                # Before the reader lease ends: garbage collection must not remove the step in between.
+                position.move_to(loaded)
         if loaded is None:
             return None
         self.load_report = loaded.report
-        self._position.move_to(loaded)
-        if self._parts.pins.has_gone_back and self._preemption is not None:
+        if position.has_gone_back and self._preemption is not None:
             self._preemption.forget_last()
         if self._schedule is not None and loaded.location.step is not None:
             self._schedule.note_loaded(loaded.location.step)
         return loaded.location.step
 
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending."""
+        """Return the committed steps that a load may take, ascending. Superseded steps are not among them."""
         return committed_steps(self._store)
 
     @property
     def latest(self) -> int | None:
-        """The newest committed step, or None."""
-        return next(reversed(self.steps()), None)
+        """The newest committed step of the newest timeline, or None."""
+        chain = run_timelines(self._store).chain
+        return chain[-1].step if chain else None
 
-    def tag(self, step: int, name: str) -> None:
+    def tag(self, step: int | str, name: str) -> None:
         """Tag a committed step; do nothing if it has the tag already. Call it on one rank.
+
+        A superseded step is named by number and digest, as `300@1f2e`.
 
         Raises:
             InvalidError: The name is no valid tag.
@@ -328,7 +338,6 @@ class CheckpointManager:
             error.add_note(f"closing the checkpoint manager also failed: {failure}")
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
-        self._position.require_not_gone_back()
         self._position.loaded = None
         if self._schedule is not None:
             self._schedule.note_saved(step)

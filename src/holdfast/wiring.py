@@ -13,8 +13,9 @@ from holdfast.checkpoint.location import CheckpointLocation, ForeignPath
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
-from holdfast.format.names import step_of_folder
+from holdfast.format.names import is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
+from holdfast.loading.step_choice import find_step, location_of
 from holdfast.offline.export.export import Export, WorkerPool
 from holdfast.offline.export.workers import worker_main, worker_pool
 from holdfast.ports.comm import Comm
@@ -99,7 +100,10 @@ def foreign_at(path: str) -> ForeignPath:
 def location_at(path: object, settings: Settings) -> CheckpointLocation:
     """Return the location of one checkpoint to read: of Holdfast, or of another system.
 
+    A step of a run that a newer timeline superseded is named by number and digest below the root: `ROOT/300@1f2e`.
+
     Raises:
+        MissingError: No superseded step has this number and digest.
         InvalidError: It is not a path, or its scheme is not supported.
     """
     store = store_at(path, settings)
@@ -107,10 +111,20 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     if isinstance(store, LocalStore):
         path_text = store.url.removeprefix("file://")
         foreign = foreign_at(path_text)
+        if is_superseded_name(os.path.basename(path_text)) and not os.path.lexists(path_text):
+            return _superseded_at(*os.path.split(path_text), settings)
         # A step may refer to packs of the steps beside it. Resolve links: they may point to a step of a run.
         parent, name = os.path.split(os.path.realpath(path_text))
         root = LocalStore(parent, settings=settings) if step_of_folder(name) is not None else None
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
+
+
+def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLocation:
+    """Return the location of a superseded step."""
+    store = LocalStore(parent, settings=settings)
+    home = CheckpointLocation(store, "", None, references=References(settings.allowed_roots), root=store)
+    _, manifest = find_step(store, *step_and_digest(name))
+    return location_of(home, manifest)
 
 
 @cache

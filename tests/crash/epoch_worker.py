@@ -77,6 +77,7 @@ def main(lease_seconds: float) -> None:
             run.close()
         else:
             run = run_over(rest[0], lease_seconds, is_stopped=order == "stop")
+            run.load(state_of(0))
             if order == "race":
                 time.sleep(max(float(rest[2]) - time.monotonic() - 0.002, 0))
                 while time.monotonic() < float(rest[2]):

@@ -29,6 +29,7 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultySyscalls
+from tests.going_on import goes_on
 from tests.tuned import tuned
 
 SETTINGS = tuned(
@@ -107,10 +108,10 @@ def local_store(root: Path, faults: Faults | None = None) -> LocalStore:
 
 
 def run_at(store: Store, board_faults: Faults | None = None, settings: Settings = SETTINGS) -> CheckpointManager:
-    """Return a run as the manager builds it."""
+    """Return a run as the manager builds it, except that it may save before it loads."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
-    return CheckpointManager.over(store, Job(comm, SystemClock(), settings, TorchFramework(ranks)))
+    return goes_on(CheckpointManager.over(store, Job(comm, SystemClock(), settings, TorchFramework(ranks))))
 
 
 def committed_at(root: Path, *steps: int) -> None:

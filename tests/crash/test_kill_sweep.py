@@ -10,15 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.api import list_steps
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import ConflictError
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import (
     LAZY,
     NEW,
+    NEXT,
     OLD,
     attempted,
     committed_at,
+    expected_fingerprint,
+    fingerprint,
     in_child,
     local_store,
     paths_under,
@@ -27,6 +32,7 @@ from tests.crash.rig import (
     run_at,
     training_state,
 )
+from tests.property.life import Switch
 
 pytestmark = [
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
@@ -140,6 +146,53 @@ def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: P
     fates = sweep(template, in_memory, save, {OLD})
     print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")
     assert fates.count("old") >= 5, "most of a save comes before its commit"
+    assert fates == sorted(fates, reverse=True), "once committed, always committed"
+
+
+def go_back_over_syscalls(root: Path, faults: Faults) -> None:
+    """Load the old step, and save at the number of the newer one: there every call to the operating system counts."""
+    switch = Switch()
+    go_back(run_at(local_store(root, switch)), switch, faults)
+
+
+def go_back_over_store(root: Path, faults: Faults) -> None:
+    """The same, and every call to the store counts."""
+    switch = Switch()
+    go_back(run_at(FaultyStore(local_store(root), switch)), switch, faults)
+
+
+def go_back(run: CheckpointManager, switch: Switch, faults: Faults) -> None:
+    run.load(training_state(NEXT), OLD)
+    switch.now = faults
+    run.save(NEW, training_state(NEXT)).wait()
+
+
+@pytest.mark.parametrize("save", [go_back_over_syscalls, go_back_over_store])
+def test_going_back_dies_anywhere_and_no_step_of_either_timeline_is_lost(in_memory: Path, save: Saver) -> None:
+    committed_at(in_memory / "template", OLD, NEW)
+    fates = []
+    for at in range(1, 2000):
+        root = in_memory / str(at)
+        shutil.copytree(in_memory / "template", root)
+        ending = in_child(partial(save, root, Faults(kill_process(), at=at)))
+        loaded = training_state(OLD)
+        run = run_at(local_store(root))
+        assert run.load(loaded) == NEW
+        fate = {expected_fingerprint(NEW): "old", expected_fingerprint(NEXT): "new"}[fingerprint(loaded)]
+        assert fate == "new" or not ending.acknowledged, "an acknowledged checkpoint was lost"
+        assert run.steps() == [OLD, NEW]
+        names = [record.name for record in list_steps(root).steps if record.superseded]
+        assert len(names) == (fate == "new"), names
+        for name in names:
+            assert run.load(loaded, name) == NEW and fingerprint(loaded) == expected_fingerprint(NEW)
+        run.close()
+        # Whoever comes next goes on.
+        committed_at(root, NEXT)
+        fates.append(fate)
+        shutil.rmtree(root)
+        if ending.acknowledged:
+            break
+    print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
 
 

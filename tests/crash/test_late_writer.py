@@ -24,8 +24,8 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import LatestN
-from holdfast.repository.catalog import committed_steps
 from holdfast.repository.epochs import RELEASED, current_fence, put_accepted, put_epoch, put_heartbeat, read_epoch
+from holdfast.repository.timelines import committed_steps
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
@@ -87,6 +87,7 @@ def published_late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with a step, one published too late, and one of the new writer, which has closed its manager."""
     root = tmp_path_factory.mktemp("late") / "run"
     with stopped_before_publishing(root) as writer, manager_at(root) as manager:
+        manager.load(state_by(0))
         manager.save(NEXT, state_by(NEXT)).wait()
         goes_on(writer)
     assert (path_of(root, LATE) / "manifest.json").exists(), "it was published, late"
@@ -162,12 +163,14 @@ def test_it_cannot_be_tagged(late: Path) -> None:
 
 def test_a_later_epoch_does_not_accept_it(late: Path) -> None:
     with manager_at(late) as manager:
+        manager.load(state_by(0))
         manager.save(40, state_by(40)).wait()
         assert manager.steps() == [FIRST, NEXT, 40]
 
 
 def test_its_step_can_be_saved_again(late: Path, caplog: pytest.LogCaptureFixture) -> None:
     with manager_at(late) as manager:
+        manager.load(state_by(0))
         manager.save(LATE, state_by(7)).wait()
         assert manager.steps() == [FIRST, LATE, NEXT]
     assert "does not count and is removed" in caplog.text
@@ -182,6 +185,7 @@ def test_its_step_can_be_saved_again(late: Path, caplog: pytest.LogCaptureFixtur
 def test_a_step_that_was_saved_meanwhile_is_left_alone(stopped: tuple[Path, Writer]) -> None:
     root, writer = stopped
     with manager_at(root) as manager:
+        manager.load(state_by(0))
         manager.save(LATE, state_by(7)).wait()
         before = {path: path.read_bytes() for path in path_of(root, LATE).rglob("*") if path.is_file()}
         goes_on(writer)
@@ -199,6 +203,7 @@ def test_one_that_publishes_while_the_new_one_writes_the_same_step_does_not_win(
     faults = Faults(let_go_on, names={"upload"})
     store = FaultyStore(LocalStore(root, settings=SETTINGS), faults)
     run = CheckpointManager.over(store, Job(AloneComm(), SystemClock(), SETTINGS, NumpyFramework(0)))
+    run.load(writer_state(0))
     run.save(LATE, writer_state(7)).wait()
     assert faults.met == 1
     assert run.steps() == [FIRST, LATE]

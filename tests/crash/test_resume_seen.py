@@ -17,6 +17,7 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.format.names import MANIFEST_FILE, step_folder
 from holdfast.format.sealed_json import sealed
 from holdfast.frameworks.torch import containers
 from holdfast.frameworks.torch.framework import TorchFramework
@@ -117,15 +118,15 @@ def test_a_step_saved_anew_meanwhile_is_not_put_under_quarantine(
     root = in_memory / "root"
     committed_at(root, OLD, NEW)
     damage_a_chunk(step_path(root, NEW))
-    judged = identity_at(local_store(root), NEW)
+    judged = identity_at(local_store(root), step_folder(NEW) + MANIFEST_FILE)
 
-    def late(store: Store, step: int, identity: str, why: str, found: str) -> None:
+    def late(store: Store, step: int, key: str, identity: str, why: str, found: str) -> None:
         monkeypatch.setattr(resume, "quarantine", quarantine)
         other = run_at(local_store(root))
         assert other.load(training_state(99)) == OLD
         other.save(NEW, training_state(NEXT)).wait()
         other.close()
-        quarantine(store, step, identity, why, found)
+        quarantine(store, step, key, identity, why, found)
 
     monkeypatch.setattr(resume, "quarantine", late)
     assert resumed_by(local_store(root)) == [(OLD, expected_fingerprint(OLD))]

@@ -21,6 +21,7 @@ from holdfast.ports.store import Store
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyKeyValueStore, FaultyStore
+from tests.going_on import goes_on
 
 TIMEOUT_SECONDS = 5.0
 """Of the commits in these tests."""
@@ -136,7 +137,7 @@ def run_with(
         if key_value_store is not None
         else real
     )
-    return CheckpointManager.over(inner, Job(comm, SystemClock(), settings, wiring.framework_of(real)))
+    return goes_on(CheckpointManager.over(inner, Job(comm, SystemClock(), settings, wiring.framework_of(real))))
 
 
 def state_of(step: int, elements: int = 30_000) -> dict[str, object]:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast.settings import Settings
 from tests.distributed.launch import World
+from tests.going_on import goes_on
 
 WATCHFUL = Settings(count_nonfinite=True, compare_replicas=True)
 
@@ -56,7 +57,7 @@ def save(root: str, step: int, state: dict[str, object], settings: Settings = WA
     logger.addHandler(heard)
     try:
         with holdfast.CheckpointManager(root, settings=settings) as manager:
-            report = manager.save(step, state).wait()
+            report = goes_on(manager).save(step, state).wait()
     finally:
         logger.removeHandler(heard)
     assert report is not None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.api import list_steps
 from holdfast.settings import Settings
 from tests.distributed.exchange_cases import laid_out
 from tests.distributed.launch import World
@@ -84,28 +85,22 @@ def newest_damaged(world: World, root: str, layout: str, exchange: str, damages:
 
 
 def gone_back(world: World, root: str, layout: str) -> dict[str, object]:
-    """Save three steps, load the first by number, and go on: in the same root, then in a new one."""
-    said: list[str] = []
-    new_root = Path(f"{root}-new")
+    """Save three steps, go back to the first, and save others: a free number, a taken one, and one above all."""
     with holdfast.CheckpointManager(root, every=1, preemption=False) as manager:
         for step in STEPS:
             manager.save(step, state_of(step, layout, world.rank)).wait()
         manager.load(state_of(99, layout, world.rank), step=1)
-        for save in (manager.save, manager.maybe_save):
-            try:
-                save(2, state_of(2, layout, world.rank))
-            except holdfast.InvalidError as error:
-                said.append(str(error))
-    state = state_of(99, layout, world.rank)
-    with holdfast.CheckpointManager(new_root, every=1, preemption=False) as manager:
-        fresh = manager.load(state)
-        holdfast.load(Path(root) / "step-000000000001", state)
-        exact = same(state, state_of(1, layout, world.rank))
-        handle = manager.maybe_save(2, state_of(7, layout, world.rank))
+        manager.save(2, state_of(7, layout, world.rank)).wait()
+        handle = manager.maybe_save(5, state_of(8, layout, world.rank))
         assert handle is not None
         handle.wait()
-        resumed = manager.load(state)
-    exact = exact and same(state, state_of(7, layout, world.rank))
+    state = state_of(99, layout, world.rank)
     with holdfast.CheckpointManager(root) as manager:
+        resumed = manager.load(state)
+        exact = same(state, state_of(8, layout, world.rank))
         steps = manager.steps()
-    return {"said": said, "fresh": fresh, "exact": exact, "resumed": resumed, "steps": steps}
+        names = [record.name for record in list_steps(root).steps if record.superseded]
+        for name, step in zip(names, (2, 3), strict=True):
+            assert manager.load(state, step=name) == step
+            exact = exact and same(state, state_of(step, layout, world.rank))
+    return {"exact": exact, "resumed": resumed, "steps": steps, "superseded": names}

@@ -23,10 +23,11 @@ from holdfast.format.names import MANIFEST_FILE, epoch_key, step_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import committed_steps, read_manifest
+from holdfast.repository.catalog import read_manifest
 from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import is_quarantined
+from holdfast.repository.timelines import committed_steps
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework

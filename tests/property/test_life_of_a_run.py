@@ -27,10 +27,11 @@ from holdfast.format.names import MANIFEST_FILE, step_folder
 from holdfast.offline.repair.repair import Repair
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import committed_steps, manifest_digest
+from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
+from holdfast.repository.timelines import committed_steps
 from holdfast.runs.garbage_collection import CheckpointGC, CollectReport, collected
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore

@@ -13,8 +13,9 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.format.names import is_pack_name, step_folder, step_of_pack, step_pack_name
 from holdfast.geometry.dtype import DTYPES
-from holdfast.repository.catalog import committed_steps, read_manifest
+from holdfast.repository.catalog import read_manifest
 from holdfast.repository.publish import packs_named_by
+from holdfast.repository.timelines import committed_steps
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor

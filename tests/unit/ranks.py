@@ -16,7 +16,8 @@ from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import committed_steps, read_index, read_manifest
+from holdfast.repository.catalog import read_index, read_manifest
+from holdfast.repository.timelines import committed_steps
 from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks

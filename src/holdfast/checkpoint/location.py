@@ -79,6 +79,9 @@ class CheckpointLocation:
     root: Store | None = None
     """The root of its run, with the packs of other steps; None if it belongs to no run."""
 
+    moved_manifest: str | None = None
+    """Key of the manifest, if a newer timeline saved the step again; None if the manifest is in the folder."""
+
     @property
     def url(self) -> str:
         """The location, for messages."""
@@ -89,7 +92,7 @@ class CheckpointLocation:
     @property
     def manifest_key(self) -> str:
         """Key of the manifest."""
-        return self.folder + MANIFEST_FILE
+        return self.moved_manifest or self.folder + MANIFEST_FILE
 
     def packs_of(self, manifest: Manifest) -> Packs:
         """Return a function that locates the packs of the checkpoint by name."""
@@ -170,13 +173,13 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
         InvalidError: The path is the root of a run.
     """
     try:
-        data = read_manifest_bytes(location.store, location.folder)
+        data = read_manifest_bytes(location.store, location.folder, location.manifest_key)
     except MissingError:
         if location.step is None:
             require_no_run(location.store, "read one checkpoint here")
         raise
     if location.root is not None and not _is_valid_in(location.root, location, data):
-        raise fenced_error(f"{location.url}/{MANIFEST_FILE}")
+        raise fenced_error(f"{location.store.url}/{location.manifest_key}")
     return data
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.types.health import Health
+from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 Base = tuple[int, str]
 """A committed step, and the digest of its manifest."""
@@ -23,6 +24,9 @@ class SaveContext:
 
     epoch: int = 0
     """Epoch of the writer lease under which the manifest is published; 0 for a checkpoint saved by path."""
+
+    timeline: Timeline = FIRST_TIMELINE
+    """Timeline of the run that the step belongs to."""
 
     base: Base | None = None
     """The step whose pieces may be referred to. Garbage collection keeps it until the save ends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -21,15 +21,18 @@ from holdfast.format.sealed_json import (
     header,
     sealed,
 )
+from holdfast.format.timeline import TimelineDocument, decode_timeline, encode_timeline
 from holdfast.format.values import values
 from holdfast.types.manifest import (
     FORMAT_MINOR_IMPORTED,
     FORMAT_MINOR_RUN,
+    FORMAT_MINOR_TIMELINES,
     FileRecord,
     Manifest,
     Parent,
     is_metric_name,
 )
+from holdfast.types.timeline import Timeline
 from holdfast.types.values import Group
 
 MANIFEST_BYTES_MAX = 1 << 28
@@ -65,6 +68,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({"epoch": manifest.epoch} if manifest.epoch else {}),
             **({"metrics": values.encode(manifest.metrics, "metrics")} if manifest.metrics else {}),
             **({} if manifest.health is None else {"health": encode_health(manifest.health)}),
+            **({} if manifest.timeline.number == 1 else {"timeline": encode_timeline(manifest.timeline)}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -76,16 +80,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return data
 
 
-class _EpochOfStep(msgspec.Struct):
+class _RunFieldsDocument(msgspec.Struct):
     step: StepNumber | None = None
     epoch: EpochNumber | None = None
+    timeline: TimelineDocument | None = None
 
 
 _Whole = Annotated[int, msgspec.Meta(ge=0)]
 _Record = tuple[str, _Whole, Digest]
 
 
-class _ManifestDocument(_EpochOfStep, kw_only=True):
+class _ManifestDocument(_RunFieldsDocument, kw_only=True):
     run_id: Text
     attempt: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     created: Text
@@ -130,6 +135,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         "epoch": document.epoch or 0,
         "metrics": _metrics(document.metrics, where),
         "health": decode_health(document.health, where),
+        "timeline": decode_timeline(document.timeline),
         "tree": tree,
         "packs": packs,
         "parts": _records(document.parts, is_part_name, where),
@@ -143,6 +149,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has every field of a manifest."""
+    if manifest.timeline.number > 1:
+        return FORMAT_MINOR_TIMELINES
     shares_packs = any(step_of_pack(pack.name) is not None for pack in manifest.packs)
     if manifest.epoch or manifest.metrics or manifest.health is not None or shares_packs:
         return FORMAT_MINOR_RUN
@@ -150,15 +158,31 @@ def _minor_of(manifest: Manifest) -> int:
     return FORMAT_MINOR_IMPORTED if manifest.origin is not None or manifest.masters or references_files else 0
 
 
-def epoch_of_manifest(data: bytes, where: str) -> tuple[int | None, int, str]:
-    """Return a manifest's step, the epoch under which it was published, and its digest. No other field is checked.
+class RunFields(NamedTuple):
+    """The fields of a manifest that say whether and where it counts in its run."""
+
+    step: int | None
+    """Its step; None for a checkpoint saved by path."""
+
+    epoch: int
+    """Epoch under which it was published; 0 if under none."""
+
+    digest: str
+    """Its digest."""
+
+    timeline: Timeline
+    """Its timeline."""
+
+
+def run_fields_of_manifest(data: bytes, where: str) -> RunFields:
+    """Return the fields of a manifest that its run needs. No other field is checked.
 
     Raises:
         CorruptError: The text is damaged.
-        InvalidError: It is of another major version.
+        InvalidError: It is of another version.
     """
-    document, digest = decode_sealed(data, "checkpoint", _EpochOfStep, where)
-    return document.step, document.epoch or 0, digest
+    document, digest = decode_sealed(data, "checkpoint", _RunFieldsDocument, where)
+    return RunFields(document.step, document.epoch or 0, digest, decode_timeline(document.timeline))
 
 
 def _records(entries: Sequence[_Record], is_name: Callable[[str], bool], where: str) -> tuple[FileRecord, ...]:

@@ -11,12 +11,15 @@ MANIFEST_FILE = "manifest.json"
 OVERVIEW_FILE = "overview.msgpack"
 EPOCHS_FOLDER = "epochs/"
 PARTS_FOLDER = "parts/"
+SUPERSEDED_FOLDER = "superseded/"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
 _PACK = re.compile(r"(?:step-(\d{12})/[0-9a-f]{16}/)?(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
 _PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
 _EPOCH = re.compile(r"(\d{12})(\.json|\.accepted\.json|\.beat)", re.ASCII)
+_SUPERSEDED = re.compile(r"superseded/(\d{12})\.([0-9a-f]{16})\.json", re.ASCII)
+_STEP_AND_DIGEST = re.compile(r"(\d{1,12})@([0-9a-f]{4,32})", re.ASCII)
 _INDEX = re.compile(r"index-\d{5}\.msgpack", re.ASCII)
 
 STEP_MAX = 10**12 - 1
@@ -59,6 +62,22 @@ def epoch_of_key(key: str) -> int | None:
     """Return the epoch of a key under `epochs/`, or None if the key is unknown."""
     match = _EPOCH.fullmatch(key.removeprefix(EPOCHS_FOLDER))
     return int(match[1]) if match else None
+
+
+def superseded_key(step: int, digest: str) -> str:
+    """Return the key of a manifest that made room for a manifest of a newer timeline.
+
+    Args:
+        step: Its step.
+        digest: Its digest.
+    """
+    return f"{SUPERSEDED_FOLDER}{step:012d}.{digest[:16]}.json"
+
+
+def superseded_in(key: str) -> tuple[int, str] | None:
+    """Return step and first 16 digits of the digest of a superseded manifest; None for any other key."""
+    match = _SUPERSEDED.fullmatch(key)
+    return (int(match[1]), match[2]) if match else None
 
 
 def is_attempt_folder(name: str) -> bool:
@@ -137,3 +156,27 @@ def require_step(step: object) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
         kind = type(step).__name__
         raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}")
+
+
+def is_superseded_name(name: str) -> bool:
+    """Return whether a name is a step with digits of a digest, such as `300@1f2e`."""
+    return _STEP_AND_DIGEST.fullmatch(name) is not None
+
+
+def step_and_digest(step: object) -> tuple[int, str]:
+    """Return the step and the first digits of the manifest's digest in `300` or `300@1f2e`; no digits in the first.
+
+    Raises:
+        InvalidError: It is neither.
+    """
+    if isinstance(step, str):
+        match = _STEP_AND_DIGEST.fullmatch(step)
+        if match is None:
+            raise InvalidError(
+                f"step={step[:80]!r}; expected a whole number, or for a superseded step its number, '@' and at least 4 "
+                "digits of its digest, as `holdfast ls` lists it: 300@1f2e"
+            )
+        return int(match[1]), match[2]
+    require_step(step)
+    assert isinstance(step, int), "require_step lets integers pass"
+    return step, ""

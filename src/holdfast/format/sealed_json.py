@@ -12,7 +12,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.names import EPOCH_MAX, STEP_MAX, WORLD_SIZE_MAX
 from holdfast.format.values.json_text import dumps, loads
-from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_RUN
+from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_MAX, FORMAT_MINOR_RUN
 
 Text = Annotated[str, msgspec.Meta(pattern=r"\A[^\ud800-\udfff]*\Z")]
 """Text without surrogates: `dumps` refuses surrogates, so a document that holds one could not be written again."""
@@ -70,20 +70,20 @@ def stated_digest(data: bytes) -> str | None:
     return match[1].decode() if match else None
 
 
-def decode_sealed(data: bytes, kind: str, into: type[_T], where: str) -> tuple[_T, str]:
+def decode_sealed(data: bytes, kind: str | tuple[str, ...], into: type[_T], where: str) -> tuple[_T, str]:
     """Return a sealed document as a typed struct, and its digest. Unknown fields are ignored.
 
     Args:
         data: The text.
-        kind: The kind of document that is expected, as its header names it.
+        kind: The kind of document that is expected, as its header names it; or several kinds.
         into: A `msgspec.Struct` with the types and limits of the fields.
         where: The file, for messages.
     Raises:
         CorruptError: The text is damaged, or a field is outside its limits.
-        InvalidError: The document is of another major version or kind.
+        InvalidError: The document is of another version or kind.
     """
     document, digest = unsealed(data, where)
-    _check_format(document, kind, where)
+    _check_format(document, (kind,) if isinstance(kind, str) else kind, where)
     return convert(document, into, where), digest
 
 
@@ -120,12 +120,12 @@ def decode_msgpack(decoder: msgspec.msgpack.Decoder[_T], data: bytes, kind: str,
         raise CorruptError(f"{where}: not {kind} of format {FORMAT_MAJOR}: {error}. Read another copy") from error
 
 
-def _check_format(document: Mapping[str, object], kind: str, where: str) -> None:
-    """Refuse a document of another kind or a newer major version.
+def _check_format(document: Mapping[str, object], kinds: tuple[str, ...], where: str) -> None:
+    """Refuse a document of another kind, another major version or a newer minor version.
 
     Raises:
         CorruptError: It has no format version.
-        InvalidError: It is of another major version or kind.
+        InvalidError: It is of another major version, a newer minor version, or another kind.
     """
     head = document.get("holdfast")
     version = head.get("format") if isinstance(head, dict) else None
@@ -136,5 +136,13 @@ def _check_format(document: Mapping[str, object], kind: str, where: str) -> None
             f"{where}: format {'.'.join(map(str, version))}; this Holdfast reads format {FORMAT_MAJOR}. "
             f"Read it with a Holdfast of major format {version[0]}"
         )
-    if head.get("kind") != kind:
-        raise InvalidError(f"{where}: is of kind {str(head.get('kind'))[:80]!r}; expected kind {kind!r}")
+    if version[1] > FORMAT_MINOR_MAX:
+        # Its additions may change what a file means. A good step must not be taken for a damaged one.
+        raise InvalidError(
+            f"{where}: format {FORMAT_MAJOR}.{version[1]}; this Holdfast reads format {FORMAT_MAJOR}.0 to "
+            f"{FORMAT_MAJOR}.{FORMAT_MINOR_MAX}. Read it with a newer Holdfast"
+        )
+    if head.get("kind") not in kinds:
+        raise InvalidError(
+            f"{where}: is of kind {str(head.get('kind'))[:80]!r}; expected kind {' or '.join(map(repr, kinds))}"
+        )

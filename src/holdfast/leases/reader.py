@@ -116,7 +116,7 @@ class ReaderLease:
             return
         removed = MissingError(f"{location.url}: is being deleted: no retention policy keeps it. Choose another step")
         try:
-            is_in_run = manifest_digest(location.root, manifest.step) is not None
+            is_in_run = manifest_digest(location.root, manifest.step, location.moved_manifest) is not None
         except InvalidError:
             if location.step is not None:
                 raise
@@ -129,7 +129,7 @@ class ReaderLease:
             self._subject = location.root, manifest.step
             is_stored = self._put()
         # Only after the lease is stored: a collection that missed the lease has stored its mark by now.
-        is_unchanged = manifest_digest(location.root, manifest.step) == manifest.digest
+        is_unchanged = manifest_digest(location.root, manifest.step, location.moved_manifest) == manifest.digest
         if not is_unchanged or is_being_deleted(location.root, self._clock, manifest.step, manifest.digest):
             raise removed
         if is_stored and self._thread is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
@@ -15,14 +16,18 @@ from holdfast.errors import (
     CheckpointError,
     ConflictError,
     CorruptError,
+    InvalidError,
     MissingError,
     UnavailableError,
     first_three,
     printable,
 )
-from holdfast.format.names import step_folder
-from holdfast.repository.catalog import committed_steps
+from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import manifest_digest
+from holdfast.repository.epochs import current_fence, fenced_error, is_valid
 from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantine, quarantined
+from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.types.reports import SkippedStep
 
 logger = logging.getLogger(__name__)
@@ -119,14 +124,17 @@ class ExactStep:
 
 @dataclass(frozen=True, slots=True)
 class _DamagedStep:
-    step: int
+    manifest: StoredManifest
     identity: str
     why: str
     ranks: frozenset[int]
 
 
 class NewestValid:
-    """The steps of a run, from the newest down. Damaged steps are logged, quarantined and skipped."""
+    """The steps of the newest timeline and its ancestors, from the newest down.
+
+    Damaged steps are logged, quarantined and skipped.
+    """
 
     falls_back = True
     newer: Sequence[int] = ()
@@ -140,11 +148,11 @@ class NewestValid:
             is_first_occurrence: Returns whether a text is new to this job's log.
         """
         self._home, self._clock, self._is_first_occurrence = home, clock, is_first_occurrence
-        self._untried: list[int] = []
+        self._untried: list[StoredManifest] = []
         self._listings = 0
         self._had_steps = False
         self._records: Mapping[int, Mapping[str, QuarantineRecord]] = {}
-        self._current: tuple[int, str] | None = None
+        self._current: tuple[StoredManifest, str] | None = None
         self._judged: set[tuple[int, str]] = set()
         self._to_quarantine: list[_DamagedStep] = []
         self.passed_over: list[SkippedStep] = []
@@ -158,17 +166,17 @@ class NewestValid:
         if damage is not None:
             self._judge(damage)
         while self._untried:
-            step = self._untried.pop()
+            manifest = self._untried.pop()
             try:
                 # The identity is read before the step is judged: a record must not name a manifest that a save put
                 # there afterwards.
-                current = step, identity_at(store, step)
+                identity = identity_at(store, manifest.key)
             except MissingError:
                 self._list()
                 continue
-            if current not in self._judged and not self._is_quarantined(*current):
-                self._current = current
-                return replace(self._home, folder=step_folder(step), step=step)
+            if (manifest.step, identity) not in self._judged and not self._is_quarantined(manifest.step, identity):
+                self._current = manifest, identity
+                return location_of(self._home, manifest)
         if self.passed_over:
             self._raise_all_damaged()
         if self._had_steps:
@@ -180,13 +188,14 @@ class NewestValid:
     def settle(self) -> None:
         """Quarantine the steps that were found damaged."""
         for damaged in self._to_quarantine:
+            step, key = damaged.manifest.step, damaged.manifest.key
             try:
-                quarantine(self._home.store, damaged.step, damaged.identity, damaged.why, utc_now_text(self._clock))
+                quarantine(self._home.store, step, key, damaged.identity, damaged.why, utc_now_text(self._clock))
             except (MissingError, ConflictError) as gone:
-                logger.info("step %d is not quarantined: %s", damaged.step, printable(str(gone)))
+                logger.info("step %d is not quarantined: %s", step, printable(str(gone)))
             except CheckpointError as error:
                 # A load from a read-only root still succeeds.
-                logger.warning("step %d could not be quarantined: %s", damaged.step, printable(str(error)))
+                logger.warning("step %d could not be quarantined: %s", step, printable(str(error)))
         self._to_quarantine.clear()
 
     def _list(self) -> None:
@@ -197,7 +206,7 @@ class NewestValid:
                 "expected one that stays. Load again"
             )
         self._listings += 1
-        self._untried = committed_steps(self._home.store)
+        self._untried = list(run_timelines(self._home.store).chain)
         self._records = quarantined(self._home.store)
         self._had_steps = self._had_steps or bool(self._untried)
 
@@ -219,13 +228,13 @@ class NewestValid:
     def _judge(self, damage: StepDamage) -> None:
         """Skip the current step, unless it was deleted or replaced meanwhile."""
         assert self._current is not None, "next() has returned a step"
-        step, identity = self._current
-        text = printable(str(damage.error))
-        if isinstance(damage.error, MissingError) or not self._is_still(step, identity):
+        manifest, identity = self._current
+        step, text = manifest.step, printable(str(damage.error))
+        if isinstance(damage.error, MissingError) or not self._is_still(manifest.key, identity):
             logger.info("step %d was deleted or replaced while the load looked at it: %s", step, text)
             self._list()
             return
-        if damage.is_absence and is_all_there(replace(self._home, folder=step_folder(step), step=step)):
+        if damage.is_absence and is_all_there(location_of(self._home, manifest)):
             ranks = f"rank{'s' * (len(damage.ranks) > 1)} {first_three(sorted(damage.ranks))}"
             raise UnavailableError(
                 f"step {step}: {damage.error}. Rank 0 looked again and sees every file of the step in its full size; "
@@ -235,11 +244,11 @@ class NewestValid:
         logger.warning("step %d is damaged and skipped; older steps are tried: %s", step, text)
         self._judged.add((step, identity))
         self.passed_over.append(SkippedStep(step, str(damage.error)))
-        self._to_quarantine.append(_DamagedStep(step, identity, str(damage.error), damage.ranks))
+        self._to_quarantine.append(_DamagedStep(manifest, identity, str(damage.error), damage.ranks))
 
-    def _is_still(self, step: int, identity: str) -> bool:
+    def _is_still(self, key: str, identity: str) -> bool:
         try:
-            return identity_at(self._home.store, step) == identity
+            return identity_at(self._home.store, key) == identity
         except MissingError:
             return False
 
@@ -261,6 +270,64 @@ class NewestValid:
             f"{url}: all {count} committed steps are damaged; expected one undamaged step. {shown}. Try `holdfast "
             "repair`, or load the undamaged part of one with step= and only="
         )
+
+
+def find_step(store: Store, step: int, digest: str) -> tuple[RunTimelines, StoredManifest]:
+    """Return the timelines of a run, and the manifest of one step.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        digest: First digits of the digest of its manifest; empty for the step that a resume could take.
+    Raises:
+        InvalidError: The path is one checkpoint, or several manifests have these digits.
+        MissingError: No such step counts; the message names others.
+    """
+    require_no_checkpoint(store)
+    stored = run_timelines(store)
+    found = stored.at(step)
+    matching = [] if found is None else [found]
+    if digest:
+        matching = [
+            manifest
+            for manifest in (*stored.chain, *stored.superseded)
+            if manifest.step == step
+            and (manifest.digest or manifest_digest(store, step, manifest.key) or "").startswith(digest)
+        ]
+    if len(matching) == 1:
+        return stored, matching[0]
+    asked = f"{step}@{digest}" if digest else str(step)
+    if matching:
+        digests = first_three(f"{step}@{manifest.digest}" for manifest in matching)
+        raise InvalidError(f"{store.url}: {asked} names several manifests: {digests}. Give more digits")
+    superseded = [f"{step}@{(manifest.digest or '')[:8]}" for manifest in stored.superseded_at(step)]
+    if superseded:
+        raise MissingError(
+            f"{store.url}: no step {asked} on the newest timeline; a newer timeline superseded it. Load it by its "
+            f"digest: {first_three(superseded)}"
+        )
+    is_fenced = False
+    with suppress(MissingError):
+        is_fenced = not is_valid(store, current_fence(store), step)
+    if is_fenced:
+        raise fenced_error(f"{store.url}/{step_folder(step)}{MANIFEST_FILE}")
+    newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "none"
+    raise MissingError(
+        f"{store.url}: no committed step {asked}; committed, newest first: {newest}. Choose one of them "
+        "(holdfast ls lists all)"
+    )
+
+
+def location_of(home: CheckpointLocation, manifest: StoredManifest) -> CheckpointLocation:
+    """Return the location of a step of a run.
+
+    Args:
+        home: The root of the run.
+        manifest: Its manifest.
+    """
+    folder = step_folder(manifest.step)
+    moved = None if manifest.key == folder + MANIFEST_FILE else manifest.key
+    return replace(home, folder=folder, step=manifest.step, moved_manifest=moved)
 
 
 def raise_or_fall_back(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -28,12 +27,9 @@ from holdfast.format.part import decode_part, require_part_of
 from holdfast.format.sealed_json import decode_sealed, header, sealed, stated_digest
 from holdfast.format.values import values
 from holdfast.ports.store import Packs, Readable, Store, Stored
-from holdfast.repository.epochs import current_fence, is_valid
 from holdfast.repository.publish import get_or_none, publish
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.values import Value
-
-logger = logging.getLogger(__name__)
 
 _RUN_BYTES_MAX = 1 << 16
 
@@ -42,25 +38,6 @@ def step_folders(store: Store) -> list[int]:
     """Return the steps that have a folder, committed or not, ascending."""
     steps = (step_of_folder(name) for name in store.folders(""))
     return sorted(step for step in steps if step is not None)
-
-
-def committed_steps(store: Store) -> list[int]:
-    """Return the steps that have a manifest that counts, ascending.
-
-    A step whose manifest is a link or a pipe is skipped with a warning: no save publishes these, and one such step
-    must not make the others unusable.
-    """
-    steps = []
-    folders, fence = step_folders(store), current_fence(store)
-    for step in folders:
-        try:
-            if is_valid(store, fence, step):
-                steps.append(step)
-        except MissingError:
-            continue
-        except InvalidError as error:
-            logger.warning("step %d is skipped: %s", step, error)
-    return steps
 
 
 def exists(store: Store, key: str) -> bool:
@@ -110,14 +87,18 @@ def touch_root(store: Store) -> None:
         publish(store, RUN_FILE, data)
 
 
-def read_manifest_bytes(store: Store, folder: str) -> bytes:
+def read_manifest_bytes(store: Store, folder: str, key: str | None = None) -> bytes:
     """Return the manifest of the checkpoint in `folder`, as stored.
 
+    Args:
+        store: The store.
+        folder: The folder.
+        key: Key of the manifest; None if it is in the folder.
     Raises:
-        MissingError: The folder has no manifest.
+        MissingError: There is no manifest.
     """
     try:
-        return store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
+        return store.get(key or folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
     except MissingError as missing:
         raise MissingError(
             f"{store.url}/{folder}: not a checkpoint: it has no {MANIFEST_FILE}. Choose another step or path"
@@ -150,10 +131,16 @@ def manifest_in(folder: str, data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def manifest_digest(store: Store, step: int) -> str | None:
-    """Return the digest at the end of a step's manifest, unverified; None if there is none."""
+def manifest_digest(store: Store, step: int, key: str | None = None) -> str | None:
+    """Return the digest at the end of a step's manifest, unverified; None if there is none.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        key: Key of the manifest; None if it is in the folder of the step.
+    """
     try:
-        return stated_digest(store.get(step_folder(step) + MANIFEST_FILE, MANIFEST_BYTES_MAX))
+        return stated_digest(store.get(key or step_folder(step) + MANIFEST_FILE, MANIFEST_BYTES_MAX))
     except (MissingError, CorruptError):
         return None
 

@@ -2,7 +2,8 @@
 
 Each epoch has up to three small objects:
 - the record (`N.json`, put-if-absent): it begins epoch N and ends every older epoch;
-- the list (`N.accepted.json`): the steps of former epochs that count from now on;
+- the list (`N.accepted.json`): the steps of former epochs that count from now on. Once the run has a second timeline,
+  the list is of a kind that readers without timelines refuse: they would resume from a superseded step;
 - the heartbeat (`N.beat`): rewritten by the holder while it lives.
 
 The list is written after the record. So a writer that published a manifest and then saw no newer record knows that
@@ -19,7 +20,7 @@ import msgspec
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.format.holders import HolderDocument, decode_holder, encode_holder
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, epoch_of_manifest
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.format.names import (
     EPOCHS_FOLDER,
     MANIFEST_FILE,
@@ -29,16 +30,21 @@ from holdfast.format.names import (
     epoch_of_key,
     step_folder,
 )
-from holdfast.format.sealed_json import EpochNumber, StepNumber, Text, decode_sealed, header, sealed
+from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
 from holdfast.repository.publish import get_or_none, publish
 from holdfast.settings import MIB
 from holdfast.types.epoch import Epoch, Fence
+from holdfast.types.manifest import FORMAT_MINOR_TIMELINES
 
 logger = logging.getLogger(__name__)
 
 RELEASED = b"released\n"
 """Heartbeat of an epoch that its holder has released."""
+
+_ACCEPTED = "accepted"
+_ACCEPTED_WITH_TIMELINES = "accepted in a run with timelines"
+_ACCEPTED_KINDS = (_ACCEPTED, _ACCEPTED_WITH_TIMELINES)
 
 _RECORD_BYTES_MAX = 1 << 16
 _ACCEPTED_BYTES_MAX = 256 * MIB
@@ -56,13 +62,16 @@ class _EpochDocument(_OfEpoch):
 
 
 class _AcceptedDocument(_OfEpoch):
+    run_id: Text
     steps: list[tuple[StepNumber, str | None]]
+    superseded: list[tuple[StepNumber, Digest]] = []
+    holdfast: dict[str, object] = {}
 
 
 _Document = TypeVar("_Document", bound=_OfEpoch)
 
 
-def _decode(data: bytes, kind: str, into: type[_Document], number: int, where: str) -> _Document:
+def _decode(data: bytes, kind: str | tuple[str, ...], into: type[_Document], number: int, where: str) -> _Document:
     document, _ = decode_sealed(data, kind, into, where)
     if document.epoch != number:
         raise CorruptError(f"{where}: is of epoch {document.epoch}; expected {number}, as its name says")
@@ -100,11 +109,59 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
     publish(store, epoch_key(epoch.number), sealed(header("epoch") | fields))
 
 
-def put_accepted(store: Store, number: int, run_id: str, accepted: Mapping[int, str | None]) -> None:
-    """Write the list of former steps that count from now on. The holder of the epoch calls this once."""
-    steps = [[step, digest] for step, digest in sorted(accepted.items())]
-    fields = {"epoch": number, "run_id": run_id, "steps": steps}
-    publish(store, accepted_key(number), sealed(header("accepted") | fields))
+def put_accepted(
+    store: Store,
+    number: int,
+    run_id: str,
+    accepted: Mapping[int, str | None],
+    superseded: Iterable[tuple[int, str]] | None = None,
+) -> None:
+    """Write the list of former steps that count from now on. The holder of the epoch calls this once.
+
+    Args:
+        store: The root of the run.
+        number: The epoch.
+        run_id: The run.
+        accepted: Digest of the manifest in the folder of each step; None if it cannot be read.
+        superseded: Step and digest of the manifests outside step folders; None for a run with one timeline.
+    """
+    publish(store, accepted_key(number), _encode_accepted(number, run_id, accepted, superseded))
+
+
+def _encode_accepted(
+    number: int,
+    run_id: str,
+    accepted: Mapping[int, str | None],
+    superseded: Iterable[tuple[int, str]] | None,
+) -> bytes:
+    fields: dict[str, object] = {
+        "epoch": number,
+        "run_id": run_id,
+        "steps": [[step, digest] for step, digest in sorted(accepted.items())],
+    }
+    if superseded is None:
+        return sealed(header(_ACCEPTED) | fields)
+    fields["superseded"] = [[step, digest] for step, digest in sorted(superseded)]
+    return sealed(header(_ACCEPTED_WITH_TIMELINES, FORMAT_MINOR_TIMELINES) | fields)
+
+
+def declare_timelines(store: Store, number: int) -> None:
+    """Have readers without timelines refuse the run. The epoch's holder calls it before a second timeline begins.
+
+    The list keeps its content, so nothing changes for other readers. A second call changes nothing.
+
+    Raises:
+        ConflictError: Another process took over.
+        CorruptError: The list of the epoch is damaged.
+    """
+    key = accepted_key(number)
+    where = f"{store.url}/{key}"
+    data = store.get(key, _ACCEPTED_BYTES_MAX)
+    document = _decode(data, _ACCEPTED_KINDS, _AcceptedDocument, number, where)
+    if document.holdfast.get("kind") == _ACCEPTED_WITH_TIMELINES:
+        return
+    require_newest(store, number)
+    store.put(key, _encode_accepted(number, document.run_id, dict(document.steps), ()))
 
 
 def read_heartbeat(store: Store, number: int) -> bytes | None:
@@ -136,13 +193,18 @@ def current_fence(store: Store) -> Fence:
 
 
 def _current_fence(store: Store) -> Fence:
+    is_damaged = False
     for number in sorted(_numbers(store, accepted_key), reverse=True):
         key = accepted_key(number)
         where = f"{store.url}/{key}"
         try:
             data = store.get(key, _ACCEPTED_BYTES_MAX)
-            return Fence(number, dict(_decode(data, "accepted", _AcceptedDocument, number, where).steps))
+            document = _decode(data, _ACCEPTED_KINDS, _AcceptedDocument, number, where)
+            # A damaged newer list may have been the first one with timelines.
+            has_timelines = document.holdfast.get("kind") == _ACCEPTED_WITH_TIMELINES or is_damaged
+            return Fence(number, dict(document.steps), frozenset(document.superseded), has_timelines)
         except CorruptError as error:
+            is_damaged = True
             logger.warning("the list of epoch %d cannot be read; the list before it is used: %s", number, error)
     return Fence()
 
@@ -164,7 +226,7 @@ def is_valid(store: Store, fence: Fence, step: int) -> bool:
 def is_valid_manifest(data: bytes, fence: Fence, where: str) -> bool:
     """Return whether a manifest counts, given its bytes; as `is_valid`."""
     try:
-        step, epoch, digest = epoch_of_manifest(data, where)
+        step, epoch, digest, _ = run_fields_of_manifest(data, where)
     except (CorruptError, InvalidError):
         return True
     return step is None or fence.admits(step, epoch, digest)
@@ -196,7 +258,7 @@ def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int
                 "make the step invalid, so this one stops. Nothing was changed. Make the manifest readable"
             ) from error
         try:
-            manifest_step, epoch, digest = epoch_of_manifest(data, f"{store.url}/{key}")
+            manifest_step, epoch, digest, _ = run_fields_of_manifest(data, f"{store.url}/{key}")
         except (CorruptError, InvalidError):
             accepted[step] = None
             continue

@@ -56,18 +56,20 @@ def _key(step: int, identity: str, name: str = "json") -> str:
     return f"{QUARANTINE}{step_folder(step).rstrip('/')}.{identity}.{name}"
 
 
-def identity_at(store: Store, step: int) -> str:
+def identity_at(store: Store, key: str) -> str:
     """Return 16 hex digits that distinguish the manifests of one step, damaged ones included.
 
+    Args:
+        store: The root of the run.
+        key: Key of the manifest.
     Raises:
-        MissingError: The step has no manifest.
+        MissingError: There is no manifest.
     """
-    return _identify(store, step)[0]
+    return _identify(store, key)[0]
 
 
-def _identify(store: Store, step: int) -> tuple[str, Mapping[str, object]]:
-    """Return the identity of the manifest at a step, and its document, which is empty if the manifest is damaged."""
-    key = step_folder(step) + MANIFEST_FILE
+def _identify(store: Store, key: str) -> tuple[str, Mapping[str, object]]:
+    """Return the identity of a manifest, and its document, which is empty if the manifest is damaged."""
     try:
         data = store.get(key, MANIFEST_BYTES_MAX)
     except CorruptError:  # Too large for a manifest.
@@ -100,15 +102,16 @@ def list_records(store: Store) -> list[tuple[int, str]]:
 def is_quarantined(store: Store, step: int) -> bool:
     """Return whether the manifest at a step is under quarantine."""
     identities = {identity for number, identity in list_records(store) if number == step}
-    return bool(identities) and identity_at(store, step) in identities
+    return bool(identities) and identity_at(store, step_folder(step) + MANIFEST_FILE) in identities
 
 
-def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> None:
-    """Record that the manifest at a step is damaged. The step is not touched; a second call changes nothing.
+def quarantine(store: Store, step: int, key: str, identity: str, why: str, found: str) -> None:
+    """Record that a manifest of a step is damaged. The step is not touched; a second call changes nothing.
 
     Args:
         store: The root of the run.
         step: The step.
+        key: Key of the manifest.
         identity: Identity of the manifest that was checked.
         why: The damage.
         found: Time of the finding, for people.
@@ -118,10 +121,10 @@ def quarantine(store: Store, step: int, identity: str, why: str, found: str) -> 
         CheckpointError: The root cannot be written to.
     """
     folder = step_folder(step)
-    current, document = _identify(store, step)
+    current, document = _identify(store, key)
     if current != identity:
         raise ConflictError(
-            f"{store.url}/{folder}{MANIFEST_FILE}: manifest {current}; expected {identity}, which was checked. "
+            f"{store.url}/{key}: manifest {current}; expected {identity}, which was checked. "
             "The step was saved again: check it again"
         )
     attempt = document.get("attempt")

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
-from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.names import MANIFEST_FILE, step_folder, superseded_in
 from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, read_manifest
+from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, fenced_error
+from holdfast.repository.timelines import superseded_keys
 
 TAGS_FOLDER = "tags/"
 
@@ -95,15 +96,22 @@ def require_tag_free(store: Store, name: str) -> None:
         raise _conflict(store, name)
 
 
-def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
+def put_tag(store: Store, step: int, name: str, created: str, key: str | None = None) -> Tag:
     """Give a committed step a tag. If the step has this tag already, nothing changes.
 
+    Args:
+        store: The root of the run.
+        step: The step.
+        name: The tag.
+        created: Wall-clock time, for people.
+        key: Key of its manifest; None if it is in the folder of the step.
     Raises:
         MissingError: The step is not committed.
         ConflictError: The tag names another step; it was not touched.
         CorruptError: The step's manifest is damaged.
     """
-    digest = _digest_of(store, step)
+    key = key or step_folder(step) + MANIFEST_FILE
+    digest = _digest_of(store, step, key)
     tag = Tag(name, step, digest, created)
     try:
         store.put_if_absent(_key(name), _encode(tag))
@@ -112,10 +120,10 @@ def put_tag(store: Store, step: int, name: str, created: str) -> Tag:
         if existing is not None and (existing.step, existing.digest) == (step, digest):
             return existing
         raise _conflict(store, name) from conflict
-    if not exists(store, step_folder(step) + MANIFEST_FILE):
+    if not exists(store, key):
         # Garbage collection deleted the step meanwhile. Remove the tag, which would name nothing.
         store.delete([_key(name)])
-        _digest_of(store, step)
+        _digest_of(store, step, key)
     return tag
 
 
@@ -127,7 +135,13 @@ def tags_for_new_manifest(store: Store, step: int, digest: str) -> dict[str, byt
         step: The step.
         digest: Digest of its new manifest.
     """
-    tags = (tag for tag in read_tags(store).whole.values() if tag.step == step and tag.digest != digest)
+    moved = {name[1] for _, key in superseded_keys(store) if (name := superseded_in(key)) is not None}
+    tags = (
+        tag
+        for tag in read_tags(store).whole.values()
+        # Another manifest of the step may be superseded: its tags stay with it.
+        if tag.step == step and tag.digest != digest and tag.digest[:16] not in moved
+    )
     return {_key(tag.name): _encode(replace(tag, digest=digest)) for tag in tags}
 
 
@@ -143,11 +157,12 @@ def remove_tag(store: Store, name: str) -> None:
     store.delete([_key(name)])
 
 
-def _digest_of(store: Store, step: int) -> str:
+def _digest_of(store: Store, step: int, key: str) -> str:
+    folder = step_folder(step)
     try:
-        manifest = read_manifest(store, step_folder(step))
+        manifest = manifest_in(folder, read_manifest_bytes(store, folder, key), f"{store.url}/{key}")
         if not current_fence(store).admits(step, manifest.epoch, manifest.digest):
-            raise fenced_error(f"{store.url}/{step_folder(step)}{MANIFEST_FILE}")
+            raise fenced_error(f"{store.url}/{key}")
     except MissingError as missing:
         raise MissingError(
             f"{store.url}: no committed step {step} to tag; choose a committed step (holdfast ls {store.url})"

@@ -9,7 +9,8 @@ One collection, in order; any error ends it, and the next commit begins again:
     confirmed  Take a second inventory. Only what both inventories list is removed.
     removed    Steps first, then files. The mark is deleted, also after an error.
 
-Only the holder of the writer lease collects. A process that went back to an older step removes nothing.
+Only the holder of the writer lease collects. The policy decides about superseded steps like about others, and the
+newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functools import partial
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, MissingError, first_three
-from holdfast.format.names import RUN_FILE
+from holdfast.format.names import RUN_FILE, step_folder
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
@@ -31,8 +32,10 @@ from holdfast.ports.store import Store
 from holdfast.repository import removal
 from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders, stored_bytes
 from holdfast.repository.epochs import current_fence
+from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
+from holdfast.repository.timelines import moved_manifests
 from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.reachability import unreferenced
 from holdfast.runs.retention import KeptFacts, kept
@@ -91,9 +94,6 @@ class Pins:
         self._unknown: set[int] = set()
         self.current_step: int | None = None
         """The step that this process saved or loaded last. Training continues from it, even if newer steps exist."""
-        self.has_gone_back = False
-        """Whether this process loaded a step while newer ones existed. It deletes nothing then: retention would keep
-        the newer steps and delete the step that training continues from."""
         self._to_delete: frozenset[int] = frozenset()
 
     def pin(self, step: int, base: int | None) -> bool:
@@ -131,7 +131,7 @@ class Pins:
     def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
         """Return which of some steps no save needs. From now on no save can refer to these."""
         with self._condition:
-            self._to_delete = steps - self.needed()
+            self._to_delete = steps - self.needed() - {self.current_step}
             self._condition.notify_all()
             return self._to_delete
 
@@ -163,7 +163,7 @@ class CheckpointGC:
         self._warned: set[str] = set()
 
     def collect(self, grace_seconds: float, wait: Callable[[float], bool]) -> CollectReport | None:
-        """Remove what is unreferenced; return the report, or None if it was stopped or training went back.
+        """Remove what is unreferenced; return the report, or None if it was stopped.
 
         Args:
             grace_seconds: How long marked steps stay, for readers that came before the mark.
@@ -174,8 +174,6 @@ class CheckpointGC:
             UnavailableError: Storage failed; call again.
         """
         assert self._writer_lease is not None, "only the holder of the writer lease removes"
-        if self._pins.has_gone_back:
-            return None
         first = self.survey()
         removal.remove_folders(self._store, first.bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
@@ -186,7 +184,7 @@ class CheckpointGC:
         put_mark = partial(removal.put_mark, self._store, first.run_id, nonce, epoch, first.unreferenced)
         mark = put_mark(is_carried_out=False)
         try:
-            if wait(grace_seconds) or self._pins.has_gone_back:
+            if wait(grace_seconds):
                 return None
             put_mark(is_carried_out=True)
             return self._carried_out(first)
@@ -194,7 +192,7 @@ class CheckpointGC:
             # After an error too: without the mark, the steps that stay can be read again.
             removal.remove_marks(self._store, [mark.key])
 
-    def _carried_out(self, first: Inventory) -> CollectReport | None:
+    def _carried_out(self, first: Inventory) -> CollectReport:
         assert self._writer_lease is not None, "only the holder of the writer lease removes"
         second = self.survey()
         _require_all_listed(self._store, first, second, self._pins.under_way())
@@ -209,9 +207,6 @@ class CheckpointGC:
                 to_delete, steps={s: d for s, d in to_delete.steps.items() if manifest_digest(self._store, s) == d}
             )
             self._writer_lease.require()
-            # Checked again: the listings above take a while, and training may go back meanwhile.
-            if self._pins.has_gone_back:
-                return None
             removal.remove(self._store, to_delete)
         finally:
             self._pins.release_for_removal(frozenset())
@@ -227,7 +222,7 @@ class CheckpointGC:
         """
         store = self._store
         run_id = _require_run(store)
-        fence, quarantine = current_fence(store), quarantined(store)
+        fence, quarantine, moved = current_fence(store), quarantined(store), moved_manifests(store)
         # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
         all_files: list[StepFiles] = []
@@ -238,7 +233,8 @@ class CheckpointGC:
         for step in folders:
             records = quarantine.get(step, {})
             pinned = {attempt for record in records.values() for attempt in record.attempts}
-            files, manifest, strangers = self._known.inspect(step, fence, pinned)
+            superseded = moved.attempts(step, store.folders(step_folder(step)) if step in moved.unreadable else ())
+            files, manifest, strangers = self._known.inspect(step, fence, pinned | superseded)
             all_files.append(files)
             for key in strangers:
                 self.warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
@@ -256,14 +252,8 @@ class CheckpointGC:
         current_step = self._pins.current_step
         if current_step is not None and current_step in manifests:
             reasons.setdefault(current_step, ("the run goes on from it",))
-        unread = [step for step, manifest in manifests.items() if manifest is None]
-        if unread:
-            self.warn_once(
-                "no pack is removed while the manifests of steps [%s] cannot be read: they may refer to any. Run: "
-                "holdfast repair %s",
-                first_three(unread),
-                store.url,
-            )
+        unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
+        self._warn_of_unread(unread)
         staying = {*reasons, *under_way}
         all_files = self._known.with_files_to_delete(all_files, staying, fence)
         return Inventory(
@@ -271,10 +261,24 @@ class CheckpointGC:
             {files.step: files.digest for files in all_files if files.digest is not None and files.counts},
             reasons,
             unreferenced(
-                all_files, staying, under_way, removal.is_pack_key, superseded_packs(store), packs_known=not unread
+                all_files,
+                staying,
+                under_way,
+                removal.is_pack_key,
+                superseded_packs(store) | packs_named_by(moved.manifests),
+                packs_known=not unread,
             ),
             tuple(files.step for files in all_files if not files.holds_anything and files.step not in under_way),
         )
+
+    def _warn_of_unread(self, steps: Sequence[int]) -> None:
+        if steps:
+            self.warn_once(
+                "no pack is removed while the manifests of steps [%s] cannot be read: they may refer to any. Run: "
+                "holdfast repair %s",
+                first_three(steps),
+                self._store.url,
+            )
 
     def _kept(
         self, manifests: Mapping[int, Manifest], known: Mapping[int, tuple[str, ...]], all_files: Sequence[StepFiles]
@@ -286,7 +290,14 @@ class CheckpointGC:
         candidates = {step: manifest for step, manifest in manifests.items() if step not in known}
         reasons = dict(_torn(self._store, candidates, all_files))
         facts = [
-            KeptFacts(step, manifest.created, manifest.metrics, tags.of(step, manifest.digest), manifest.healthy)
+            KeptFacts(
+                step,
+                manifest.created,
+                manifest.metrics,
+                tags.of(step, manifest.digest),
+                manifest.healthy,
+                manifest.timeline,
+            )
             for step, manifest in candidates.items()
             if step not in reasons
         ]
@@ -314,22 +325,27 @@ class CheckpointGC:
 def _torn(
     store: Store, manifests: Mapping[int, Manifest], all_files: Sequence[StepFiles]
 ) -> Mapping[int, tuple[str, ...]]:
-    """Return the newest steps with missing files, down to the first complete step.
+    """Return the newest steps of each timeline with missing files, down to its first complete step.
 
-    No run resumes from them. The complete step is the newest valid one, and the policy keeps it.
+    No run resumes from them. The complete step is the newest valid one of its timeline, and the policy keeps it.
     """
     stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
     torn = {}
+    complete = set[str]()
     for step in sorted(manifests, reverse=True):
+        timeline = manifests[step].timeline.id
+        if timeline in complete:
+            continue
         short = [
             key
             for key, size in removal.named_files(manifests[step]).items()
             # A pack of another step, the folder of which is not listed again, is looked at by itself.
             if (stored[key] if key in stored else stored_bytes(store, key)) != size
         ]
-        if not short:
-            break
-        torn[step] = (f"{short[0]} is missing or of another size",)
+        if short:
+            torn[step] = (f"{short[0]} is missing or of another size",)
+        else:
+            complete.add(timeline)
     return torn
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
@@ -12,6 +12,7 @@ from holdfast.repository.catalog import exists, read_manifest, read_run_id, step
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantined
 from holdfast.repository.tags import Tag, Tags, read_tags
+from holdfast.repository.timelines import MovedManifests, StoredManifest, arranged, moved_manifests
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
 
@@ -41,10 +42,18 @@ class StepRecord:
     fenced: bool = False
     """Whether a writer published the manifest after another one had replaced it: no reader accepts it."""
 
+    superseded: bool = False
+    """Whether a newer timeline left the step behind: no resume takes it. It is loaded by number and digest."""
+
     @property
     def committed(self) -> bool:
-        """Whether the step has a manifest, readable or damaged, that is not fenced."""
-        return (self.manifest is not None or self.error is not None) and not self.fenced
+        """Whether the step has a manifest, readable or damaged, that is neither fenced nor superseded."""
+        return (self.manifest is not None or self.error is not None) and not self.fenced and not self.superseded
+
+    @property
+    def name(self) -> str:
+        """The name by which the step is loaded: its number; for a superseded step also digits of its digest."""
+        return f"{self.step}@{self.manifest.digest[:8]}" if self.superseded and self.manifest else str(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class RunRecord:
     """Why `holdfast.json` cannot be read, or None."""
 
     steps: Sequence[StepRecord]
-    """Every step folder, ascending."""
+    """Every step folder, ascending. A step that was saved again on a newer timeline has a record for each manifest."""
 
     tags: Sequence[Tag] = ()
     """Every readable tag, by name; its step may be gone."""
@@ -95,12 +104,54 @@ def run_record(store: Store) -> RunRecord:
     except (CorruptError, InvalidError) as found:
         error = found
     tags, known = read_tags(store), quarantined(store)
-    records = [_step_record(store, step, tags, known.get(step, {}), fence) for step in steps]
-    return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged)
+    moved = moved_manifests(store)
+    records = [_step_record(store, step, tags, known.get(step, {}), fence, moved) for step in steps]
+    stored = {record.manifest.digest for record in records if record.manifest is not None}
+    records += [
+        _moved_record(manifest, tags, known, fence) for manifest in moved.manifests if manifest.digest not in stored
+    ]
+    return RunRecord(store.url, run_id, error, _with_superseded(records), tuple(tags.whole.values()), tags.damaged)
+
+
+def _with_superseded(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the records by ascending step, those of superseded steps marked."""
+    superseded = arranged(
+        StoredManifest(record.step, "", record.manifest.digest, record.manifest.timeline)
+        for record in records
+        if record.manifest is not None and not record.fenced
+    ).superseded
+    left_behind = {manifest.digest for manifest in superseded}
+    marked = [
+        replace(record, superseded=record.manifest is not None and record.manifest.digest in left_behind)
+        for record in records
+    ]
+    return sorted(marked, key=lambda record: (record.step, record.manifest.timeline.number if record.manifest else 0))
+
+
+def _moved_record(
+    manifest: Manifest, tags: Tags, known: Mapping[int, Mapping[str, QuarantineRecord]], fence: Fence
+) -> StepRecord:
+    """Return the record of a manifest under `superseded/`."""
+    assert manifest.step is not None, "a run holds steps"
+    record = known.get(manifest.step, {}).get(manifest.digest[:16])
+    return StepRecord(
+        manifest.step,
+        manifest,
+        None,
+        (),
+        tags.of(manifest.step, manifest.digest),
+        None if record is None else record.why,
+        not fence.admits(manifest.step, manifest.epoch, manifest.digest),
+    )
 
 
 def _step_record(
-    store: Store, step: int, tags: Tags, known: Mapping[str, QuarantineRecord], fence: Fence
+    store: Store,
+    step: int,
+    tags: Tags,
+    known: Mapping[str, QuarantineRecord],
+    fence: Fence,
+    moved: MovedManifests,
 ) -> StepRecord:
     folder = step_folder(step)
     manifest: Manifest | None = None
@@ -111,13 +162,14 @@ def _step_record(
         pass  # Without a manifest the step is unfinished.
     except CheckpointError as found:
         error = found
-    committed_attempt = None if manifest is None else manifest.attempt
-    record = known.get(identity_at(store, step)) if known and (manifest or error) else None
+    attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
+    named = moved.attempts(step, attempts) | ({manifest.attempt} if manifest is not None else set())
+    record = known.get(identity_at(store, folder + MANIFEST_FILE)) if known and (manifest or error) else None
     return StepRecord(
         step,
         manifest,
         error,
-        tuple(name for name in store.folders(folder) if is_attempt_folder(name) and name != committed_attempt),
+        tuple(name for name in attempts if name not in named),
         () if manifest is None else tags.of(step, manifest.digest),
         None if record is None else record.why,
         manifest is not None and not fence.admits(step, manifest.epoch, manifest.digest),

@@ -1,22 +1,41 @@
-"""The position of a process in a run: the step it loaded, the newer steps, and what the next save continues."""
+"""The position of a process in a run: the step it loaded, the newer steps, and what the next save continues.
+
+A process is on no timeline until its first save after its start or after a load. Rank 0 then decides, once it holds the
+writer lease:
+
+    nothing loaded, no step stored       the first timeline
+    nothing loaded, steps stored         refused, unless the manager starts over
+    loaded the end of the chain          the newest timeline
+    loaded an older or superseded step   a new timeline, which leaves the timeline of that step there
+    told to start over                   a new timeline without ancestors
+
+The decision holds until the next load, also if the save fails: a step of the new timeline may be in flight.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
 
-from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError, InvalidError, MissingError, first_three
-from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.names import step_folder
 from holdfast.loading.load import Loaded
-from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector
-from holdfast.repository.catalog import committed_steps, step_folders
-from holdfast.repository.epochs import current_fence, fenced_error, is_valid
-from holdfast.repository.quarantine import identity_at, list_records
+from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, find_step, location_of
+from holdfast.ports.store import Store
+from holdfast.repository.quarantine import identity_at, list_records, supersede
+from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.runs.garbage_collection import Pins
 from holdfast.saving.deduplication import BaseStep, base_from_loaded
 from holdfast.types.manifest import Parent
+from holdfast.types.timeline import FIRST_TIMELINE, Timeline
+
+logger = logging.getLogger(__name__)
+
+_ID_BYTES = 8
 
 
 class Lineage:
@@ -43,6 +62,17 @@ class Lineage:
         self._checkpoint, self._previous = checkpoint, None
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadedStep:
+    """The step that training continues from."""
+
+    step: int
+    digest: str
+    timeline: Timeline
+    in_flight: frozenset[int]
+    """Steps that this process was still saving when it loaded. They belong to the timeline of before."""
+
+
 class RunPosition:
     """The position of this process in a run, on one rank."""
 
@@ -55,25 +85,38 @@ class RunPosition:
             pins: Steps that garbage collection must leave alone.
         """
         self._job, self.home, self._store, self._pins = job, home, home.store, pins
+        self.starts_over = False
+        """Whether the first save begins a timeline without ancestors, whatever the root holds."""
         self.base: BaseStep | None = None
         """The last committed step that this rank saved or loaded. Set by the commit thread, and by loads."""
         self.lineage = Lineage(None, None)
         """The checkpoint, or the save in flight, that the next save continues."""
         self.loaded: int | None = None
         """The step that was loaded last; None once the state may have changed since."""
+        self.loads = 0
+        """Number of loads: a save that began before the last one must not move the position."""
         self._newer: tuple[int, ...] = ()
+        self._origin: _LoadedStep | None = None
+        self._timeline: Timeline | None = None
+        self._last_number = 0
 
     def location_of(self, step: int) -> CheckpointLocation:
         """Return the location of a step."""
         return replace(self.home, folder=step_folder(step), step=step)
 
-    def selector(self, step: int | None) -> StepSelector:
-        """Return the selector of a load: the given step, or the newest valid one."""
+    def selector(self, step: int | None, digest: str = "") -> StepSelector:
+        """Return the selector of a load: the given step, or the newest valid one.
+
+        Args:
+            step: The step; None for the newest valid one.
+            digest: First digits of the digest of its manifest; empty for the step that a resume could take.
+        """
         # The load may fail because the base step is damaged: then the next save must not refer to it.
         self.base = None
         if step is None:
             return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence)
-        return ExactStep(partial(self._choose, step), partial(self._newer_than, step))
+        choice = _Choice(self.home, self._pins)
+        return ExactStep(partial(choice.choose, step, digest), choice.newer)
 
     def move_to(self, loaded: Loaded) -> None:
         """Take a loaded step as the position."""
@@ -81,63 +124,128 @@ class RunPosition:
         if step is None:
             return
         self.loaded, self._newer = step, loaded.newer
-        self._pins.has_gone_back = bool(self._newer)
+        self.loads += 1
+        self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._pins.under_way())
+        self._timeline = None
         self._pins.current_step = step
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
+
+    @property
+    def has_gone_back(self) -> bool:
+        """Whether the last load left newer steps behind."""
+        return bool(self._newer)
 
     def is_loaded(self, step: int) -> bool:
         """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
         return step == self.loaded and not self._newer
 
-    def require_not_gone_back(self) -> None:
-        """Refuse to save after going back: a resume would load a newer step, and retention could delete the saved one.
+    def timeline_for(self, step: int) -> Timeline:
+        """Return the timeline of the next save. On rank 0, which holds the writer lease.
 
+        Args:
+            step: The step that is saved.
         Raises:
-            InvalidError: On every rank, because every rank knows the newer steps from the load.
+            InvalidError: The root holds steps, and this manager has loaded none of them.
         """
-        if not self._newer:
-            return
-        assert self.loaded is not None, "a save after going back is refused, so the loaded step is still known"
-        url = self.location_of(self.loaded).url
-        newer = "a newer step exists" if len(self._newer) == 1 else f"{len(self._newer)} newer steps exist"
-        raise InvalidError(
-            f"{self._store.url}: step {self.loaded} was loaded, and {newer} ({first_three(self._newer)}); going back "
-            f"within a root is not yet supported. Nothing was saved. To continue from step {self.loaded}, make a "
-            f'CheckpointManager(new_root), call holdfast.load("{url}", state), and save with that manager. To continue '
-            "from the newest step, call manager.load(state)"
+        if self._timeline is None:
+            self._timeline = self._decide(step, run_timelines(self._store))
+            self.starts_over = False
+            self._last_number = max(self._last_number, self._timeline.number)
+        return self._timeline
+
+    def _decide(self, step: int, stored: RunTimelines) -> Timeline:
+        origin = self._origin
+        if self.starts_over or origin is None:
+            if not stored.chain and not stored.superseded:
+                return FIRST_TIMELINE
+            if self.starts_over:
+                return Timeline(*self._new_number_and_id(stored))
+            newest = first_three(manifest.step for manifest in reversed(stored.chain))
+            raise InvalidError(
+                f"{self._store.url}: holds committed steps ({newest}), and this manager has loaded none; a restart "
+                "would mix two trainings. Nothing was saved. Call manager.load(state) first, save to another root, or "
+                "start anew beside these steps with CheckpointManager(root, start_over=True)"
+            )
+        if self._is_at_end(step, origin, stored):
+            return stored.newest
+        number, new_id = self._new_number_and_id(stored)
+        logger.warning(
+            "%s: step %d was loaded and newer steps exist; this save begins timeline %d. The newer steps stay stored "
+            "as superseded",
+            self._store.url,
+            origin.step,
+            number,
+        )
+        _move_damaged(self._store, origin.step, stored)
+        return origin.timeline.fork(number, new_id, origin.step, origin.digest)
+
+    def _is_at_end(self, step: int, origin: _LoadedStep, stored: RunTimelines) -> bool:
+        """Return whether training continues the newest timeline: nothing that a resume would take first is left behind.
+
+        A step below the loaded one also needs a new timeline: on the same one, a resume would load the higher number.
+        """
+        at_origin = stored.at(origin.step)
+        if at_origin is None or at_origin.timeline is None or at_origin.timeline.id != origin.timeline.id:
+            return False
+        in_flight = origin.in_flight & self._pins.under_way()
+        return (
+            not stored.newer_than(at_origin)
+            and step >= origin.step
+            and not any(other > origin.step for other in in_flight)
         )
 
-    def _choose(self, step: int) -> CheckpointLocation:
-        require_no_checkpoint(self._store)
-        location = self.location_of(step)
-        try:
-            is_fenced = not is_valid(self._store, current_fence(self._store), step)
-        except MissingError as missing:
-            newest = first_three(reversed(committed_steps(self._store))) or "none"
-            raise MissingError(
-                f"{self._store.url}: no committed step {step}; committed, newest first: {newest}. Choose one of them "
-                "(holdfast ls lists all)"
-            ) from missing
-        if is_fenced:
-            raise fenced_error(f"{location.url}/{MANIFEST_FILE}")
-        return location
+    def _new_number_and_id(self, stored: RunTimelines) -> tuple[int, str]:
+        # A timeline of this process may have no committed step yet. Its number must not be used again.
+        number = max(stored.newest.number, self._last_number) + 1
+        return number, self._job.clock.random_bytes(_ID_BYTES).hex()
 
-    def _newer_than(self, step: int) -> tuple[int, ...]:
-        """Return the newer steps that a resume would load first, and those that a save in flight may still commit."""
-        fence, damaged = current_fence(self._store), list_records(self._store)
 
-        def is_candidate(newer: int) -> bool:
-            identities = [identity for damaged_step, identity in damaged if damaged_step == newer]
+def _move_damaged(store: Store, origin: int, stored: RunTimelines) -> None:
+    """Move damaged manifests under quarantine above a step away from their steps.
+
+    A damaged manifest does not state its timeline, so it would count as newer at every restart, and each restart would
+    begin a timeline.
+    """
+    for manifest in stored.chain:
+        if manifest.timeline is None and manifest.step > origin:
             try:
-                return is_valid(self._store, fence, newer) and not (
-                    identities and identity_at(self._store, newer) in identities
-                )
-            except (MissingError, InvalidError):
-                return False  # A resume skips it as well.
-            except CheckpointError:
-                # An unreadable newer step must not fail the load of this one. Saves are then refused.
-                return True
+                supersede(store, manifest.step)
+            except CheckpointError as error:
+                logger.warning("step %d: its damaged manifest stays in its folder: %s", manifest.step, error)
 
-        candidates = {newer for newer in step_folders(self._store) if newer > step and is_candidate(newer)}
-        return tuple(sorted(candidates | {newer for newer in self._pins.under_way() if newer > step}))
+
+class _Choice:
+    """The choice of one step by its number, and perhaps by its digest. On rank 0."""
+
+    def __init__(self, home: CheckpointLocation, pins: Pins) -> None:
+        self._home, self._store, self._pins = home, home.store, pins
+        self._stored = RunTimelines(FIRST_TIMELINE, (), ())
+        self._chosen: StoredManifest | None = None
+
+    def choose(self, step: int, digest: str) -> CheckpointLocation:
+        """Return the location of a step; raises as `find_step`."""
+        self._stored, self._chosen = find_step(self._home.store, step, digest)
+        return location_of(self._home, self._chosen)
+
+    def newer(self) -> tuple[int, ...]:
+        """Return the steps that a resume would load first, and those that a save in flight may still commit."""
+        assert self._chosen is not None, "a step was chosen"
+        damaged, step = set(list_records(self._store)), self._chosen.step
+        newer = {
+            manifest.step
+            for manifest in self._stored.newer_than(self._chosen)
+            if not _is_quarantined(self._store, manifest, damaged)
+        }
+        return tuple(sorted(newer | {other for other in self._pins.under_way() if other > step}))
+
+
+def _is_quarantined(store: Store, manifest: StoredManifest, records: Collection[tuple[int, str]]) -> bool:
+    if all(step != manifest.step for step, _ in records):
+        return False
+    try:
+        return (manifest.step, identity_at(store, manifest.key)) in records
+    except MissingError:
+        return True  # A resume skips it as well.
+    except CheckpointError:
+        return False

@@ -226,9 +226,8 @@ class PreemptionHandler:
         if not isinstance(handle.failure, UnavailableError):
             return handle.committed.done() and handle.failure is None
         with suppress(CheckpointError):
-            # No rank knows the outcome, but storage does: the step had no manifest when this save began.
-            confirmed_manifest(location.store, location.folder)
-            return True
+            # No rank knows the outcome, but storage does. A manifest of another attempt is not this save.
+            return confirmed_manifest(location.store, location.folder).attempt == handle.attempt
         return False
 
     def _finish(self, step: int, location: CheckpointLocation | None, refusal: str | None) -> NoReturn:

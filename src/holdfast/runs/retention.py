@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import InvalidError
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, SavePolicy, Tagged
+from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 NEWEST = "newest"
 """Reason of the newest step, which every policy keeps."""
@@ -42,12 +43,21 @@ class KeptFacts:
     healthy: bool | None = None
     """Whether its save found neither non-finite values nor diverged replicas; None: not checked."""
 
+    timeline: Timeline = FIRST_TIMELINE
+    """Its timeline."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The order in which a resume takes steps: by timeline, then by step."""
+        return self.timeline.number, self.step
+
 
 def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
     """Return the steps that are kept, ascending, each with the reasons.
 
-    The newest step is always kept. So is the last healthy one, once the health of a step is known. The decision is
-    stable: after the other steps are removed, the same steps are kept.
+    The newest step of each timeline is always kept. So is the last healthy step of the newest timeline and its
+    ancestors, once the health of a step is known. The decision is stable: after the other steps are removed, the same
+    steps are kept.
 
     Args:
         policy: What to keep; None for everything.
@@ -60,9 +70,12 @@ def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
     if not steps:
         return {}
     reasons: Reasons = {facts.step: ("no policy",) for facts in steps} if policy is None else _kept_by(policy, steps)
-    newest = max(facts.step for facts in steps)
-    reasons[newest] = (*reasons.get(newest, ()), NEWEST)
-    healthy = _last_healthy(steps)
+    newest = max(steps, key=lambda facts: facts.age)
+    for timeline in _by_timeline(steps):
+        step = max(facts.step for facts in timeline)
+        why = NEWEST if timeline[0].timeline == newest.timeline else f"{NEWEST} of a superseded timeline"
+        reasons[step] = (*reasons.get(step, ()), why)
+    healthy = _last_healthy([facts for facts in steps if newest.timeline.holds(facts.timeline.id, facts.step)])
     if healthy is not None:
         reasons[healthy] = (*reasons.get(healthy, ()), LAST_HEALTHY)
     return {step: tuple(dict.fromkeys(reasons[step])) for step in sorted(reasons)}
@@ -74,10 +87,16 @@ def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
     None if no step was checked, or if every step is unhealthy.
     """
     known = [facts for facts in steps if facts.healthy is not None]
-    unmarked = [facts.step for facts in known if facts.healthy] or [
-        facts.step for facts in steps if facts.healthy is None
-    ]
-    return max(unmarked) if known and unmarked else None
+    unmarked = [facts for facts in known if facts.healthy] or [facts for facts in steps if facts.healthy is None]
+    return max(unmarked, key=lambda facts: facts.age).step if known and unmarked else None
+
+
+def _by_timeline(steps: Sequence[KeptFacts]) -> Iterable[list[KeptFacts]]:
+    """Return the steps of each timeline."""
+    timelines: dict[str, list[KeptFacts]] = {}
+    for facts in steps:
+        timelines.setdefault(facts.timeline.id, []).append(facts)
+    return timelines.values()
 
 
 def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts]) -> Reasons:
@@ -87,7 +106,9 @@ def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts]) -> Rea
         chosen = together(*map(set, kept_by_policy))
         return {step: tuple(why for reasons in kept_by_policy for why in reasons.get(step, ())) for step in chosen}
     if isinstance(policy, LatestN):
-        return dict.fromkeys(sorted(facts.step for facts in steps)[-policy.n :], (f"latest {policy.n}",))
+        # Each timeline by itself: going back must not use up the steps that it went back past, nor the reverse.
+        latest = [sorted(facts.step for facts in timeline)[-policy.n :] for timeline in _by_timeline(steps)]
+        return dict.fromkeys((step for steps_kept in latest for step in steps_kept), (f"latest {policy.n}",))
     if isinstance(policy, EveryNth):
         return {facts.step: (f"every {policy.n}",) for facts in steps if facts.step % policy.n == 0}
     if isinstance(policy, BestN):
@@ -116,9 +137,9 @@ def _best(policy: BestN, steps: Sequence[KeptFacts]) -> Reasons:
 
 
 def _newest_per(policy: NewestPer, steps: Sequence[KeptFacts]) -> Reasons:
-    newest: dict[str, int] = {}
-    for facts in steps:
+    newest: dict[str, KeptFacts] = {}
+    for facts in sorted(steps, key=lambda facts: facts.age):
         # A step whose time has another format forms a period of its own, so that it is kept.
         period = facts.created[: _PERIOD_CHARACTERS[policy.period]] if _TIME.match(facts.created) else f"? {facts.step}"
-        newest[period] = max(facts.step, newest.get(period, -1))
-    return {step: (f"newest of {period}",) for period, step in newest.items()}
+        newest[period] = facts
+    return {facts.step: (f"newest of {period}",) for period, facts in newest.items()}

@@ -9,7 +9,8 @@ from holdfast.errors import CheckpointError, InvalidError
 from holdfast.format.names import step_folder
 from holdfast.policies import BestN, KeepPolicy, rules_of
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import committed_steps, read_manifest
+from holdfast.repository.catalog import read_manifest
+from holdfast.repository.timelines import committed_steps
 from holdfast.types.manifest import METRIC_CHARACTERS_MAX, is_metric_name
 
 

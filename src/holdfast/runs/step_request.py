@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock, utc_now_text
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.leases.writer import WriterLease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
 from holdfast.repository.catalog import ensure_run, manifest_digest
+from holdfast.repository.epochs import declare_timelines
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
 from holdfast.repository.tags import require_tag_free
+from holdfast.repository.timelines import displace, run_timelines
 from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
@@ -26,6 +31,7 @@ from holdfast.runs.tags import checked_tags, tag_saved
 from holdfast.saving.commit import clear_fenced
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.types.manifest import Parent
+from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +104,7 @@ class StepRequest:
         assert location.step is not None, "a run saves steps"
         self._parts, self._passed = parts, passed
         self.location, self._step, self._base = location, location.step, parts.position.base
+        self._loads = parts.position.loads
         self.writer = parts.writer
         self.deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings)
         self.lineage = Lineage(None, parts.position.lineage)
@@ -122,7 +129,8 @@ class StepRequest:
         for tag in self._tags:
             require_tag_free(parts.store, tag)
         has_base = self._pin()
-        context = claim_step(self.location, parts.writer_lease, parts.job.clock)
+        timeline = partial(parts.position.timeline_for, self._step)
+        context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline)
         return replace(
             context,
             base=self._base.identity if has_base and self._base is not None else None,
@@ -138,11 +146,15 @@ class StepRequest:
         """Record this step as parent and base of later saves; on rank 0, tag it and request garbage collection."""
         parts = self._parts
         self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
-        parts.position.base = self.deduplicator.committed(manifest_digest)
+        # A load meanwhile has moved this process to another step: training no longer continues from this save.
+        is_current = self._loads == parts.position.loads
+        base = self.deduplicator.committed(manifest_digest)
+        if is_current:
+            parts.position.base = base
         if parts.job.comm.rank == 0:
-            tag_saved(parts.store, parts.job.clock, self._step, self._tags)
+            tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
             parts.pins.unpin(self._step, is_committed=True)
-            if not parts.pins.has_gone_back:
+            if is_current:
                 parts.pins.current_step = self._step
             if parts.collecting is not None:
                 parts.collecting.want()
@@ -158,18 +170,50 @@ class StepRequest:
         return not any(base[0] in mark.steps for mark in marks(store) if mark.is_carried_out)
 
 
-def claim_step(location: CheckpointLocation, writer_lease: WriterLease, clock: Clock) -> SaveContext:
+def claim_step(
+    location: CheckpointLocation,
+    writer_lease: WriterLease,
+    clock: Clock,
+    timeline_of_save: Callable[[], Timeline] | None = None,
+) -> SaveContext:
     """Take the writer lease and make room for a step. A root without a run becomes the root of a new run.
 
+    Args:
+        location: The step.
+        writer_lease: The lease of the run.
+        clock: The time, and randomness.
+        timeline_of_save: Returns the timeline of the step once the lease is held; None for the newest one.
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.
+        InvalidError: The root holds steps, and the manager has loaded none of them.
     """
-    run_id = ensure_run(location.store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+    store = location.store
+    run_id = ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
     epoch = writer_lease.hold(run_id)
-    if location.step is not None and supersede(location.store, location.step):
+    timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save()
+    if timeline.number > 1:
+        declare_timelines(store, epoch)
+    if location.step is not None and supersede(store, location.step):
         logger.warning(
             "step %d: its damaged manifest is moved to quarantine, and the step is saved anew", location.step
         )
-    if not clear_fenced(location, epoch):
+    if not clear_fenced(location, epoch) and not _make_room(location, timeline):
         location.require_empty()
-    return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch)
+    return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch, timeline=timeline)
+
+
+def _make_room(location: CheckpointLocation, timeline: Timeline) -> bool:
+    """Move a manifest of another timeline away from a step that is saved again; return whether the step is free."""
+    assert location.step is not None, "a run saves steps"
+    try:
+        data = location.store.get(location.manifest_key, MANIFEST_BYTES_MAX)
+        fields = run_fields_of_manifest(data, location.url)
+    except MissingError:
+        return True
+    except (CorruptError, InvalidError):
+        return False
+    if timeline.holds(fields.timeline.id, location.step):
+        return False
+    logger.info("step %d: a newer timeline saves it again; its manifest is moved to superseded/", location.step)
+    displace(location.store, location.step, fields.digest)
+    return True

@@ -7,28 +7,35 @@ from collections.abc import Iterable
 
 from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
-from holdfast.format.names import require_step
+from holdfast.format.names import step_and_digest
 from holdfast.leases.reader import is_being_deleted
+from holdfast.loading.step_choice import find_step
 from holdfast.ports.store import Store
 from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_tag_name
 
 logger = logging.getLogger(__name__)
 
 
-def tag_step(store: Store, clock: Clock, step: int, name: object) -> None:
+def tag_step(store: Store, clock: Clock, step: object, name: object) -> None:
     """Tag a committed step; changes nothing if the step has the tag already.
 
+    Args:
+        store: The root of the run.
+        clock: The time.
+        step: Its number; for a superseded step number and digest, as `300@1f2e`.
+        name: The tag.
     Raises:
         InvalidError: The text cannot be a tag, or the number cannot be a step.
         MissingError: There is no such step.
         ConflictError: The tag names another step, or the step is being deleted.
     """
-    require_step(step)
+    number, digest = step_and_digest(step)
     name = require_tag_name(name)
     existed = name in read_tags(store).whole
-    tag = put_tag(store, step, name, utc_now_text(clock))
+    _, manifest = find_step(store, number, digest)
+    tag = put_tag(store, number, name, utc_now_text(clock), manifest.key)
     # Only after the tag is stored: a collection that missed the tag has stored its mark by now.
-    if not existed and is_being_deleted(store, clock, step, tag.digest):
+    if not existed and is_being_deleted(store, clock, number, tag.digest):
         remove_tag(store, name)
         raise ConflictError(
             f"{store.url}: step {step} is being deleted: no retention policy keeps it. Expected a step that stays. "
@@ -47,10 +54,10 @@ def checked_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
     return tuple(map(require_tag_name, (tags,) if isinstance(tags, str) else tags))
 
 
-def tag_saved(store: Store, clock: Clock, step: int, tags: Iterable[str]) -> None:
+def tag_saved(store: Store, clock: Clock, step: int, digest: str, tags: Iterable[str]) -> None:
     """Tag a step that was just committed. A failure is logged only: the step is saved all the same."""
     for tag in tags:
         try:
-            tag_step(store, clock, step, tag)
+            tag_step(store, clock, f"{step}@{digest}", tag)
         except CheckpointError as error:
             logger.error("step %d is saved, but not tagged %s: %s", step, tag, error)

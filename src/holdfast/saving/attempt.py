@@ -227,6 +227,7 @@ class SaveAttempt:
     def record_agreement(self, agreement: Agreement) -> None:
         """Record the agreement: from now on a failure aborts the attempt on every rank."""
         self.agreement = agreement
+        self.handle.attempt = agreement.attempt
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
         self._progress = SaveProgress.AGREED
 

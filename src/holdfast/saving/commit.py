@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -30,10 +30,12 @@ from holdfast.format.names import (
     step_folder,
 )
 from holdfast.format.sealed_json import stated_digest
-from holdfast.repository.catalog import committed_steps, exists, read_manifest
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, is_valid, require_newest
 from holdfast.repository.publish import packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
+from holdfast.repository.timelines import moved_manifests, run_timelines
 from holdfast.saving.health import last_counted_health
 from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.saving.request import SaveRequest
@@ -84,6 +86,7 @@ def assemble(
             origin=context.origin,
             masters=dict(context.masters),
             epoch=context.epoch,
+            timeline=context.timeline,
             metrics=dict(context.metrics),
             health=health,
         )
@@ -268,6 +271,14 @@ def _is_certainly_absent(location: CheckpointLocation) -> bool:
         return False
 
 
+def _counted_manifests(store: Store) -> Iterator[Manifest]:
+    """Return the manifests of a run that count; raises `CheckpointError` if one cannot be read."""
+    timelines = run_timelines(store)
+    for stored in (*timelines.chain, *timelines.superseded):
+        folder = step_folder(stored.step)
+        yield manifest_in(folder, read_manifest_bytes(store, folder, stored.key), f"{store.url}/{stored.key}")
+
+
 def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> None:
     """Remove the files of failed attempts. The published manifest keeps them from publishing.
 
@@ -287,8 +298,9 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> 
         kept: set[str] = set()
         referenced: frozenset[str] = frozenset()
         if others and location.step is not None:
-            kept = quarantined_attempts(store, location.step)
-            referenced = packs_named_by(read_manifest(store, step_folder(step)) for step in committed_steps(store))
+            moved = moved_manifests(store)
+            kept = quarantined_attempts(store, location.step) | moved.attempts(location.step, others)
+            referenced = packs_named_by((*moved.manifests, *_counted_manifests(store)))
         for folder in others:
             if folder in kept:
                 continue

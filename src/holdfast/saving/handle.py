@@ -60,6 +60,8 @@ class SaveHandle:
         """Whether a `wait` has raised the failure."""
         self.in_flight: InFlight | None = None
         """The unfinished save, to settle or abandon it. None before the ranks agreed, and after the end."""
+        self.attempt = ""
+        """Id of the attempt; empty before the ranks agreed on it."""
         self._saver = threading.get_ident()
         self.may_be_committed = False
         """Whether the save failed here and its checkpoint may exist, or appear later, nevertheless."""

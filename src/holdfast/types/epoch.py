@@ -63,6 +63,12 @@ class Fence:
     accepted: Mapping[int, str | None] = field(default_factory=dict)
     """Digest of the accepted manifest, by step; None if it could not be read, so that any is accepted."""
 
+    superseded: frozenset[tuple[int, str]] = frozenset()
+    """Step and digest of accepted manifests that made room for a manifest of a newer timeline."""
+
+    has_timelines: bool = False
+    """Whether the list is one that readers without timelines refuse."""
+
     def admits(self, step: int, epoch: int, digest: str) -> bool:
         """Return whether a manifest counts.
 
@@ -71,4 +77,6 @@ class Fence:
             epoch: The epoch under which it was published; 0 if none.
             digest: Its digest.
         """
-        return epoch >= self.epoch or (step in self.accepted and self.accepted[step] in (None, digest))
+        if epoch >= self.epoch or (step, digest) in self.superseded:
+            return True
+        return step in self.accepted and self.accepted[step] in (None, digest)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.types.health import Health, is_healthy
+from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 from holdfast.types.values import Group
 
 FORMAT_MAJOR = 1
@@ -17,6 +18,12 @@ FORMAT_MINOR_IMPORTED = 1
 FORMAT_MINOR_RUN = 2
 """Minor version that added the fields of steps of a run: packs of other steps, `epoch`, `metrics`, `health`. It also
 added the records of quarantine and epochs."""
+
+FORMAT_MINOR_TIMELINES = 3
+"""Minor version that brought timelines, superseded manifests, moved tags, and the classes of optimizers."""
+
+FORMAT_MINOR_MAX = FORMAT_MINOR_TIMELINES
+"""Newest minor version that this Holdfast reads; a newer one is refused."""
 
 METRIC_CHARACTERS_MAX = 200
 """Longest name of a metric."""
@@ -121,6 +128,9 @@ class Manifest:
 
     health: Health | None = None
     """The findings of the save; None if it checked nothing."""
+
+    timeline: Timeline = FIRST_TIMELINE
+    """Timeline of the run that the step belongs to."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""

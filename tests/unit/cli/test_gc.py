@@ -72,7 +72,7 @@ def test_a_wrong_rule_removes_nothing(root: Path, words: tuple[str, ...], expect
 
 
 def test_refused_while_a_job_writes(root: Path) -> None:
-    with holdfast.CheckpointManager(root, process_group=False) as manager:
+    with holdfast.CheckpointManager(root, start_over=True, process_group=False) as manager:
         manager.save(7, {"step": 7}).wait()
         status, said = gc(root, "--keep-last", "1", "--grace", "0")
     assert status == 2 and "another job writes here" in said

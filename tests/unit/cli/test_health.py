@@ -21,6 +21,7 @@ def marked(tmp_path: Path) -> Path:
     with package.CheckpointManager(tmp_path, process_group=False) as manager:
         manager.save(10, state).wait()
     with package.CheckpointManager(tmp_path, process_group=False, settings=counting) as manager:
+        manager.load(state)
         manager.save(20, state).wait()
         for tensor in state.values():
             tensor[1] = float("nan")

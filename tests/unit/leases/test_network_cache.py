@@ -20,8 +20,9 @@ from holdfast.frameworks.alone import AloneComm
 from holdfast.leases.process import this_process
 from holdfast.leases.writer import WriterLease
 from holdfast.ports.store import Entry, ForwardingStore, Store
-from holdfast.repository.catalog import committed_steps, read_run_id
+from holdfast.repository.catalog import read_run_id
 from holdfast.repository.epochs import put_epoch, require_newest
+from holdfast.repository.timelines import committed_steps
 from holdfast.saving.commit import publish_manifest
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import NumpyFramework

@@ -29,7 +29,6 @@ from holdfast.leases import process as holders
 from holdfast.leases import writer as tenures
 from holdfast.leases.process import is_gone, is_this_process, this_process
 from holdfast.leases.writer import WriterLease, hold_writer_lease
-from holdfast.repository.catalog import committed_steps
 from holdfast.repository.epochs import (
     RELEASED,
     current_fence,
@@ -40,6 +39,7 @@ from holdfast.repository.epochs import (
     read_epoch,
     read_heartbeat,
 )
+from holdfast.repository.timelines import committed_steps
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore

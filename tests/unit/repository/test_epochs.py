@@ -14,7 +14,7 @@ from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode
 from holdfast.format.names import accepted_key, epoch_key, step_folder
 from holdfast.format.sealed_json import sealed
 from holdfast.repository import epochs
-from holdfast.repository.catalog import committed_steps, step_folders
+from holdfast.repository.catalog import step_folders
 from holdfast.repository.epochs import (
     accepted_steps,
     current_fence,
@@ -27,6 +27,7 @@ from holdfast.repository.epochs import (
     require_counted,
     require_newest,
 )
+from holdfast.repository.timelines import committed_steps
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.types.epoch import Epoch, Fence, Holder
@@ -75,7 +76,7 @@ def test_a_manifest_says_its_epoch_and_the_format_that_brought_it() -> None:
 def test_an_impossible_epoch_is_damage(said: object) -> None:
     document = {"holdfast": {"format": [1, 2], "kind": "checkpoint"}, "step": 3, "epoch": said}
     with pytest.raises(CorruptError, match="epoch is"):
-        epochs.epoch_of_manifest(sealed(document), "here")
+        epochs.run_fields_of_manifest(sealed(document), "here")
 
 
 def test_a_record_reads_back(store: MemoryStore) -> None:

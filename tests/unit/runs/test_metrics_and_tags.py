@@ -10,8 +10,10 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import ConflictError, CorruptError, InvalidError
+from holdfast.format.names import step_folder
 from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Policies, Tagged
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import read_manifest
 from holdfast.repository.tags import read_tags
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import NumpyFramework
@@ -67,9 +69,9 @@ def test_a_tag_that_is_taken_while_the_save_runs_costs_the_tag_not_the_step(
     run.save(1, STATE).wait()
     tagging.tag_step(store, SystemClock(), 1, "paper")
     # As if the tag had been free when the save began.
-    tagging.tag_saved(store, SystemClock(), 1, ["paper"])
+    tagging.tag_saved(store, SystemClock(), 1, read_manifest(store, step_folder(1)).digest, ["paper"])
     run.save(2, STATE).wait()
-    tagging.tag_saved(store, SystemClock(), 2, ["paper", "mine"])
+    tagging.tag_saved(store, SystemClock(), 2, read_manifest(store, step_folder(2)).digest, ["paper", "mine"])
     assert "step 2 is saved, but not tagged paper" in caplog.text
     assert {tag.name: tag.step for tag in read_tags(store).whole.values()} == {"paper": 1, "mine": 2}
     run.close()
@@ -88,6 +90,7 @@ def test_a_metric_that_no_step_has_refuses_the_save_and_an_old_one_serves() -> N
     first.close()
     # After a restart the steps that are there tell that the metric exists.
     again = run_at(store, policy)
+    again.load(dict(STATE))
     again.save(3, STATE).wait()
     again.close()
     assert World(1, store=store).manifest(1).metrics == {"loss": 0.5}

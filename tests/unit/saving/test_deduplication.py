@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.names import step_folder
+from holdfast.format.names import MANIFEST_FILE, step_folder
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import identity_at, quarantine
@@ -32,8 +32,8 @@ SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min
 Tensors = dict[str, torch.Tensor]
 
 
-def manager_at(root: Path, settings: Settings = SMALL) -> holdfast.CheckpointManager:
-    return holdfast.CheckpointManager(root, process_group=False, settings=settings)
+def manager_at(root: Path, settings: Settings = SMALL, *, start_over: bool = False) -> holdfast.CheckpointManager:
+    return holdfast.CheckpointManager(root, start_over=start_over, process_group=False, settings=settings)
 
 
 def saved(manager: holdfast.CheckpointManager, step: int, state: dict[str, object]) -> SaveReport:
@@ -197,7 +197,7 @@ def test_a_manifest_states_the_lowest_version_that_has_what_it_says(tmp_path: Pa
 def test_a_manager_that_loaded_nothing_refers_to_nothing(tmp_path: Path) -> None:
     with manager_at(tmp_path) as manager:
         saved(manager, 1, weights(1))
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, start_over=True) as manager:
         assert saved(manager, 2, weights(1)).unchanged_bytes == 0
 
 
@@ -302,7 +302,8 @@ def test_no_pack_that_a_step_under_quarantine_names_is_referred_to(tmp_path: Pat
             saved(manager, step, state)
         spoil(tmp_path, 1, state["w3"])
         store = LocalStore(tmp_path, settings=SMALL)
-        quarantine(store, 2, identity_at(store, 2), "w3 is damaged", "now")
+        key = step_folder(2) + MANIFEST_FILE
+        quarantine(store, 2, key, identity_at(store, key), "w3 is damaged", "now")
         assert saved(manager, 4, state).unchanged_bytes == 12_000
     require_same(tmp_path, 4, state)
     assert steps_under(tmp_path, 4) == [3]
@@ -376,7 +377,7 @@ def test_sweeping_leaves_what_another_step_refers_to(tmp_path: Path) -> None:
         saved(manager, 2, state)
     old = step_path(tmp_path, 1) / holdfast.open_checkpoint(step_path(tmp_path, 1)).manifest.attempt
     (step_path(tmp_path, 1) / "manifest.json").unlink()
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, start_over=True) as manager:
         saved(manager, 1, weights(5))
     # Its index and part are gone, the pack is there.
     assert [path.name for path in old.rglob("*") if path.is_file()] == ["r00000.safetensors"]
@@ -391,7 +392,7 @@ def test_nothing_is_swept_while_a_manifest_cannot_be_read(tmp_path: Path, caplog
     old = step_path(tmp_path, 1) / holdfast.open_checkpoint(step_path(tmp_path, 1)).manifest.attempt
     (step_path(tmp_path, 1) / "manifest.json").unlink()
     os.truncate(step_path(tmp_path, 2) / "manifest.json", 100)
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, start_over=True) as manager:
         saved(manager, 1, weights(5))
     assert len([path for path in old.rglob("*") if path.is_file()]) == 3
     assert "stay for now" in caplog.text

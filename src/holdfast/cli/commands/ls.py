@@ -26,13 +26,13 @@ def ls(
 
 
 def _show(screen: Screen, run: api.RunRecord) -> None:
-    committed = [record for record in run.steps if record.committed]
-    if committed:
+    loadable = [record for record in run.steps if record.committed or record.superseded]
+    if loadable:
         now = datetime.now(UTC)
-        extra = [(column, shown) for column, shown in _EXTRA if any(map(shown, committed))]
-        rows = [[*_row(record, now), *(shown(record) or "-" for _, shown in extra)] for record in committed]
+        extra = [(column, shown) for column, shown in _EXTRA if any(map(shown, loadable))]
+        rows = [[*_row(record, now), *(shown(record) or "-" for _, shown in extra)] for record in loadable]
         columns = [*_COLUMNS, *(column for column, _ in extra)]
-        screen.table(columns, rows, ["red" if record.error else "" for record in committed])
+        screen.table(columns, rows, [_style(record) for record in loadable])
     else:
         screen.line("no committed step yet")
     if run.error:
@@ -42,7 +42,7 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
             screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
         elif record.fenced:
             screen.line(f"step {record.step}: fenced: a newer writer did not accept it; not loaded", style="yellow")
-        elif not record.committed:
+        elif not record.committed and not record.superseded:
             screen.line(f"step {record.step}: unfinished, no manifest (a save is running, or died)", style="yellow")
         elif record.quarantined is not None:
             screen.line(f"step {record.step}: under quarantine: {printable(record.quarantined)}", style="red")
@@ -64,7 +64,7 @@ def _row(record: api.StepRecord, now: datetime) -> list[str]:
     if manifest is None:
         return [str(record.step), "damaged", *["-"] * (len(_COLUMNS) - 2)]
     return [
-        str(record.step),
+        record.name,
         shown_time(manifest.created),
         shown_age(manifest.created, now),
         f"{manifest.tensors:,}",
@@ -74,12 +74,22 @@ def _row(record: api.StepRecord, now: datetime) -> list[str]:
     ]
 
 
+def _style(record: api.StepRecord) -> str:
+    return "red" if record.error else "dim" if record.superseded else ""
+
+
+def _timeline(record: api.StepRecord) -> str:
+    number = 1 if record.manifest is None else record.manifest.timeline.number
+    return f"{number} superseded" if record.superseded else str(number) if number > 1 else ""
+
+
 def _health(record: api.StepRecord) -> str:
     healthy = None if record.manifest is None else record.manifest.healthy
     return "" if healthy is None else "healthy" if healthy else "unhealthy"
 
 
 _EXTRA: tuple[tuple[str, Callable[[api.StepRecord], str]], ...] = (
+    ("TIMELINE", _timeline),
     ("HEALTH", _health),
     ("METRICS", lambda record: "" if record.manifest is None else shown_metrics(record.manifest.metrics)),
     ("TAGS", lambda record: printable(" ".join(record.tags))),
@@ -142,6 +152,8 @@ def _status(record: api.StepRecord) -> str:
         return "damaged"
     if record.fenced:
         return "fenced"
+    if record.superseded:
+        return "superseded"
     return "committed" if record.committed else "unfinished"
 
 
@@ -157,6 +169,7 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "ranks": manifest and manifest.world_size,
         "attempt": manifest and manifest.attempt,
         "epoch": manifest and manifest.epoch,
+        "timeline": manifest and manifest.timeline.number,
         "digest": manifest and manifest.digest,
         **health_document(None if manifest is None else manifest.health),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},

@@ -18,7 +18,10 @@ _COLUMNS = ("TAG", ">STEP", "GIVEN")
 
 def tag(
     root: Root,
-    step: Annotated[int | None, typer.Argument(metavar="STEP", help="The step to name.", show_default=False)] = None,
+    step: Annotated[
+        str | None,
+        typer.Argument(metavar="STEP", help="The step to name; 300@1f2e for a superseded one.", show_default=False),
+    ] = None,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Its name.", show_default=False)] = None,
     remove: Annotated[
         str | None, typer.Option("--remove", metavar="NAME", help="Remove this name; the step stays.")
@@ -34,7 +37,7 @@ def tag(
         elif step is not None:
             if name is None:
                 raise InvalidError(f"step {step}: no name; expected: holdfast tag ROOT STEP NAME")
-            api.tag(root, step, name)
+            api.tag(root, int(step) if step.isdecimal() else step, name)
         if as_json or (step is None and remove is None):
             print_result(api.list_steps(root), _show, _document, as_json=as_json)
 

@@ -126,6 +126,7 @@ def _manifest(
         indexes=indexes,
         overview=overview,
         epoch=context.epoch,
+        timeline=context.timeline,
     )
 
 

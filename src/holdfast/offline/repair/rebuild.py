@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import msgspec
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
@@ -25,6 +28,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.pack import HEADER_BYTES_MAX, StatedPiece, pack_digest, stated_pieces
 from holdfast.format.part import decode_part, is_sealed, require_part_of
+from holdfast.format.timeline import TimelineDocument, decode_timeline
 from holdfast.geometry.region import Region
 from holdfast.ports.store import Stored
 from holdfast.repository.catalog import read_file
@@ -32,6 +36,7 @@ from holdfast.saving.commit import build_manifest, write_index
 from holdfast.saving.merge import merge_parts
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 _CHUNK_BYTES_MAX = 4 * MIB
 
@@ -190,7 +195,23 @@ def rebuilt_manifest(
         index = write_index(location, attempt, merged_parts.index, settings, [])
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
-    return build_manifest(location, attempt, merged_parts, index, run_id, _line(damaged, "created") or created)
+    manifest = build_manifest(location, attempt, merged_parts, index, run_id, _line(damaged, "created") or created)
+    return replace(manifest, timeline=_timeline(damaged))
+
+
+def _timeline(damaged: bytes) -> Timeline:
+    """Return the timeline that a damaged manifest states.
+
+    The first timeline if it states none or the line is damaged. The step is then superseded if the run has newer
+    timelines: that is the safe side, since a resume must not jump to a step that training went back past.
+    """
+    match = re.search(rb'^ "timeline": (\{.*\}),$', damaged, re.MULTILINE)
+    if match is None:
+        return FIRST_TIMELINE
+    try:
+        return decode_timeline(msgspec.json.decode(match[1], type=TimelineDocument))
+    except msgspec.DecodeError:
+        return FIRST_TIMELINE
 
 
 def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote]]:

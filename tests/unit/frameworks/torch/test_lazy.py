@@ -341,6 +341,7 @@ def copied_by(root: Path, state: dict[str, object], **arguments: object) -> str:
     """Return how a manager that would be lazy takes a state."""
     settings = replace(LAZY, arena_bytes_max=None)
     with holdfast.CheckpointManager(root, process_group=False, settings=settings) as manager:
+        manager._position.starts_over = True
         handle = manager.save(len(manager.steps()), state, **arguments)  # type: ignore[arg-type]
         report = handle.wait()
         assert report is not None

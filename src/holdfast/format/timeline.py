@@ -1,0 +1,38 @@
+"""The field `timeline` of a manifest: written for every timeline but the first."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from holdfast.format.sealed_json import Digest, StepNumber
+from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
+
+_NUMBER_MAX = (1 << 53) - 1
+_ANCESTORS_MAX = 100_000
+
+_Number = Annotated[int, msgspec.Meta(ge=2, le=_NUMBER_MAX)]
+_Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+_AncestorId = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
+
+
+class TimelineDocument(msgspec.Struct):
+    """A timeline as JSON: its number, its id, and `[id, step, digest]` of each ancestor, the parent first."""
+
+    number: _Number
+    id: _Id
+    ancestors: Annotated[list[tuple[_AncestorId, StepNumber, Digest]], msgspec.Meta(max_length=_ANCESTORS_MAX)]
+
+
+def encode_timeline(timeline: Timeline) -> dict[str, object]:
+    """Return a timeline as a JSON object."""
+    ancestors = [[fork.timeline, fork.step, fork.digest] for fork in timeline.ancestors]
+    return {"number": timeline.number, "id": timeline.id, "ancestors": ancestors}
+
+
+def decode_timeline(document: TimelineDocument | None) -> Timeline:
+    """Return the timeline that a manifest states; the first one if it states none."""
+    if document is None:
+        return FIRST_TIMELINE
+    return Timeline(document.number, document.id, tuple(Fork(*ancestor) for ancestor in document.ancestors))
