@@ -22,6 +22,9 @@ CHECKPOINTS = (
     "reusing/step-000000000002",
     "reusing/step-000000000004",
     "reusing/step-000000000006",
+    "rewound/step-000000000002",
+    "rewound/step-000000000004",
+    "rewound/step-000000000006",
 )
 
 

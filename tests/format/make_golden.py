@@ -31,6 +31,7 @@ def make() -> None:
     make_sharded()
     make_unhealthy()
     make_reusing()
+    make_rewound()
     for reports in list(FOLDER.rglob("reports")):
         shutil.rmtree(reports)  # What they say is of the machine that made them.
     describe()
@@ -53,6 +54,14 @@ def make_reusing() -> None:
     with holdfast.CheckpointManager(FOLDER / "reusing", settings=settings) as manager:
         manager.load(state.partly_frozen(3))
         manager.save(6, state.resumed(6)).wait()
+
+
+def make_rewound() -> None:
+    """Go back to a step, and save a number again that a superseded step has; the format has that since 1.3."""
+    for loaded, step, seed in ((None, 2, 20), (None, 4, 40), (None, 6, 60), (2, 4, 41)):
+        with holdfast.CheckpointManager(FOLDER / "rewound") as manager:
+            manager.load(state.single(0), loaded)
+            manager.save(step, state.single(seed)).wait()
 
 
 def describe() -> None:

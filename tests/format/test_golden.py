@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.api import list_steps
 from holdfast.types.health import Health
 from tests.format import state
 from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, described, description
 
-SIZE_MAX = 300_000
+SIZE_MAX = 350_000
 LEAVES_NOTHING = holdfast.Settings(reports=False)
 """The files are everybody's; no test run leaves its reports among them."""
 STATES: dict[str, tuple[Callable[[int], state.State], int]] = {
@@ -29,6 +30,9 @@ STATES: dict[str, tuple[Callable[[int], state.State], int]] = {
     "reusing/step-000000000002": (state.partly_frozen, 2),
     "reusing/step-000000000004": (state.partly_frozen, 4),
     "reusing/step-000000000006": (state.resumed, 6),
+    "rewound/step-000000000002": (state.single, 20),
+    "rewound/step-000000000004": (state.single, 41),
+    "rewound/step-000000000006": (state.single, 60),
 }
 
 
@@ -122,3 +126,18 @@ def test_golden_steps_refer_to_the_packs_that_hold_the_bytes() -> None:
     opened = {step: holdfast.open_checkpoint(FOLDER / f"reusing/step-{step:012d}") for step in (2, 4, 6)}
     assert {step: list(each.packs_of_other_steps) for step, each in opened.items()} == {2: [], 4: [2], 6: [2, 4]}
     assert not [pack for pack in opened[6].manifest.packs if not pack.name.startswith("step-")]
+
+
+def test_a_run_that_went_back_resumes_from_its_newest_timeline_and_keeps_the_others() -> None:
+    names = [record.name for record in list_steps(FOLDER / "rewound").steps if record.superseded]
+    assert [name.split("@")[0] for name in names] == ["4", "6"]
+    wanted = [(None, 4, 41), (2, 2, 20), *((name, int(name[0]), 10 * int(name[0])) for name in names)]
+    with holdfast.CheckpointManager(FOLDER / "rewound", settings=LEAVES_NOTHING) as manager:
+        assert manager.steps() == [2, 4]
+        for asked, step, seed in wanted:
+            target = state.single(1)
+            assert manager.load(target, asked) == step
+            assert leaves(target) == leaves(state.single(seed))
+    timeline = holdfast.open_checkpoint(FOLDER / "rewound/step-000000000004").manifest.timeline
+    assert timeline.number == 2
+    assert [(fork.timeline, fork.step) for fork in timeline.ancestors] == [("", 2)]
