@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -29,6 +29,7 @@ from holdfast.types.manifest import (
     FORMAT_MINOR_TIMELINES,
     FileRecord,
     Manifest,
+    OptimizerRecord,
     Parent,
     is_metric_name,
 )
@@ -69,6 +70,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({"metrics": values.encode(manifest.metrics, "metrics")} if manifest.metrics else {}),
             **({} if manifest.health is None else {"health": encode_health(manifest.health)}),
             **({} if manifest.timeline.number == 1 else {"timeline": encode_timeline(manifest.timeline)}),
+            **({"optimizers": _encoded_optimizers(manifest.optimizers)} if manifest.optimizers else {}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -78,6 +80,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "large values as tensors"
         )
     return data
+
+
+class _OptimizerDocument(msgspec.Struct):
+    state_keys: list[Text]
+    class_name: Text = msgspec.field(name="class")
 
 
 class _RunFieldsDocument(msgspec.Struct):
@@ -109,6 +116,7 @@ class _ManifestDocument(_RunFieldsDocument, kw_only=True):
     masters: dict[Text, Text] | None = None
     metrics: object = None
     health: object = None
+    optimizers: dict[Text, _OptimizerDocument] | None = None
     state: object
 
 
@@ -136,6 +144,10 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         "metrics": _metrics(document.metrics, where),
         "health": decode_health(document.health, where),
         "timeline": decode_timeline(document.timeline),
+        "optimizers": {
+            path: OptimizerRecord(record.class_name, tuple(record.state_keys))
+            for path, record in (document.optimizers or {}).items()
+        },
         "tree": tree,
         "packs": packs,
         "parts": _records(document.parts, is_part_name, where),
@@ -145,6 +157,11 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     }
     del fields["state"]  # Decoded as `tree`.
     return Manifest(**fields)
+
+
+def _encoded_optimizers(optimizers: Mapping[str, OptimizerRecord]) -> dict[str, object]:
+    # No minor version by itself: a reader that ignores the field loads the checkpoint as before.
+    return {path: {"class": name, "state_keys": list(keys)} for path, (name, keys) in sorted(optimizers.items())}
 
 
 def _minor_of(manifest: Manifest) -> int:

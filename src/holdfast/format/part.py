@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,7 +23,7 @@ from holdfast.format.names import is_pack_name, step_of_pack
 from holdfast.format.sealed_json import decode_msgpack
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.types.health import Counted, Replicas
-from holdfast.types.manifest import FileRecord
+from holdfast.types.manifest import FileRecord, OptimizerRecord
 
 
 class _PartDocument(msgspec.Struct):
@@ -36,6 +37,7 @@ class _PartDocument(msgspec.Struct):
     per_rank: bytes | None = None
     nonfinite: CountedDocument | UnsetType = UNSET
     replicas: ReplicasDocument | UnsetType = UNSET
+    optimizers: dict[str, OptimizerRecord] | UnsetType = UNSET
     world_size: int = 0
     digest: bytes = b""
 
@@ -81,6 +83,9 @@ class RankPart:
     world_size: int = 0
     """How many ranks save; 0 if unknown."""
 
+    optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
+    """Class and state keys of each optimizer, by path; from the same ranks as `tree`."""
+
 
 def require_part_of(part: RankPart, rank: int, attempt: str, where: str) -> None:
     """Refuse the part of another rank or attempt.
@@ -109,6 +114,7 @@ def encode_part(part: RankPart) -> bytes:
             part.per_rank,
             UNSET if part.counted is None else dict(part.counted),
             replicas_document(part.replicas),
+            dict(part.optimizers) if part.optimizers else UNSET,
             part.world_size,
             bytes(DIGEST_BYTES),
         )
@@ -159,4 +165,5 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
         None if isinstance(document.nonfinite, UnsetType) else document.nonfinite,
         replicas_in(document.replicas, where),
         document.world_size,
+        {} if isinstance(document.optimizers, UnsetType) else document.optimizers,
     )

@@ -36,7 +36,13 @@ from holdfast.geometry.box import Box
 from holdfast.leases.reader import ReaderLease
 from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
 from holdfast.loading.messages import RankStatus
-from holdfast.loading.requirements import filled_bytes, require_begun_filled, require_complete, require_saved_dtypes
+from holdfast.loading.requirements import (
+    filled_bytes,
+    judge_misfits,
+    require_begun_filled,
+    require_complete,
+    require_saved_dtypes,
+)
 from holdfast.loading.resolve import Resolved, resolve
 from holdfast.loading.same_content import same_content
 from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
@@ -242,6 +248,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
         with attempt.trace.phase("plan"):
             catalog = _catalog(resolved, job.settings)
             restoration = job.framework.restoration(request.state, catalog, request.selection)
+            judge_misfits(job, restoration.misfits, location.url, strict=request.strict)
             wanted = restoration.wanted
             for tensor in wanted:
                 resolved.require_stored(tensor.stored_fqn)
@@ -271,6 +278,7 @@ def _catalog(resolved: Resolved, settings: Settings) -> Catalog:
         world_size=manifest.world_size,
         per_rank=lambda rank: read_per_rank(location.store, location.folder, manifest, rank),
         same_content=partial(same_content, index, location.packs_of(manifest), settings),
+        optimizers=manifest.optimizers,
         masters=manifest.masters,
         drops_ties=manifest.origin is not None,
         require_stored=resolved.require_stored,

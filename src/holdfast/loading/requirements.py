@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, first_three
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.ports.framework import Restoration, Wanted
+from holdfast.ports.framework import Misfit, Restoration, Wanted
 from holdfast.types.plan import LoadPlan
 
 
@@ -27,6 +28,18 @@ def require_saved_dtypes(wanted: Sequence[Wanted], tensors: Mapping[str, TensorS
             f"{len(differing)} tensors have another dtype than was saved: {first_three(differing)}. "
             "Expected the same; pass cast=True to convert"
         )
+
+
+def judge_misfits(job: Job, misfits: Sequence[Misfit], url: str, *, strict: bool) -> None:
+    """Refuse or log what does not fit the checkpoint.
+
+    Raises:
+        InvalidError: The load is strict, and something is known not to fit.
+    """
+    for misfit in misfits:
+        if strict and misfit.is_certain:
+            raise InvalidError(f"{url}: {misfit.text}, or pass strict=False to load it all the same")
+        job.warn_once(url, misfit.text)
 
 
 def require_begun_filled(begun: Collection[str], restoration: Restoration, url: str) -> None:

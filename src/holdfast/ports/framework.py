@@ -10,6 +10,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import Shard, TensorSpec
 from holdfast.geometry.value_class import value_class
+from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.plan import WantedBoxes
 from holdfast.types.values import Group, Value
 
@@ -155,6 +156,9 @@ class Collected:
     unfenced_because: str = ""
     """Why there is no fence."""
 
+    optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
+    """Class and state keys of each optimizer, by path."""
+
     pin: Pin | None = None
     """Page-locks memory for copies of the shards; None if all shards are in host memory."""
 
@@ -180,6 +184,17 @@ class Wanted(WantedBoxes):
 
     fqn: str
     """Name in the state that is being loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Why an object of the state does not fit what the checkpoint has of it."""
+
+    text: str
+    """Path, what was saved, what is there, and what to do."""
+
+    is_certain: bool
+    """Whether it is known not to fit: a strict load refuses it. Otherwise a warning is logged."""
 
 
 class Restoration(Protocol):
@@ -218,6 +233,11 @@ class Restoration(Protocol):
         """Patterns of the selection that match no name of this rank's state; of `skip`, also none in the checkpoint."""
         ...
 
+    @property
+    def misfits(self) -> Sequence[Misfit]:
+        """Objects of the state that do not fit what the checkpoint has of them."""
+        ...
+
     def finish(self) -> None:
         """Restore everything else once every tensor is placed: plain values, hyperparameters, `load_state_dict`."""
         ...
@@ -250,6 +270,9 @@ class Catalog:
 
     same_content: Callable[[str, str], bool]
     """Whether two stored FQNs hold the same bytes; decided by digests, or without digests by reading."""
+
+    optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
+    """Class and state keys of each optimizer, by path; empty if the checkpoint does not state them."""
 
     masters: Mapping[str, str] = field(default_factory=dict)
     """Stored FQN to the FQN of its master copy of higher precision, if another system stored both. A target of the

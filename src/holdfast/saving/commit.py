@@ -130,6 +130,7 @@ def build_manifest(
         parts=whole.parts,
         indexes=indexes,
         overview=overview,
+        optimizers=whole.optimizers,
     )
 
 

@@ -19,7 +19,7 @@ from holdfast.format.part import RankPart, decode_part, require_part_of
 from holdfast.format.values import values
 from holdfast.repository.catalog import check_pack, read_file
 from holdfast.saving.health_findings import Findings
-from holdfast.types.manifest import FileRecord
+from holdfast.types.manifest import FileRecord, OptimizerRecord
 from holdfast.types.values import Group, Value
 
 _PARTS_PER_BATCH = 64
@@ -51,6 +51,9 @@ class MergedParts:
     findings: Findings
     """Health findings of the ranks."""
 
+    optimizers: dict[str, OptimizerRecord]
+    """Class and state keys of each optimizer, by path."""
+
 
 def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> MergedParts:
     """Read the part of every rank, this one included, prove that they form a whole, and return the merged parts.
@@ -67,12 +70,15 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     aliases: dict[str, str] = {}
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     findings = Findings()
+    optimizers: dict[str, OptimizerRecord] = {}
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
     files = ordered_parallel_map(lambda record: read_file(location.store, location.folder, attempt, record), records)
     for rank, part in enumerate(_decoded(records, files)):
         require_part_of(part, rank, attempt, location.url)
         merging.add(part.index, f"{location.url}: rank {rank}")
         packs += part.packs
+        for path, record in part.optimizers.items():
+            optimizers[path] = _joined(optimizers.get(path, record), record)
         findings.add(rank, part.counted, part.replicas)
         for alias, fqn in part.aliases.items():
             aliases.setdefault(alias, fqn)
@@ -99,7 +105,13 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     )
     numbers = index.table.numbers
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in numbers and alias not in numbers}
-    return MergedParts(index, tuple(packs), tuple(records), tree, stored, provenance, findings)
+    return MergedParts(index, tuple(packs), tuple(records), tree, stored, provenance, findings, optimizers)
+
+
+def _joined(first: OptimizerRecord, second: OptimizerRecord) -> OptimizerRecord:
+    """Return the record of an optimizer of which two classes of ranks have parts."""
+    names = {*first.class_name.split("+"), *second.class_name.split("+")}
+    return OptimizerRecord("+".join(sorted(names)), tuple(sorted({*first.state_keys, *second.state_keys})))
 
 
 def _decoded(records: Sequence[FileRecord], files: Iterator[bytes]) -> Iterator[RankPart]:

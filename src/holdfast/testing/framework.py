@@ -15,7 +15,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.placement import boxes_at, coordinate_of, replica_ranks
 from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
 from holdfast.geometry.tensor import Layout, Role, Shard, TensorSpec
-from holdfast.ports.framework import Catalog, Collected, LocalShard, Selection, Target, UnmatchedPattern, Wanted
+from holdfast.ports.framework import Catalog, Collected, LocalShard, Misfit, Selection, Target, UnmatchedPattern, Wanted
 from holdfast.types.values import Group
 
 
@@ -142,6 +142,7 @@ class _NumpyRestoration:
     values: Mapping[str, object] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     unmatched: Sequence[UnmatchedPattern] = ()
+    misfits: Sequence[Misfit] = ()
 
     def finish(self) -> None:
         if isinstance(self.state, dict):

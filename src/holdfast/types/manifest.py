@@ -49,6 +49,16 @@ class FileRecord(NamedTuple):
     digests."""
 
 
+class OptimizerRecord(NamedTuple):
+    """What tells the state of an optimizer from that of another class."""
+
+    class_name: str
+    """Its class with module; several, sorted and joined by `+`, if it holds optimizers of several classes."""
+
+    state_keys: tuple[str, ...]
+    """Sorted keys under which the checkpoint has state of its parameters."""
+
+
 class Parent(NamedTuple):
     """The checkpoint this one continues."""
 
@@ -131,6 +141,9 @@ class Manifest:
 
     timeline: Timeline = FIRST_TIMELINE
     """Timeline of the run that the step belongs to."""
+
+    optimizers: dict[str, OptimizerRecord] = field(default_factory=dict)
+    """Class and state keys of each optimizer, by its path in the state; empty if none is known."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""

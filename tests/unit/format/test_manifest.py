@@ -11,6 +11,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import STEP_MAX
 from holdfast.format.sealed_json import sealed, unsealed
+from holdfast.types.manifest import OptimizerRecord
 from tests.unit.format.documents import little_memory, manifest
 
 
@@ -32,6 +33,19 @@ def test_metrics_come_back_and_state_the_version_that_brought_them() -> None:
     assert list(nan) == ["loss"] and math.isnan(nan["loss"])
     # Without any, nothing changes: older readers and golden files know it so.
     assert b"metrics" not in encode_manifest(manifest())
+
+
+def test_optimizers_come_back_and_leave_the_version_as_it_is() -> None:
+    records = {
+        "optimizer": OptimizerRecord("torch.optim.adamw.AdamW", ("exp_avg", "step")),
+        "b.é": OptimizerRecord("X", ()),
+    }
+    data = encode_manifest(replace(manifest(), optimizers=records))
+    assert decode_manifest(data, "here").optimizers == records
+    # A reader that does not know the field ignores it, and loads the same.
+    format_of = {unsealed(each, "here")[0]["holdfast"]["format"][1] for each in (data, encode_manifest(manifest()))}
+    assert len(format_of) == 1
+    assert b"optimizers" not in encode_manifest(manifest())
 
 
 def test_every_flipped_bit_of_a_manifest_is_found() -> None:
@@ -70,6 +84,8 @@ BAD_FIELDS: dict[str, tuple[object, ...]] = {
               [["r00000.safetensors", 1.5, "x"]], [["r00000.safetensors", True, "x"]], [["r00000.safetensors", 1, 2]],
               [["r00000.safetensors", 1, "x"]] * 2, ["r00000.safetensors"], [[1, 1, "x"]]),
     "metrics": ([], "loss", {"loss": "low"}, {"loss": 1}, {"loss": True}, {"": 1.0}, {"$loss": 1.0}, {"a\nb": 1.0}),
+    "optimizers": ([], "x", {"o": None}, {"o": {"class": "X"}}, {"o": {"class": 1, "state_keys": []}},
+                   {"o": {"class": "X", "state_keys": "step"}}, {"o": {"class": "X", "state_keys": [1]}}),
     "parts": (None, [["r00000.safetensors", 1, "x"]], [["parts/../x.msgpack", 1, "x"]]),
     "indexes": (None, [["index-0.msgpack", 1, "x"]]),
     "state": (None, 1, [], {"$group": 1}, {"$group": {"kind": "x", "items": {}}}),
@@ -84,7 +100,7 @@ def test_a_sealed_manifest_that_says_something_impossible_is_refused(field: str)
         if bad == -1 or not (isinstance(bad, int) and bad >= 1 << 63):
             with little_memory(), pytest.raises((CorruptError, InvalidError)):
                 decode_manifest(sealed(changed), "here")
-    if field not in ("step", "parent", "metrics"):
+    if field not in ("step", "parent", "metrics", "optimizers"):
         without = {name: value for name, value in document.items() if name != field}
         with pytest.raises((CorruptError, InvalidError)):
             decode_manifest(sealed(without), "here")

@@ -106,6 +106,7 @@ class CopyRequest:
             aliases=manifest.aliases,
             skipped=[],
             per_rank=source.per_rank(0) if per_rank else {},
+            optimizers=manifest.optimizers,
         )
 
     def claim(self) -> SaveContext:

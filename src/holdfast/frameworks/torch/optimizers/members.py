@@ -57,6 +57,18 @@ class OptimizerMembers:
             known |= parameters.keys()
         return list(found.values())
 
+    def steppers(self) -> list[Optimizer]:
+        """Return the innermost optimizer of each parameter, each once."""
+        if self.is_one:
+            return [self._members[0]]
+        known: set[int] = set()
+        found = []
+        for member, parameters in zip(self._members, self._parameters, strict=True):
+            if not parameters.keys() <= known:
+                found.append(member)
+            known |= parameters.keys()
+        return found
+
     def keys_of_state(self) -> Iterator[object]:
         """Yield the keys of all state; they should be parameters."""
         return chain.from_iterable(member.state for member in self._members)

@@ -11,11 +11,13 @@ import torch
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.containers import put_together
+from holdfast.frameworks.torch.optimizers.kinds import SavedState, misfit_of
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, new_state_tensor
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.sharded import Sharded
-from holdfast.ports.framework import Catalog
+from holdfast.ports.framework import Catalog, Misfit
+from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.values import Group, TensorRef, Value
 
 
@@ -84,6 +86,7 @@ class OptimizerRestoration:
         self._stored = _stored_by_name(listed, f"{view.path}.state.", self._values)
         self._groups: list[tuple[dict[str, object], dict[str, object]]] = []
         self._states: list[tuple[torch.Tensor, dict[str, object]]] = []
+        self._takes_state = False
         for position, (group, parameters) in enumerate(view.members.groups()):
             self._group(group, parameters)
             if not parameters:
@@ -111,6 +114,16 @@ class OptimizerRestoration:
             if not catalog.same_content(catalog.aliases.get(first, first), catalog.aliases.get(second, second)):
                 return False
         return True
+
+    def misfit(self, record: OptimizerRecord | None) -> Misfit | None:
+        """Return why the saved state, of which the checkpoint states `record`, does not fit the optimizer, or None."""
+        if not self._groups and not self._takes_state:
+            return None  # All of it is left out.
+        held = [*self._stored.values(), *(value for value in self._values.values() if isinstance(value, dict))]
+        keys = {key for each in held for key in each}
+        if self._masters:
+            keys -= {"master"}
+        return misfit_of(self._view, SavedState(record, frozenset(keys)))
 
     def finish(self) -> None:
         """Set hyperparameters and state."""
@@ -174,23 +187,21 @@ class OptimizerRestoration:
             return
         present = view.members.state_of(parameter, view.path)
         parts: Mapping[str, ParameterPart] = {part.name: part for part in view.parts.get(id(parameter), ())}
-        saved_keys: set[object] = set()
         for name in names:
             values = self._values.get(name)
-            saved_keys |= {*self._stored.get(name, ()), *(values if isinstance(values, dict) else ())}
             self._want_tensors(name, state, present, catalog, parts.get(name))
             for key, value in values.items() if isinstance(values, dict) else ():
                 if self._taker.takes_part(view.state_fqn(name, key)):
                     state.entries[key] = put_together(value, self._leaf)
+                    self._takes_state = True
         for key, value in present.items():
             if key in state.entries:
                 continue
             fqn = view.state_fqn(names[0], key)
             if not self._taker.takes_part(fqn):
                 state.entries[key] = value
-            elif saved_keys if view.members.is_one else saved_keys & view.members.keys_beside(parameter, key):
+            elif self._is_stepped(names, parameter, key):
                 # The checkpoint has state of this parameter, but not this entry, without which a step would fail.
-                # Of several optimizers the one that keeps the entry was stepped, or had no state yet.
                 self._taker.missing.append(fqn)
                 state.entries[key] = value
         for part in parts.values():
@@ -233,7 +244,15 @@ class OptimizerRestoration:
             target = part.of(tensor, parameter, fqn) if of_part and part is not None else tensor
             self._taker.want(fqn, target, view.declared_for(parameter, tensor))
             state.entries[key] = tensor
-            state.filled.setdefault(key, set()).add(name if of_part else "")
+            self._takes_state = True
+            if part is not None:
+                state.filled.setdefault(key, set()).add(name if of_part else "")
+
+    def _is_stepped(self, names: Iterable[str], parameter: torch.Tensor, key: str) -> bool:
+        """Return whether the optimizer that keeps `key` had stepped a parameter when it was saved."""
+        values = [value for name in names if isinstance(value := self._values.get(name), dict)]
+        saved = {key for each in (*(self._stored.get(name, ()) for name in names), *values) for key in each}
+        return bool(saved if self._view.members.is_one else saved & self._view.members.keys_beside(parameter, key))
 
     def _leaf(self, leaf: Value) -> object:
         return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf

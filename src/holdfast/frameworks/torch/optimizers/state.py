@@ -20,7 +20,7 @@ from holdfast.frameworks.torch.held import declared_like
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.geometry.sharded import Sharded
-from holdfast.types.values import Group, Value
+from holdfast.types.values import Group, Skipped, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ OnState = Callable[[str, torch.Tensor, Sharded | None], Value]
 """Called for each tensor of the state: its FQN, the tensor, and its declared layout, if any."""
 
 
-def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
-    """Return the values of an optimizer, and call `on_state` for every tensor of its state.
+def collect_optimizer(view: OptimizerView, on_state: OnState) -> tuple[Group, tuple[str, ...]]:
+    """Return the values of an optimizer and the sorted keys of its state; call `on_state` for every tensor of it.
 
     Equal hyperparameters are stored once, under a digest of their content, so that the records of several ranks merge
     without renumbering. State that the optimizer has not allocated yet stays absent.
@@ -90,6 +90,7 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
     members: dict[str, Value] = {}
     state: dict[str, Value] = {}
     empty_groups: dict[str, Value] = {}
+    keys: set[str] = set()
     aliases: dict[str, list[str]] = defaultdict(list)
     for alias, name in view.ties.items():
         aliases[name].append(alias)
@@ -113,24 +114,29 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> Group:
             name, parts = view.names[parameter], view.parts.get(id(parameter))
             for part in parts or ():
                 members[part.name] = content
-                if kept := _collect_state(view, part.name, parameter, on_state, part):
+                if kept := _collect_state(view, part.name, parameter, on_state, keys, part):
                     state[part.name] = kept
             for stored_name in (name, *aliases[name]) if parts is None else ():
                 members[stored_name] = content
-                if kept := _collect_state(view, stored_name, parameter, on_state):
+                if kept := _collect_state(view, stored_name, parameter, on_state, keys):
                     state[stored_name] = kept
     items: dict[str, Value] = {"hyperparameters": hyperparameters, "param_groups": members, "state": state}
     if empty_groups:
         items["empty_groups"] = empty_groups
     if keepers := view.members.keepers(view.path):
         items["keepers"] = keepers
-    return Group("optimizer", items)
+    return Group("optimizer", items), tuple(sorted(keys))
 
 
 def _collect_state(
-    view: OptimizerView, name: str, parameter: torch.Tensor, on_state: OnState, part: ParameterPart | None = None
+    view: OptimizerView,
+    name: str,
+    parameter: torch.Tensor,
+    on_state: OnState,
+    keys: set[str],
+    part: ParameterPart | None = None,
 ) -> dict[str, Value]:
-    """Return the entries of the state of a parameter, or of one part of it, that are not tensors."""
+    """Return the entries of the state of a parameter, or of one part, that are not tensors; add its keys to `keys`."""
     kept: dict[str, Value] = {}
 
     def on_tensor(fqn: str, tensor: torch.Tensor) -> Value:
@@ -146,6 +152,8 @@ def _collect_state(
                 f"{view.path}.state.{name}: key {key!r}; expected a name without dots. Rename it, or skip= it"
             )
         neutral = take_apart(value, view.state_fqn(name, key), on_tensor)
+        if not isinstance(neutral, Skipped):
+            keys.add(key)
         if not isinstance(value, torch.Tensor):
             kept[key] = neutral
     return kept

@@ -12,6 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import close_fence, steps_in_backward
 from holdfast.frameworks.torch.held import Ranks, local_of, memory_of
+from holdfast.frameworks.torch.optimizers.kinds import class_name_of
 from holdfast.frameworks.torch.optimizers.outside import outside_state, require_whole_state
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.frameworks.torch.side_stream import SideStream
@@ -35,6 +36,7 @@ from holdfast.frameworks.torch.ties import Ties
 from holdfast.geometry.sharded import Sharded
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.ports.framework import Collected, LocalShard, Selection
+from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.per_rank import PerRank, RngState
 from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
 
@@ -57,6 +59,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         aliases=collector.aliases,
         skipped=collector.skipped,
         per_rank=collector.per_rank,
+        optimizers=collector.optimizers,
         fence=None if unfenced else partial(close_fence, collector.fenced_objects),
         unfenced_because=unfenced,
         pin=next((side.pin for side in collector.sides), None),
@@ -73,6 +76,7 @@ class _Collector:
         self.aliases: dict[str, str] = {}
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
+        self.optimizers: dict[str, OptimizerRecord] = {}
         self.accumulators: list[str] = []
         self.fenced_objects: list[torch.nn.Module | torch.optim.Optimizer] = []
         self.unfenced: dict[str, None] = {}
@@ -197,13 +201,20 @@ class _Collector:
         if steps_in_backward(view.names):
             self.unfenced["parameters have hooks that run in backward, and may be stepped there"] = None
         if outside is not None:
+            self._record_optimizer(view, ())
             return self._state_of_object(view.path, view.optimizer, require_whole_state(view, outside))
-        group = collect_optimizer(view, on_state)
+        group, keys = collect_optimizer(view, on_state)
+        self._record_optimizer(view, keys)
         for members in (group.items["param_groups"], group.items.get("empty_groups", {})):
             assert isinstance(members, dict)
             for name in [name for name in members if not self._takes_part(f"{view.path}.param_groups.{name}")]:
                 del members[name]
         return group
+
+    def _record_optimizer(self, view: OptimizerView, keys: tuple[str, ...]) -> None:
+        # A part and a manifest hold Unicode only. Values may have other names, which their encoding escapes.
+        if all(each.isascii() or each == each.encode(errors="ignore").decode() for each in (view.path, *keys)):
+            self.optimizers[view.path] = OptimizerRecord(class_name_of(view), keys)
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         fqn, grad = f"{name}{gradients.SUFFIX}", gradients.gradient_of(tensor)

@@ -43,7 +43,7 @@ from holdfast.frameworks.torch.tensors import (
 )
 from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.geometry.sharded import Sharded
-from holdfast.ports.framework import Catalog, Selection, Wanted
+from holdfast.ports.framework import Catalog, Misfit, Selection, Wanted
 from holdfast.types.per_rank import PerRank, RngState
 from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
 
@@ -70,6 +70,7 @@ class TorchRestoration:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.skipped: list[str] = []
+        self.misfits: list[Misfit] = []
         self._used: set[str] = set()
         self._stored_names: dict[str, str] = {}
         """Name in the checkpoint of each tensor asked for, by its name in the state."""
@@ -275,6 +276,8 @@ class TorchRestoration:
             return
         restoration = OptimizerRestoration(view, saved, self, self._catalog, tensors)
         self._finishes.append(restoration.finish)
+        if (misfit := restoration.misfit(self._catalog.optimizers.get(view.path))) is not None:
+            self.misfits.append(misfit)
         if self._selector.selects_whole(view.path) and (outside := outside_state(view)) is not None:
             self.missing += [f"{view.path}.{name}" for name in outside.names]
 
