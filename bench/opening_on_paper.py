@@ -187,6 +187,9 @@ def opened_with_a_difference(job: SyntheticJob, place: CheckpointLocation, setti
         stage = job.stage_of(rank)
         statement = replace(statements[stage], other=short_digest_of(rank.to_bytes(4)))
         if rank % job.ranks_per_stage:
+            # Only the first rank of a mesh states its ranks.
+            statement = replace(statement, meshes=tuple(each._replace(mesh=None) for each in statement.meshes))
+        if rank % job.ranks_per_stage:
             record = encode_difference(details[stage], _at_position(details[stage], rank))
         else:
             record = encode_details(details[stage])

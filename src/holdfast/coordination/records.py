@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_context import SaveContext
@@ -26,9 +26,8 @@ _REFUSAL_PREFIX = b"!" * 8
 """Eight bytes that begin no statement: as a step they are above 2**61."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatedMesh:
-    """A mesh that holds tensors of a rank."""
+class StatedMesh(NamedTuple):
+    """A mesh that holds tensors of a rank. Every rank sends one per mesh, so the record has no field names."""
 
     digest: str
     """Digest of shape and ranks, 16 hex digits."""
