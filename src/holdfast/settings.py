@@ -96,7 +96,7 @@ class Settings:
     134 million counted once per rank. Rank 0's value decides, but `never` on any rank prevents it."""
 
     commit_timeout_seconds: float = 600.0
-    """How long a rank waits for the others after its own vote."""
+    """How long a rank waits for the others after its own vote, counted from the last bytes that one of them wrote."""
 
     agreement_timeout_seconds: float | None = None
     """How long a rank waits for the others to agree on a save, from its own arrival; training waits meanwhile. None:

@@ -40,6 +40,8 @@ from holdfast.coordination.records import (
     Details,
     SaveVerdict,
     Statement,
+    absence_error_of,
+    as_unavailable,
     encode_refusal,
     ranks_listed,
     refusal_in,
@@ -79,7 +81,7 @@ class SaveAgreement:
         try:
             self._take_number()
         except (UnavailableError, TimeoutError) as error:
-            self._sequence, self._failure = job.sequence, _unavailable(error)
+            self._sequence, self._failure = job.sequence, as_unavailable(error)
 
     def _take_number(self) -> None:
         """Take the number of this save, and the refusal of it if the other ranks have given up already."""
@@ -169,7 +171,7 @@ class SaveAgreement:
                 raise self._failure
             verdict, described = self._state_and_wait(statement, state, claim)
         except (UnavailableError, TimeoutError) as error:
-            verdict, described = self._refuse_for(_unavailable(error))
+            verdict, described = self._refuse_for(as_unavailable(error))
         self._take(verdict)
         if verdict.refused is not None:
             raise error_from(verdict.refused)
@@ -467,8 +469,15 @@ class SaveAgreement:
             (text,) = job.key_value_store.get_many([key], job.seconds_left(self._deadline) + _GRACE_SECONDS)
         except TimeoutError:
             limit = f"within {job.agreement_seconds:g} s of rank {job.comm.rank}"
+            # Ranks come here together. If each asked for every rank, the store would answer for hours.
+            is_asking = not job.key_value_store.present(key) and job.is_elected(self._key("asking", self._sequence))
+            if not is_asking:
+                with suppress(TimeoutError):
+                    (text,) = job.key_value_store.get_many([key], job.asking_seconds)
+                    return decode_message(text, SaveVerdict)
+            job.record_keys(self._sequence, [self._key("asking", self._sequence)])
             # Rank 0 itself may wait for other ranks: then name those.
-            error = self._absence_error(limit) or UnavailableError(
+            error = (self._absence_error(limit) if is_asking else None) or UnavailableError(
                 f"{self._name}: rank 0 called save and gave no verdict {limit}; look at rank 0"
             )
             return self._set_verdict(name, self._refusal(error))
@@ -478,12 +487,7 @@ class SaveAgreement:
         """Return the error that names the ranks without a statement or refusal; None if every rank has set one."""
         keys = self._open_keys()
         absent = [rank for rank, key in enumerate(keys) if not self._job.key_value_store.present(key)]
-        if not absent:
-            return None
-        return UnavailableError(
-            f"{self._name}: ranks {ranks_listed(absent)} did not call save {limit}; expected all {len(keys)} ranks. "
-            "Every rank must call save; look at those ranks, or raise settings.agreement_timeout_seconds"
-        )
+        return absence_error_of(self._name, absent, len(keys), limit)
 
     def _open_keys(self) -> list[str]:
         return [self._key("open", self._sequence, rank) for rank in range(self._job.comm.world_size)]
@@ -494,7 +498,3 @@ class SaveAgreement:
 
     def _key(self, name: str, *parts: object) -> str:
         return self._job.key("opening", *parts[:1], name, *parts[1:])
-
-
-def _unavailable(error: Exception) -> UnavailableError:
-    return error if isinstance(error, UnavailableError) else UnavailableError(str(error))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, aborted_by, ask_storage
+from holdfast.engine.background import CALLS
 from holdfast.errors import CheckpointError, UnavailableError, first_three
 
 _VOTING = Outcome(OutcomeKind.VOTING)
@@ -51,6 +52,7 @@ class CommitVote:
         """
         self._job, self._sequence, self._attempt, self._name = job, sequence, attempt, name
         self._has_voted = False
+        self._told_at = job.clock.monotonic_seconds()
         self._may_publish = False
         """Whether the commit thread of this rank publishes, or is about to decide that it does."""
 
@@ -71,7 +73,11 @@ class CommitVote:
         self._has_voted = True
         # Never retry: a rank counted twice would let the attempt commit without the vote of another rank.
         count = job.key_value_store.add(self._key("count"), 1, job.seconds_left(deadline))
-        shared = [self._key(name) for name in ("count", "outcome", "result")] if job.comm.rank == 0 else []
+        shared = (
+            [self._key(name) for name in ("count", "outcome", "result", "asking", "progress")]
+            if job.comm.rank == 0
+            else []
+        )
         job.record_keys(self._sequence, [key, *shared])
         if count < job.comm.world_size:
             return _VOTING
@@ -82,6 +88,19 @@ class CommitVote:
         except BaseException:
             self._may_publish = False
             raise
+
+    def note_written(self) -> None:
+        """Take note that this rank writes, and tell the waiting ranks a few times within their timeout. Never waits."""
+        job = self._job
+        now = job.clock.monotonic_seconds()
+        if now - self._told_at >= job.settings.commit_timeout_seconds / 4:
+            self._told_at = now
+            CALLS.submit(self._tell_progress)
+
+    def _tell_progress(self) -> None:
+        key = self._key("progress")
+        with suppress(CheckpointError, TimeoutError):
+            self._job.key_value_store.add(key, 1, self._job.seconds_left(self._job.deadline()))
 
     def votes(self) -> list[Vote]:
         """Return every rank's vote, by rank; for the committing rank."""
@@ -119,29 +138,47 @@ class CommitVote:
     def await_outcome(self) -> Outcome:
         """Wait for the outcome of the attempt. Never raises.
 
-        At its deadline this rank aborts an attempt that no rank publishes, and names the silent ranks.
+        At its deadline this rank aborts an attempt that no rank publishes, and names the silent ranks. Ranks that wrote
+        since the last look move the deadline: a rank that writes for longer than the others is slow, not dead.
         """
         job = self._job
+        told = 0
+        while True:
+            try:
+                (result,) = job.key_value_store.get_many([self._key("result")], job.seconds_left(job.deadline()))
+                return decode_message(result, Outcome)
+            except TimeoutError:
+                told, told_before = self._told_progress(), told
+                if told <= told_before:
+                    return self._abort_for_silence()
+            except CheckpointError as failure:
+                return ask_storage(str(failure))
+
+    def _told_progress(self) -> int:
+        """Return how often ranks have told that they write; 0 if this process has no time to wait for them."""
+        job = self._job
+        if job.process_deadline is not None:
+            return 0
         try:
-            (result,) = job.key_value_store.get_many([self._key("result")], job.seconds_left(job.deadline()))
-        except TimeoutError:
-            return self._abort_for_silence()
-        except CheckpointError as failure:
-            return ask_storage(str(failure))
-        return decode_message(result, Outcome)
+            return job.key_value_store.add(self._key("progress"), 0, job.seconds_left(job.deadline()))
+        except (CheckpointError, TimeoutError):
+            return 0
 
     def _abort_for_silence(self) -> Outcome:
         job = self._job
         timeout = job.settings.commit_timeout_seconds
         try:
             keys = job.key_value_store
-            silent = [rank for rank in range(job.comm.world_size) if not keys.present(self._key("vote", rank))]
-            problem = f"ranks [{first_three(silent)}] did not finish their part"
-            advice = "Look at those ranks"
-            if not silent:
-                problem, advice = "all ranks voted and none committed", "Look for a rank that ended after its vote"
+            # Most ranks come here at the same time. If each asked for every rank, the store would answer for hours.
+            is_asking = not keys.present(self._key("outcome")) and job.is_elected(self._key("asking"))
+            if not is_asking:
+                with suppress(TimeoutError):
+                    (result,) = keys.get_many([self._key("result")], job.asking_seconds)
+                    return decode_message(result, Outcome)
             error = UnavailableError(
-                f"{self._name}: {problem} within {timeout} s of this rank; the attempt is aborted. {advice}"
+                f"{self._name}: {self._silence(is_asking)} within {timeout:g} s of this rank "
+                "(settings.commit_timeout_seconds) and wrote no byte meanwhile; the attempt is aborted. "
+                "Look at those ranks"
             )
             decided = self._decide(aborted_by(job.comm.rank, error), job.deadline())
             if decided.kind is OutcomeKind.PUBLISHING:
@@ -150,6 +187,16 @@ class CommitVote:
         except (CheckpointError, TimeoutError) as failure:
             return ask_storage(str(failure))
         return decided
+
+    def _silence(self, is_asking: bool) -> str:
+        """Return who is silent, in words; the elected rank asks for every rank."""
+        if not is_asking:
+            return "some ranks did not finish their part"
+        keys = self._job.key_value_store
+        silent = [rank for rank in range(self._job.comm.world_size) if not keys.present(self._key("vote", rank))]
+        if not silent:
+            return "all ranks voted, and the last one to vote did not begin to commit"
+        return f"ranks [{first_three(silent)}] did not finish their part"
 
     def _decide(self, wanted: Outcome, deadline: float) -> Outcome:
         """Set the outcome unless one is set already; return the outcome that is set."""

@@ -197,6 +197,21 @@ class Job:
             else min(timeout, max(self.process_deadline - now, _ANNOUNCE_SECONDS_MIN))
         )
 
+    def is_elected(self, key: str) -> bool:
+        """Return whether this rank is the first to claim a key: it does for all what each could do by itself.
+
+        Raises:
+            UnavailableError: The key-value store failed.
+            TimeoutError: It gave no answer.
+        """
+        own = str(self.comm.rank).encode()
+        return self.key_value_store.compare_set(key, b"", own, self.seconds_left(self.deadline())) == own
+
+    @property
+    def asking_seconds(self) -> float:
+        """How long the other ranks wait for what the elected one finds out: it asks once for each rank."""
+        return 2.0 + 0.002 * self.comm.world_size
+
     def seconds_left(self, deadline: float) -> float:
         """Return the seconds left until a deadline, at least a few milliseconds."""
         return max(deadline - self.clock.monotonic_seconds(), 0.005)

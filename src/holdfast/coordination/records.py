@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_context import SaveContext
-from holdfast.errors import InvalidError, first_three
+from holdfast.errors import InvalidError, UnavailableError, first_three
 from holdfast.geometry.mesh_packing import PackedMeshes
 from holdfast.geometry.rank_ranges import RankRanges
 from holdfast.geometry.tensor import Role
@@ -280,3 +280,18 @@ def skew_error_of(name: str, statements: Sequence[Statement]) -> InvalidError | 
             "Make it the same on every rank (a time or rank in it differs)"
         )
     return None
+
+
+def absence_error_of(name: str, absent: Sequence[int], world_size: int, limit: str) -> UnavailableError | None:
+    """Return the error that names the ranks that did not call; None if every rank did."""
+    if not absent:
+        return None
+    return UnavailableError(
+        f"{name}: ranks {ranks_listed(absent)} did not call save {limit}; expected all {world_size} ranks. "
+        "Every rank must call save; look at those ranks, or raise settings.agreement_timeout_seconds"
+    )
+
+
+def as_unavailable(error: Exception) -> UnavailableError:
+    """Return a failure of the key-value store as one of our errors."""
+    return error if isinstance(error, UnavailableError) else UnavailableError(str(error))

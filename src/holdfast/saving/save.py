@@ -72,7 +72,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             part_builder = PartBuilder(job, collected, fingerprint, agreement)
 
-        transfer = Transfer(job, attempt.handle, request.writer, packs, trace)
+        transfer = Transfer(job, attempt.handle, request.writer, packs, trace, attempt.commit_vote.note_written)
         attempt.attach_transfer(transfer)
         transfer.begin(collected, awaited=attempt.awaited)
         skipped = tuple(collected.skipped)

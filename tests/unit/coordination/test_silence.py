@@ -1,0 +1,97 @@
+"""Ranks that say nothing: who asks for them, how often, and how slow a rank may be that goes on writing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.clock import SystemClock
+from holdfast.coordination.agreement import SaveAgreement
+from holdfast.coordination.commit_vote import CommitVote, Vote
+from holdfast.coordination.job import Job
+from holdfast.coordination.outcome import Outcome, OutcomeKind
+from holdfast.errors import UnavailableError
+from holdfast.ports.comm import KeyValueStore
+from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.types.reports import SaveReport
+from tests.unit.ranks import HASTY, World, fresh_store, saved, sharded
+
+
+class CountingKeyValueStore:
+    """Counts the calls of all ranks."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+    lock: ClassVar = threading.Lock()
+
+    def __init__(self, inner: KeyValueStore) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        with self.lock:
+            self.calls[name] += 1
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("world_size", (8, 32))
+def test_one_rank_asks_for_the_silent_rank_after_the_votes(world_size: int) -> None:
+    CountingKeyValueStore.calls.clear()
+
+    def part(comm: ThreadComm) -> Outcome | None:
+        job = Job(comm, SystemClock(), HASTY)
+        if comm.rank == world_size - 1:
+            return None
+        vote = CommitVote(job, 0, "attempt", "save of step 1")
+        vote.vote(Vote(1, "0"))
+        return vote.await_outcome()
+
+    outcomes = outcomes_of_ranks(world_size, part, view_of=lambda _, inner: CountingKeyValueStore(inner))  # type: ignore[arg-type, return-value]
+    for outcome in outcomes[:-1]:
+        assert isinstance(outcome, Outcome) and outcome.kind is OutcomeKind.ABORTED, outcome
+        assert f"ranks [{world_size - 1}] did not finish" in str(outcome.error)
+    assert CountingKeyValueStore.calls["present"] <= 2 * world_size
+    assert CountingKeyValueStore.calls.total() <= 12 * world_size
+
+
+@pytest.mark.parametrize("world_size", (8, 32))
+def test_one_rank_asks_for_the_silent_rank_at_the_agreement(world_size: int) -> None:
+    """Rank 0 never calls."""
+    CountingKeyValueStore.calls.clear()
+
+    def part(comm: ThreadComm) -> object:
+        job = Job(comm, SystemClock(), HASTY)
+        if comm.rank == 0:
+            return None
+        opening = SaveAgreement(job, 1, b"12345678")
+        opening.refuse(UnavailableError("not now"))
+        return job.sequence
+
+    outcomes = outcomes_of_ranks(world_size, part, view_of=lambda _, inner: CountingKeyValueStore(inner))  # type: ignore[arg-type, return-value]
+    assert outcomes[1:] == [1] * (world_size - 1), outcomes
+    assert CountingKeyValueStore.calls["present"] <= 6 * world_size
+    assert CountingKeyValueStore.calls.total() <= 16 * world_size
+
+
+def test_a_rank_that_writes_for_longer_than_the_timeout_aborts_no_save() -> None:
+    """It writes for three timeouts of the other rank, a window at a time."""
+
+    def slowly(operation: FaultPoint) -> None:
+        time.sleep(0.6)
+
+    store = fresh_store()
+    slow = FaultyStore(store, Faults(slowly, names={"upload.write"}, lasting=True))
+    settings = replace(HASTY, windows_in_flight=1)
+    world = World(2, settings=settings, store=store, stores={1: slow})
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        return saved(run, 1, {"w": sharded(2, rows=6000)})
+
+    outcomes = world.play(part)
+    assert all(isinstance(each, SaveReport) for each in outcomes), outcomes
+    assert any(each.committed_seconds > 3 for each in outcomes), "the test waits for longer than the timeout"  # type: ignore[union-attr, attr-defined]
