@@ -123,12 +123,13 @@ class TorchKeyValueStore:
                 seconds = self._limit(store, start + timeout_seconds - self._clock.monotonic_seconds())
                 reply = request(store, seconds)
             except RuntimeError as error:
-                if self._clock.monotonic_seconds() - start >= 0.9 * timeout_seconds:
+                # A host that cannot be reached has not kept this call waiting, however long c10d tried.
+                is_gone = is_new and not has_asked
+                if not is_gone and self._clock.monotonic_seconds() - start >= 0.9 * timeout_seconds:
                     raise TimeoutError(f"{verb} {key}: no answer within {timeout_seconds:.1f} s") from error
                 # The connection may hold half a reply, so it is dropped. What broke it may have broken the idle ones.
                 self._free.clear()
-                # If the host cannot be reached, c10d has tried long enough.
-                if can_repeat and (repeatable if has_asked else not is_new):
+                if can_repeat and (repeatable if has_asked else not is_gone):
                     can_repeat = False
                     continue
                 raise UnavailableError(
