@@ -93,7 +93,8 @@ def metrics_of_rank_0(world: World, root: str) -> dict[str, object]:
         manager.wait()
         bad = ""
         try:
-            manager.save(3, {"a": 1}, metrics={"loss": "low"} if world.rank == 1 else {"loss": 1.0})
+            # Not the first save: the refusal is in the handle, on every rank.
+            manager.save(3, {"a": 1}, metrics={"loss": "low"} if world.rank == 1 else {"loss": 1.0}).wait()
         except holdfast.InvalidError as error:
             bad = str(error)
         manager.save(4, {"a": 1})
