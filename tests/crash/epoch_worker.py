@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -39,7 +40,8 @@ class StopAtTheManifest:
     def __call__(self, operation: FaultPoint) -> None:
         if operation.subject.endswith("/manifest.json") and not self._is_over:
             self._is_over = True
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: one that is sent to the process may stop it only after this thread has published.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def run_over(root: str, lease_seconds: float, *, is_stopped: bool = False) -> CheckpointManager:
