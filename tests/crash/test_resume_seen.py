@@ -17,7 +17,7 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.names import manifest_key
 from holdfast.format.sealed_json import sealed
 from holdfast.frameworks.torch import containers
 from holdfast.frameworks.torch.framework import TorchFramework
@@ -118,7 +118,7 @@ def test_a_step_saved_anew_meanwhile_is_not_put_under_quarantine(
     root = in_memory / "root"
     committed_at(root, OLD, NEW)
     damage_a_chunk(step_path(root, NEW))
-    judged = identity_at(local_store(root), step_folder(NEW) + MANIFEST_FILE)
+    judged = identity_at(local_store(root), manifest_key(NEW))
 
     def late(store: Store, step: int, key: str, identity: str, why: str, found: str) -> None:
         monkeypatch.setattr(resume, "quarantine", quarantine)

@@ -18,7 +18,7 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
-from holdfast.format.names import MANIFEST_FILE, epoch_key, step_folder
+from holdfast.format.names import epoch_key, manifest_key, step_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.ports.store import Store
@@ -159,7 +159,7 @@ def files_of(store: Store, step: int) -> frozenset[str]:
     manifest = read_manifest(store, step_folder(step))
     records = (*manifest.parts, *manifest.indexes, *((manifest.overview,) if manifest.overview else ()))
     own = {f"{step_folder(step)}{manifest.attempt}/{record.name}" for record in records}
-    return frozenset({step_folder(step) + MANIFEST_FILE, *own, *packs_named_by([manifest])})
+    return frozenset({manifest_key(step), *own, *packs_named_by([manifest])})
 
 
 def loss_of(store: Store, step: int) -> float | None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from holdfast.checkpoint.location import none_allowed
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
-from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.names import manifest_key, step_folder
 from holdfast.offline.repair.repair import Repair
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
@@ -453,7 +453,7 @@ class LifeOfARun(RuleBasedStateMachine):
     def adopt(self, step: int, attempts: Sequence[tuple[Content, float]]) -> None:
         """Take a step that is newly there into the model: it is one of those that somebody tried to save."""
         self.forget(step)
-        self.spoilt.discard(step_folder(step) + MANIFEST_FILE)
+        self.spoilt.discard(manifest_key(step))
         # Not from the tensors: they may lie in a pack that was damaged before this step came to refer to it.
         told: dict[str, object] = {"seeds": None}
         self.reader.load(told, step, only="seeds")

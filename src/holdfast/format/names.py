@@ -64,6 +64,11 @@ def epoch_of_key(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def manifest_key(step: int) -> str:
+    """Return the key of the manifest in the folder of a step, under the root of the run."""
+    return step_folder(step) + MANIFEST_FILE
+
+
 def superseded_key(step: int, digest: str) -> str:
     """Return the key of a manifest that made room for a manifest of a newer timeline.
 

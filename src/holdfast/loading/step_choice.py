@@ -22,7 +22,7 @@ from holdfast.errors import (
     first_three,
     printable,
 )
-from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.names import manifest_key, step_folder
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid
@@ -310,7 +310,7 @@ def find_step(store: Store, step: int, digest: str) -> tuple[RunTimelines, Store
     with suppress(MissingError):
         is_fenced = not is_valid(store, current_fence(store), step)
     if is_fenced:
-        raise fenced_error(f"{store.url}/{step_folder(step)}{MANIFEST_FILE}")
+        raise fenced_error(f"{store.url}/{manifest_key(step)}")
     newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "none"
     raise MissingError(
         f"{store.url}: no committed step {asked}; committed, newest first: {newest}. Choose one of them "
@@ -325,9 +325,8 @@ def location_of(home: CheckpointLocation, manifest: StoredManifest) -> Checkpoin
         home: The root of the run.
         manifest: Its manifest.
     """
-    folder = step_folder(manifest.step)
-    moved = None if manifest.key == folder + MANIFEST_FILE else manifest.key
-    return replace(home, folder=folder, step=manifest.step, moved_manifest=moved)
+    moved = None if manifest.key == manifest_key(manifest.step) else manifest.key
+    return replace(home, folder=step_folder(manifest.step), step=manifest.step, moved_manifest=moved)
 
 
 def raise_or_fall_back(

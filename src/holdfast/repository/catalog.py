@@ -18,8 +18,8 @@ from holdfast.format.names import (
     RUN_FILE,
     is_file_url,
     is_pack_name,
+    manifest_key,
     part_name,
-    step_folder,
     step_of_folder,
     step_of_pack,
 )
@@ -140,7 +140,7 @@ def manifest_digest(store: Store, step: int, key: str | None = None) -> str | No
         key: Key of the manifest; None if it is in the folder of the step.
     """
     try:
-        return stated_digest(store.get(key or step_folder(step) + MANIFEST_FILE, MANIFEST_BYTES_MAX))
+        return stated_digest(store.get(key or manifest_key(step), MANIFEST_BYTES_MAX))
     except (MissingError, CorruptError):
         return None
 

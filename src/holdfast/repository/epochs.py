@@ -23,12 +23,11 @@ from holdfast.format.holders import HolderDocument, decode_holder, encode_holder
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.format.names import (
     EPOCHS_FOLDER,
-    MANIFEST_FILE,
     accepted_key,
     beat_key,
     epoch_key,
     epoch_of_key,
-    step_folder,
+    manifest_key,
 )
 from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
@@ -215,12 +214,11 @@ def is_valid(store: Store, fence: Fence, step: int) -> bool:
     Raises:
         MissingError: The step has no manifest.
     """
-    folder = step_folder(step)
+    key = manifest_key(step)
     if not fence.epoch:
-        store.size(folder + MANIFEST_FILE)
+        store.size(key)
         return True
-    data = store.get(folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
-    return is_valid_manifest(data, fence, f"{store.url}/{folder}{MANIFEST_FILE}")
+    return is_valid_manifest(store.get(key, MANIFEST_BYTES_MAX), fence, f"{store.url}/{key}")
 
 
 def is_valid_manifest(data: bytes, fence: Fence, where: str) -> bool:
@@ -244,7 +242,7 @@ def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int
     """
     accepted: dict[int, str | None] = {}
     for step in steps:
-        key = step_folder(step) + MANIFEST_FILE
+        key = manifest_key(step)
         try:
             data = store.get(key, MANIFEST_BYTES_MAX)
         except MissingError:

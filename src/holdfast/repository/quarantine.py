@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, step_folder, step_of_folder
+from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder, step_of_folder
 from holdfast.format.sealed_json import header, sealed, unsealed
 from holdfast.ports.store import Store
 from holdfast.repository.publish import packs_named_by
@@ -102,7 +102,7 @@ def list_records(store: Store) -> list[tuple[int, str]]:
 def is_quarantined(store: Store, step: int) -> bool:
     """Return whether the manifest at a step is under quarantine."""
     identities = {identity for number, identity in list_records(store) if number == step}
-    return bool(identities) and identity_at(store, step_folder(step) + MANIFEST_FILE) in identities
+    return bool(identities) and identity_at(store, manifest_key(step)) in identities
 
 
 def quarantine(store: Store, step: int, key: str, identity: str, why: str, found: str) -> None:
@@ -155,7 +155,7 @@ def supersede(store: Store, step: int) -> bool:
             return False
     except MissingError:
         return False
-    key = step_folder(step) + MANIFEST_FILE
+    key = manifest_key(step)
     backup(store, step, key, MANIFEST_BYTES_MAX)
     store.delete([key])
     return True

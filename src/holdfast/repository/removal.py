@@ -22,10 +22,10 @@ from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.format.names import (
-    MANIFEST_FILE,
     is_attempt_file,
     is_attempt_folder,
     is_file_url,
+    manifest_key,
     step_folder,
     step_of_pack,
 )
@@ -97,7 +97,7 @@ def inspect_step(
             attempts.setdefault(subfolder, {})[entry.key] = entry.bytes
         elif subfolder == _REPORTS_FOLDER and name:
             reports[entry.key] = entry.bytes
-        elif entry.key != folder + MANIFEST_FILE:
+        elif entry.key != manifest_key(step):
             unknown.append(entry.key)
     files = StepFiles(
         step=step,
@@ -114,7 +114,7 @@ def inspect_step(
 
 def _manifest_at(store: Store, step: int, fence: Fence) -> tuple[str | None, Manifest | None, bool]:
     """Return a digest that identifies the manifest of a step, the manifest if readable, and whether it counts."""
-    key = step_folder(step) + MANIFEST_FILE
+    key = manifest_key(step)
     try:
         data = store.get(key, MANIFEST_BYTES_MAX)
     except MissingError:
@@ -209,7 +209,7 @@ def remove(store: Store, to_delete: Unreferenced) -> None:
         UnavailableError: Storage failed; the next collection continues.
     """
     # Oldest first: a reader that lists meanwhile still finds the newest step.
-    manifests = [step_folder(step) + MANIFEST_FILE for step in sorted(to_delete.steps)]
+    manifests = [manifest_key(step) for step in sorted(to_delete.steps)]
     if manifests:
         store.delete(manifests)
     if to_delete.files:

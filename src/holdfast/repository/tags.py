@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
-from holdfast.format.names import MANIFEST_FILE, step_folder, superseded_in
+from holdfast.format.names import manifest_key, step_folder, superseded_in
 from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
@@ -110,7 +110,7 @@ def put_tag(store: Store, step: int, name: str, created: str, key: str | None = 
         ConflictError: The tag names another step; it was not touched.
         CorruptError: The step's manifest is damaged.
     """
-    key = key or step_folder(step) + MANIFEST_FILE
+    key = key or manifest_key(step)
     digest = _digest_of(store, step, key)
     tag = Tag(name, step, digest, created)
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
-from holdfast.format.names import MANIFEST_FILE, SUPERSEDED_FOLDER, step_folder, superseded_in, superseded_key
+from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import step_folders
 from holdfast.repository.epochs import current_fence
@@ -126,7 +126,7 @@ def displace(store: Store, step: int, digest: str) -> None:
 
     The copy is durable before the manifest goes. After a crash in between, both exist and are the same manifest.
     """
-    key = step_folder(step) + MANIFEST_FILE
+    key = manifest_key(step)
     publish(store, superseded_key(step, digest), store.get(key, MANIFEST_BYTES_MAX))
     store.delete([key])
 
@@ -164,7 +164,7 @@ def moved_manifests(store: Store) -> MovedManifests:
 
 
 def _stored_manifests(store: Store, fence: Fence) -> Iterator[StoredManifest]:
-    places = [(step, step_folder(step) + MANIFEST_FILE) for step in step_folders(store)]
+    places = [(step, manifest_key(step)) for step in step_folders(store)]
     if not fence.epoch:
         # A run without epochs has one timeline, and every manifest counts: none needs to be read.
         yield from (StoredManifest(step, key) for step, key in places if _is_stored(store, step, key))

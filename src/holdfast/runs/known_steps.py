@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.format.names import MANIFEST_FILE, step_folder, step_of_pack
+from holdfast.format.names import manifest_key, step_folder, step_of_pack
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository import removal
@@ -95,7 +95,7 @@ class KnownSteps:
 
     def _is_unchanged(self, step: int, known: _Known) -> bool:
         """Return whether a step still has the manifest that is known."""
-        key, size = step_folder(step) + MANIFEST_FILE, known.manifest_bytes
+        key, size = manifest_key(step), known.manifest_bytes
         bounds = max(size - _SEAL_BYTES_MAX, 0), size
         try:
             if self._store.size(key) != size:
@@ -124,7 +124,7 @@ class KnownSteps:
         )
         packs = self._shared(frozenset(pack for pack in files.packs if step_of_pack(pack) != files.step))
         without = replace(files, attempts={}, reports={}, packs=packs)
-        manifest_bytes = self._store.size(step_folder(files.step) + MANIFEST_FILE)
+        manifest_bytes = self._store.size(manifest_key(files.step))
         self._known[files.step] = _Known(manifest_bytes, without, slim)
 
     def _shared(self, packs: frozenset[str]) -> frozenset[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, step_folder
+from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, manifest_key, step_folder
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
@@ -164,7 +164,7 @@ def _step_record(
         error = found
     attempts = [name for name in store.folders(folder) if is_attempt_folder(name)]
     named = moved.attempts(step, attempts) | ({manifest.attempt} if manifest is not None else set())
-    record = known.get(identity_at(store, folder + MANIFEST_FILE)) if known and (manifest or error) else None
+    record = known.get(identity_at(store, manifest_key(step))) if known and (manifest or error) else None
     return StepRecord(
         step,
         manifest,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.names import manifest_key, step_folder
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import identity_at, quarantine
@@ -302,7 +302,7 @@ def test_no_pack_that_a_step_under_quarantine_names_is_referred_to(tmp_path: Pat
             saved(manager, step, state)
         spoil(tmp_path, 1, state["w3"])
         store = LocalStore(tmp_path, settings=SMALL)
-        key = step_folder(2) + MANIFEST_FILE
+        key = manifest_key(2)
         quarantine(store, 2, key, identity_at(store, key), "w3 is damaged", "now")
         assert saved(manager, 4, state).unchanged_bytes == 12_000
     require_same(tmp_path, 4, state)
