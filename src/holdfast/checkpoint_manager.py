@@ -19,6 +19,7 @@ from holdfast.checkpoint.location import CheckpointLocation, none_allowed, requi
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.coordination.signals import Signals
+from holdfast.engine.background import SLICE_SECONDS
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.names import require_step, step_and_digest
 from holdfast.loading.load import LoadRequest, load, load_attempt
@@ -38,9 +39,6 @@ from holdfast.settings import Preemption, Settings
 from holdfast.stores.foreign import References
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.reports import LoadReport, SaveReport
-
-_SLICE_SECONDS = 1.0
-"""A wait for saves in flight looks each time this has passed whether their write hangs."""
 
 
 class CheckpointManager:
@@ -385,7 +383,7 @@ class CheckpointManager:
         """Wait for a save; while the manager closes, not for one whose write hangs."""
         while True:
             try:
-                handle.wait(timeout=_SLICE_SECONDS)
+                handle.wait(timeout=SLICE_SECONDS)
                 return
             except TimeoutError:
                 hung = self._job.progress.hung if self._closed else None

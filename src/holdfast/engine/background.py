@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 from holdfast.clock import Clock
 
 T = TypeVar("T")
-_Inbox = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
+_Call = tuple[Future[Any], Callable[[], Any]]
+"""What is called, and who gets the result."""
 
-_SLICE_SECONDS = 1.0
+SLICE_SECONDS = 1.0
+"""Longest wait at a time: after it a waiting thread handles signals, and looks whether a write hangs."""
 
 
 class WriteProgress:
@@ -71,10 +73,10 @@ class BackgroundQueue:
 
         Args:
             thread_name: Name of the thread.
-            progress: Tells whether a write hangs, for which neither `close` nor the interpreter waits.
+            progress: Knows whether a write hangs. Neither `close` nor the interpreter waits for such a write.
         """
         self._name, self.progress = thread_name, progress
-        self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._last: weakref.ref[Future[object]] | None = None
@@ -111,7 +113,7 @@ class BackgroundQueue:
             thread = self._thread
             self._calls.put(None)
         while thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            thread.join(_SLICE_SECONDS)
+            thread.join(SLICE_SECONDS)
             if self.progress.hung is not None:
                 return
 
@@ -121,7 +123,7 @@ class DaemonCalls:
 
     def __init__(self) -> None:
         # The inboxes of idle threads. A deque, whose operations are atomic: a signal handler may save at any time.
-        self._idle: deque[_Inbox] = deque()
+        self._idle: deque[queue.SimpleQueue[_Call]] = deque()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Make a call on another thread."""
@@ -138,25 +140,14 @@ class DaemonCalls:
         """Forget all threads: a forked child has none of them."""
         self._idle.clear()
 
-    def _work(self, inbox: _Inbox) -> None:
+    def _work(self, inbox: queue.SimpleQueue[_Call]) -> None:
         while True:
-            future, work = inbox.get()
-            try:
-                result, failure = work(), None
-            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-                result, failure = None, error
-            # Idle first: whoever gets the result may make the next call on this thread.
-            self._idle.append(inbox)
-            if failure is None:
-                future.set_result(result)
-            else:
-                future.set_exception(failure)
-            # This thread keeps nothing alive while it waits.
-            del future, work, result, failure
+            # Idle before the result is there: the thread that gets it may make the next call on this one.
+            _carry_out(*inbox.get(), note_done=lambda: self._idle.append(inbox))
 
 
 CALLS = DaemonCalls()
-"""For calls that a training thread waits for in slices, so that it hears signals and can give up."""
+"""For calls that a training thread waits for in slices, so that it handles signals and can give up."""
 
 os.register_at_fork(after_in_child=CALLS.forget_threads)
 
@@ -179,7 +170,7 @@ def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: 
         if left <= 0:
             raise TimeoutError
         # Not by `result`: the call itself may have raised a TimeoutError.
-        wait([future], min(left, _SLICE_SECONDS))
+        wait([future], min(left, SLICE_SECONDS))
         if not future.done():
             note_slice()
     return future.result()
@@ -188,19 +179,33 @@ def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: 
 _QUEUES: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
 
 
-def _work(calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None]) -> None:
+def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
     """Make calls until None comes."""
     while (call := calls.get()) is not None:
-        future, work = call
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-            del result
+        _carry_out(*call)
         # This thread keeps nothing alive while it waits.
-        del call, future, work
+        del call
+
+
+def _carry_out(future: Future[Any], work: Callable[[], Any], note_done: Callable[[], None] = lambda: None) -> None:
+    """Make a call, and pass on its result or its error.
+
+    Args:
+        future: Receives the result.
+        work: The call.
+        note_done: Called after it, before the result can be seen.
+    """
+    try:
+        result, failure = work(), None
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        result, failure = None, error
+    note_done()
+    if failure is None:
+        future.set_result(result)
+    else:
+        future.set_exception(failure)
+        # The traceback of the error refers to this frame, which would keep the state in `work` alive.
+        del failure, future, work, note_done
 
 
 def _finish_calls() -> None:

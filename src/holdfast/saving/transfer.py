@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.coordination.job import Job
+from holdfast.engine.background import SLICE_SECONDS
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -33,10 +34,6 @@ _EAGER_BYTES_MAX = 64 * MIB
 
 _FENCE_WARNING_SECONDS = 1.0
 """The fence logs a warning if it blocks training for longer."""
-
-
-_SLICE_SECONDS = 1.0
-"""A wait of the training thread logs a line after this time, and looks at the storage each time it has passed."""
 
 
 class Transfer:
@@ -151,7 +148,7 @@ class Transfer:
         end = math.inf if timeout is None else start + timeout
         is_late = False
         # In slices: handlers of signals run meanwhile, and a write that hangs is noticed. The event is a local one.
-        while not self._staging.wait(max(min(_SLICE_SECONDS, end - clock.monotonic_seconds()), 0.0)):
+        while not self._staging.wait(max(min(SLICE_SECONDS, end - clock.monotonic_seconds()), 0.0)):
             if clock.monotonic_seconds() >= end:
                 break
             if not is_late:
