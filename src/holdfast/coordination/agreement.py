@@ -258,7 +258,7 @@ class SaveAgreement:
             try:
                 (found,) = self._read("details", [lowest])
             except TimeoutError:
-                return  # Rank 0 does not hear of that rank either, and refuses.
+                return  # Rank 0 does not get that record either, and refuses.
             record = encode_difference(decode_details(found), state.details())
         self._publish("details", record)
 

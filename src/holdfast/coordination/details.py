@@ -66,7 +66,7 @@ def decode_details(record: bytes) -> Details:
 
 def encode_difference(lowest: Details, own: Details) -> bytes:
     """Return the record of a rank that differs from the lowest rank of its class."""
-    entries, own_entries = _entries(lowest), _entries(own)
+    entries, own_entries = entries_of(lowest), entries_of(own)
     numbers: list[int] = []
     absent: list[int] = []
     digests: list[bytes] = []
@@ -115,8 +115,8 @@ def details_by_rank(
     records = dict(zip(others, read(others), strict=True))
     # Many ranks may differ in the same way: one record is decoded once.
     keys = {rank: (lowest_of[rank], record) for rank, record in records.items()}
-    entries = {rank: list(_entries(each)) for rank, each in lowest.items()}
-    found = {key: _decode_difference(lowest[key[0]], entries[key[0]], key[1]) for key in {*keys.values()}}
+    entries = {rank: list(entries_of(each)) for rank, each in lowest.items()}
+    found = {key: decode_difference(lowest[key[0]], entries[key[0]], key[1]) for key in {*keys.values()}}
     names = {name for each, _ in found.values() for name in (*each.agreeing, *each.other)}
     uneven = frozenset(name for _, names in found.values() for name in names)
     filled = {key: _filled(lowest[key[0]], *found[key], names) for key in found}
@@ -143,14 +143,16 @@ def _filled(lowest: Details, differing: Details, uneven: Collection[str], names:
     return replace(differing, agreeing={**agreeing, **differing.agreeing}, other={**other, **differing.other})
 
 
-def decode_difference(lowest: Details, record: bytes) -> tuple[Details, frozenset[str]]:
-    """Return the entries of a rank that differ from those of the lowest rank of its class, and names that one lacks."""
-    return _decode_difference(lowest, list(_entries(lowest)), record)
-
-
-def _decode_difference(
+def decode_difference(
     lowest: Details, keys: Sequence[tuple[bool, str]], record: bytes
 ) -> tuple[Details, frozenset[str]]:
+    """Return the entries of a rank that differ from those of the lowest rank of its class, and names that one lacks.
+
+    Args:
+        lowest: Details of the lowest rank.
+        keys: Its keys in `entries_of`, which a class computes once.
+        record: What the rank published.
+    """
     difference = decode_message(record, RankDifference)
     agreeing: dict[str, str] = {}
     other: dict[str, str] = dict(difference.extra)
@@ -163,7 +165,7 @@ def _decode_difference(
     return Details(lowest.location, {}, agreeing, other, lossy), frozenset(absent.union(difference.extra))
 
 
-def _entries(details: Details) -> dict[tuple[bool, str], str]:
+def entries_of(details: Details) -> dict[tuple[bool, str], str]:
     """Return the digest of each entry, in the order in which bits number them. The key says whether it may differ."""
     return {
         (is_other, name): digests[name]

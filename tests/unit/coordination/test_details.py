@@ -17,6 +17,7 @@ from holdfast.coordination.details import (
     details_by_rank,
     encode_details,
     encode_difference,
+    entries_of,
     fitting_names,
     shared_tensors,
 )
@@ -144,7 +145,7 @@ def test_what_differs_comes_back(
     own_agreeing = {**agreeing, **{name: digest for name, digest in own_agreeing.items() if name in agreeing}}
     lowest, own = Details("x", {}, agreeing, other, []), Details("x", {}, own_agreeing, own_other, [])
     assert decode_details(encode_details(lowest)) == lowest
-    found, uneven = decode_difference(lowest, encode_difference(lowest, own))
+    found, uneven = decode_difference(lowest, list(entries_of(lowest)), encode_difference(lowest, own))
     assert found.agreeing.keys() == {name for name in agreeing if agreeing[name] != own_agreeing[name]}
     extra = sorted({*own_other} - {*other})[:8]
     differing = {name for name, digest in own_other.items() if other.get(name, digest) != digest}
@@ -164,7 +165,7 @@ def test_a_difference_in_everything_takes_a_bit_an_entry() -> None:
     own = Details("x", {}, {}, {name: f"{number:016x}" for number, name in enumerate(names, 1)}, ())
     record = encode_difference(lowest, own)
     assert len(record) < 512
-    assert decode_difference(lowest, record)[0].other.keys() == {*names}
+    assert decode_difference(lowest, list(entries_of(lowest)), record)[0].other.keys() == {*names}
 
 
 def test_tensors_of_several_classes_are_told_to_those_only() -> None:
