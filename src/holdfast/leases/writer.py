@@ -40,7 +40,7 @@ from holdfast.leases.process import is_gone, is_this_process, this_process
 from holdfast.ports.store import Store
 from holdfast.repository import epochs
 from holdfast.repository.catalog import step_folders, touch_root
-from holdfast.repository.timelines import run_timelines
+from holdfast.repository.timelines import moved_steps
 from holdfast.types.epoch import Epoch, Holder
 
 logger = logging.getLogger(__name__)
@@ -127,9 +127,7 @@ class WriterLease:
         former_fence = epochs.current_fence(self._store)
         touch_root(self._store)
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
-        superseded = None
-        if former_fence.has_timelines:
-            superseded = run_timelines(self._store).moved()
+        superseded = moved_steps(self._store, former_fence) if former_fence.has_timelines else None
         epochs.put_accepted(self._store, number, run_id, accepted, superseded)
         try:
             # The list of the epoch before stays: readers use it if ours is damaged.

@@ -68,14 +68,6 @@ class RunTimelines:
         """Return the manifests that a resume tries before this one; all of the chain if it is superseded."""
         return self.chain[self.chain.index(manifest) + 1 :] if manifest in self.chain else self.chain
 
-    def moved(self) -> list[tuple[int, str]]:
-        """Return step and digest of the manifests under `superseded/`."""
-        return [
-            (manifest.step, manifest.digest)
-            for manifest in (*self.chain, *self.superseded)
-            if manifest.digest is not None and superseded_in(manifest.key) is not None
-        ]
-
 
 def run_timelines(store: Store) -> RunTimelines:
     """Return the manifests of a run, by timeline.
@@ -101,7 +93,7 @@ def arranged(manifests: Iterable[StoredManifest]) -> RunTimelines:
     for manifest in ordered:
         timeline = manifest.timeline
         if timeline is None:
-            # Unknown: a resume tries it and reports the damage, unless a newer timeline took its place already.
+            # Unknown: a resume tries it and reports the damage. One that was moved is left out.
             is_in_chain = superseded_in(manifest.key) is None
         else:
             is_in_chain = newest.holds(timeline.id, manifest.step)
@@ -184,6 +176,16 @@ def superseded_keys(store: Store) -> list[tuple[int, str]]:
     keys = [entry.key for entry in store.list(SUPERSEDED_FOLDER)]
     named = ((superseded_in(key), key) for key in keys)
     return [(name[0], key) for name, key in named if name is not None]
+
+
+def moved_steps(store: Store, fence: Fence) -> list[tuple[int, str]]:
+    """Return step and digest of the readable manifests under `superseded/` that count."""
+    manifests = (_read(store, fence, step, key) for step, key in superseded_keys(store))
+    return [
+        (manifest.step, manifest.digest)
+        for manifest in manifests
+        if manifest is not None and manifest.digest is not None
+    ]
 
 
 def _is_stored(store: Store, step: int, key: str) -> bool:
