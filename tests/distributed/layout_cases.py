@@ -18,6 +18,7 @@ import holdfast
 from holdfast.errors import InvalidError
 from tests.distributed.launch import World
 from tests.distributed.networks import NormNet, adamw, digest, digests, plain, sharded, train
+from tests.held_optimizers import HoldsOptimizers
 from tests.tuned import tuned
 
 
@@ -56,20 +57,12 @@ def load_fsdp(world: World, path: str, stepped: bool = False, mesh: list[int] | 
     return found
 
 
-class Container(torch.optim.Optimizer):
+class Container(HoldsOptimizers):
     """As torchtitan's: one optimizer for each part of the model, and a state_dict that must not be called."""
 
     def __init__(self, net: nn.Module) -> None:
         self.optimizers = [adamw(part) for part in net.children()]
         super().__init__(net.parameters(), {})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for each in self.optimizers:
-            each.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.optimizers:
-            each.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, object]:
         get_optimizer_state_dict(nn.Module(), self.optimizers)

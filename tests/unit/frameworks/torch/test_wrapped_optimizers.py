@@ -14,22 +14,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import holdfast
 from holdfast.errors import InvalidError
+from tests.held_optimizers import HoldsOptimizers
 
 
-class Container(torch.optim.Optimizer):
+class Container(HoldsOptimizers):
     """One optimizer for each parameter, under a name of its own."""
+
+    held_in = "inner"
 
     def __init__(self, model: nn.Module) -> None:
         self.inner = [torch.optim.AdamW([parameter], lr=0.1) for parameter in model.parameters()]
         super().__init__(list(model.parameters()), {})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for each in self.inner:
-            each.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.inner:
-            each.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         return {str(number): each.state_dict() for number, each in enumerate(self.inner)}
@@ -39,21 +34,13 @@ class Container(torch.optim.Optimizer):
             each.load_state_dict(state_dict[str(number)])
 
 
-class TitanContainer(torch.optim.Optimizer):
+class TitanContainer(HoldsOptimizers):
     """As torchtitan's: its `state_dict` steps optimizers that have no state yet."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model_parts = list(model.children())
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in self.model_parts]
         super().__init__(list(model.parameters()), {"lr": 0.1})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for each in self.optimizers:
-            each.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.optimizers:
-            each.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         return self._flattened()
