@@ -107,7 +107,7 @@ def _fits(saved: SavedState, allowed: AbstractSet[str], always: frozenset[str]) 
     # Nothing was saved: the class had not stepped, or keeps nothing under its hyperparameters.
     names = [] if saved.record is None else saved.record.class_name.split("+")
     tables = [_KEYS.get(name.partition(".")[0], {}).get(name.rpartition(".")[2]) for name in names]
-    return not all(table is not None and table[0] != always for table in tables) or not tables
+    return not tables or any(table is None or table[0] == always for table in tables)
 
 
 def _saved_text(view: OptimizerView, saved: SavedState) -> str:
