@@ -408,7 +408,7 @@ class SaveAgreement:
         return self._go_ahead(claim, agreed)
 
     def _share(self, classes: Sequence[tuple[int, ...]], details: Mapping[int, Details]) -> RankRanges:
-        """Tell each class which of its plain tensors other classes hold too; return the numbers of those classes."""
+        """Publish for each class which of its plain tensors other classes hold; return the numbers of those classes."""
         job = self._job
         shared = shared_tensors([details[ranks[0]].plain for ranks in classes]) if len(classes) > 1 else {}
         for number, tensors in shared.items():

@@ -52,7 +52,7 @@ class CommitVote:
         """
         self._job, self._sequence, self._attempt, self._name = job, sequence, attempt, name
         self._has_voted = False
-        self._told_at = job.clock.monotonic_seconds()
+        self._announced_at = job.clock.monotonic_seconds()
         self._may_publish = False
         """Whether the commit thread of this rank publishes, or is about to decide that it does."""
 
@@ -90,14 +90,17 @@ class CommitVote:
             raise
 
     def note_written(self) -> None:
-        """Take note that this rank writes, and tell the waiting ranks a few times within their timeout. Never waits."""
+        """Record that this rank writes, and announce it a few times within the timeout of the ranks that wait.
+
+        Never waits.
+        """
         job = self._job
         now = job.clock.monotonic_seconds()
-        if now - self._told_at >= job.settings.commit_timeout_seconds / 4:
-            self._told_at = now
-            CALLS.submit(self._tell_progress)
+        if now - self._announced_at >= job.settings.commit_timeout_seconds / 4:
+            self._announced_at = now
+            CALLS.submit(self._announce_progress)
 
-    def _tell_progress(self) -> None:
+    def _announce_progress(self) -> None:
         key = self._key("progress")
         with suppress(CheckpointError, TimeoutError):
             self._job.key_value_store.add(key, 1, self._job.seconds_left(self._job.deadline()))
@@ -142,20 +145,20 @@ class CommitVote:
         since the last look move the deadline: a rank that writes for longer than the others is slow, not dead.
         """
         job = self._job
-        told = 0
+        count = 0
         while True:
             try:
                 (result,) = job.key_value_store.get_many([self._key("result")], job.seconds_left(job.deadline()))
                 return decode_message(result, Outcome)
             except TimeoutError:
-                told, told_before = self._told_progress(), told
-                if told <= told_before:
+                count, count_before = self._announced_progress(), count
+                if count <= count_before:
                     return self._abort_for_silence()
             except CheckpointError as failure:
                 return ask_storage(str(failure))
 
-    def _told_progress(self) -> int:
-        """Return how often ranks have told that they write; 0 if this process has no time to wait for them."""
+    def _announced_progress(self) -> int:
+        """Return how often ranks have announced that they write; 0 if this process has no time to wait for them."""
         job = self._job
         if job.process_deadline is not None:
             return 0

@@ -1,7 +1,7 @@
 """What ranks publish if their statements differ, in bytes that do not grow with the job.
 
 The lowest rank of a class publishes all details, once for the class. A rank that differs from it reads them and
-publishes only the entries that differ. Rank 0 tells each class which ranks share its plain tensors.
+publishes only the entries that differ. Rank 0 publishes for each class which ranks share its plain tensors.
 """
 
 from __future__ import annotations

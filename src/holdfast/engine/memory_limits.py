@@ -1,7 +1,7 @@
 """How much memory this process may still take: free memory of the host, the limits of its control groups, its ranks.
 
 Ranks that share the host or a limited control group share what it leaves. Environment variables of launchers do not
-tell this: `srun`, `mpirun` and pods set none that all of them share. So ranks state the identities of their domains to
+state this: `srun`, `mpirun` and pods set none that all of them share. So ranks state the identities of their domains to
 each other once, and each counts.
 """
 

@@ -63,7 +63,7 @@ class ChosenStep:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What each rank says to every rank once it has planned: whether it can load, and what it would read."""
+    """The status that each rank sends to every rank after planning: whether it can load, and what it would read."""
 
     error: str | None = None
     """Why it cannot, as an `error_text`."""

@@ -27,7 +27,7 @@ class _Sight:
     """Whether `holdfast.json` is there."""
 
     error: str | None
-    """Why it cannot tell, as an `error_text`."""
+    """Why it cannot look, as an `error_text`."""
 
 
 def require_no_run_elsewhere(job: Job, root: Store) -> None:

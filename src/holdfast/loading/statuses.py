@@ -36,7 +36,7 @@ _OFFERS_BYTES_MAX = MIB // 2
 
 @dataclass(frozen=True, slots=True)
 class GatheredStatuses:
-    """What all ranks said."""
+    """The statuses of all ranks."""
 
     by_rank: Sequence[RankStatus]
     """Status of each rank; names in `unexpected` only where the catalogue lacks them."""
@@ -66,15 +66,15 @@ class _Record:
         offered = status.offer
         flags = _LACKS * lacks | _FORCES * (offered.share_reads == "always") | _READS_ENOUGH * offered.reads_enough
         if status.error is not None:
-            said = json.loads(status.error)
-            flags |= _FAILED | _CORRUPT * (said["kind"] == CorruptError.__name__) | _ABSENT * said["absent"]
+            error = json.loads(status.error)
+            flags |= _FAILED | _CORRUPT * (error["kind"] == CorruptError.__name__) | _ABSENT * error["absent"]
         return cls(flags, len(texts), short_digest_of(texts), len(offer), short_digest_of(offer))
 
     def encode(self) -> bytes:
         return _RECORD.pack(self.flags, self.text_bytes, self.text_digest, self.offer_bytes, self.offer_digest)
 
     def without_texts(self) -> RankStatus:
-        """Return as much of the status as the record says."""
+        """Return as much of the status as the record holds."""
         if not self.flags & _FAILED:
             return RankStatus()
         kind = CorruptError if self.flags & _CORRUPT else UnavailableError
@@ -126,7 +126,7 @@ def gather_errors(comm: Comm, own: str | None) -> list[str | None]:
 
 
 class _SharedMessage:
-    """The message that all ranks join by bitwise OR. The records say where each part lies, the same on every rank."""
+    """The message that all ranks join by bitwise OR. The records decide where each part is, the same on every rank."""
 
     def __init__(self, records: Sequence[_Record], names: int) -> None:
         bytes_max = None if records[0].flags & _FORCES else _OFFERS_BYTES_MAX

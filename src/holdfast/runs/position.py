@@ -7,7 +7,7 @@ writer lease:
     nothing loaded, steps stored         refused, unless the manager starts over
     loaded the end of the chain          the newest timeline
     loaded an older or superseded step   a new timeline, which leaves the timeline of that step there
-    told to start over                   a new timeline without ancestors
+    made to start over                   a new timeline without ancestors
 
 The decision holds until the next load, also if the save fails: a step of the new timeline may be in flight.
 """

@@ -50,7 +50,7 @@ class Transfer:
         writer: PackWriter,
         packs: Sequence[PlannedPack],
         trace: OperationTrace,
-        tell_written: Callable[[], None] = lambda: None,
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """Start no copy yet.
 
@@ -60,7 +60,7 @@ class Transfer:
             writer: Writes the packs.
             packs: The packs of this rank.
             trace: Records the phases and the bytes written.
-            tell_written: Called whenever bytes were written, on any thread.
+            on_written: Called whenever bytes were written, on any thread.
         """
         self._trace, self._report_bytes = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
         self._job, self._handle, self._name, self._writer, self._packs = job, handle, handle.name, writer, packs
@@ -70,7 +70,7 @@ class Transfer:
         """Seconds from the call until training may change the state."""
         self.waited_seconds = 0.0
         """Seconds that copies waited for buffers."""
-        self._tell_written = tell_written
+        self._on_written = on_written
         self._staging = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
         self._is_copying = False
@@ -205,7 +205,7 @@ class Transfer:
     def _on_progress(self, count: int) -> None:
         """Take note of written bytes, on any thread."""
         self._job.progress.note_written()
-        self._tell_written()
+        self._on_written()
         if self._report_bytes is not None:
             self._report_bytes(count)
 

@@ -75,7 +75,7 @@ class Health:
 
 
 def with_drift(health: Health | None, drift: Health | None) -> Health | None:
-    """Return a health with the replicas whose samples differ; a comparison of whole copies says more of its tensors."""
+    """Return a health with the replicas whose samples differ; a comparison of whole copies finds more in these."""
     if drift is None or drift.divergent is None:
         return health
     if health is None:

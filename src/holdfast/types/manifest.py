@@ -50,7 +50,7 @@ class FileRecord(NamedTuple):
 
 
 class OptimizerRecord(NamedTuple):
-    """What tells the state of an optimizer from that of another class."""
+    """The class and state keys of an optimizer, which distinguish its state from that of another class."""
 
     class_name: str
     """Its class with module; several, sorted and joined by `+`, if it holds optimizers of several classes."""

@@ -144,7 +144,7 @@ class ProcessGroupComm:
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> float | None:
-    """Return the shortest timeout of a group's collectives, in seconds; None if torch does not tell."""
+    """Return the shortest timeout of a group's collectives, in seconds; None if torch does not state it."""
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
     try:

@@ -157,7 +157,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others; 0 without elements."""
+    """Return the address of the memory of a tensor; 0 if it has no elements."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     try:
         return local.data_ptr() if local.numel() else 0

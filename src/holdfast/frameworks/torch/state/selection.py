@@ -102,7 +102,7 @@ def named_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def saved_names(value: Value, path: str) -> Iterator[str]:
-    """Yield the names in a saved value, as far as patterns tell them apart."""
+    """Yield the names in a saved value, as far as patterns distinguish them."""
     yield f"{path}."
     entries = value.items if isinstance(value, Group) and value.kind != "stateful" else value
     if isinstance(entries, dict):
