@@ -83,6 +83,16 @@ GOALS = (
         8 << 20,
         64 << 20,
     ),
+    _less(
+        "store_calls_dead_rank_16384",
+        "requests of 16,384 ranks to the key-value store as a save opens and one rank is dead",
+        50_000,
+        200_000,
+    ),
+    _less("connections_per_rank", "most connections of a rank to the key-value store, torch's own included", 3, 4),
+    _less(
+        "announced_step_calls_on_training_thread", "calls to the key-value store on the training thread for steps", 0, 0
+    ),
     _less("index_bytes_read_per_rank_16384", "share of the whole index that one rank reads", 0.01, 0.1),
     _less("commit_peak_mib_16384", "memory of the committing rank of 16,384, MiB", 1024, 1300),
     _more(

@@ -1,5 +1,8 @@
 """Holdfast at 16,384 ranks, without the ranks: the real planning, index and commit code on simulated jobs.
 
+Limit: no rank waits for another here, and all files are on the disk of one machine. Seconds are those of one rank's own
+work; bytes, calls and memory are those of the real code.
+
 `python -m bench.scale` runs the dense 405B job at 1,024, 4,096 and 16,384 ranks and a mixture of experts at 2,048,
 prints what one rank and the committing rank do, and merges its keys into `bench/results/scale.json`.
 """
@@ -19,8 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+from bench.connections import announced_step_calls, connections_per_rank
 from bench.load_on_paper import Given, bytes_into_rank
 from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
+from bench.silence_on_paper import calls_with_a_dead_rank
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation
@@ -55,6 +60,7 @@ SETTINGS = Settings()
 GROWING = (
     "plan_seconds",
     "save_bytes_into_rank0",
+    "store_calls_dead_rank",
     "commit_seconds",
     "load_plan_seconds",
     "load_plan_fsdp_seconds",
@@ -233,6 +239,7 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
         "plan_seconds": done.plan_seconds,
         "save_bytes_into_rank0": into_rank0,
         "difference_seconds": seconds,
+        **calls_with_a_dead_rank(job, location_at(root), SETTINGS),
         "pieces": written.pieces,
         "chunks": written.chunks,
         "part_bytes": written.part_bytes,
@@ -240,6 +247,7 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
         **apart(str(root), "--commit"),
     }
     found["index_bytes_per_chunk"] = found["index_bytes"] / written.chunks
+    print(f"  {job.name}: opened and committed; load plans follow", file=sys.stderr)
     for number, name in enumerate(("", "fsdp_") if loads else ()):
         forget_pages(root)
         more = apart(str(root), "--plan", str(number), "--ranks", str(job.world_size))
@@ -292,6 +300,8 @@ def main() -> None:
         jobs.append(moe)
         found.append(measured(moe, arguments.root, loads=False))
         keys |= {f"moe_{key}_{moe.world_size}": value for key, value in found[-1].items()}
+        # The number of ranks does not change these.
+        keys |= connections_per_rank() | announced_step_calls()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({**known, **{key: round(value, 4) for key, value in keys.items()}}, indent=1) + "\n")
@@ -299,6 +309,9 @@ def main() -> None:
         print(json.dumps(keys, indent=1))
     else:
         show(jobs, found)
+        for key in keys:
+            if key.startswith(("connections", "announced")):
+                print(f"{key:58}{keys[key]:,.0f}")
 
 
 if __name__ == "__main__":
